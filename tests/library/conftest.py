@@ -1,0 +1,64 @@
+"""What the library's tests share: the oracle on the import path, bitwise comparison, and a count of it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+COMPARED: Counter[str] = Counter()
+INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+CompareBits = Callable[..., None]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bit pattern, with one pattern for every NaN."""
+    canonical = torch.where(x.isnan(), torch.full_like(x, torch.nan), x)
+    return canonical.view(INTEGER_OF_SIZE[x.element_size()])
+
+
+def first_mismatches(ours: torch.Tensor, expected: torch.Tensor, x: torch.Tensor, limit: int = 5) -> str:
+    where = (bits(ours) != bits(expected)).nonzero().flatten()
+    cases = [f"{x[i].item()!r} -> {ours[i].item()!r}, not {expected[i].item()!r}" for i in where[:limit]]
+    return f"{len(where)} of {len(ours)} differ: " + "; ".join(cases)
+
+
+@pytest.fixture
+def compare_bits(request: pytest.FixtureRequest) -> CompareBits:
+    """Assert that a result has the bits of what is expected (float64, exact in the result's dtype)."""
+    group = f"{request.path.name}::{request.function.__name__}"
+
+    def compare(ours: torch.Tensor, expected: np.ndarray, x: torch.Tensor, context: str = "") -> None:
+        assert ours.dtype == x.dtype
+        assert ours.shape == x.shape
+        assert len(expected) == len(ours) > 0
+        wanted = torch.from_numpy(np.ascontiguousarray(expected, dtype=np.float64)).to(ours.dtype)
+        COMPARED[group] += len(ours)
+        same = torch.equal(bits(ours), bits(wanted))
+        assert same, f"{context}: {first_mismatches(ours, wanted, x)}"
+
+    return compare
+
+
+@pytest.fixture
+def cpp_compiler() -> None:
+    """torch.compile on the CPU needs a C++ compiler."""
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("torch.compile needs a C++ compiler, and there is none here")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if COMPARED:
+        terminalreporter.section("values compared bit for bit")
+        for group, count in sorted(COMPARED.items()):
+            terminalreporter.write_line(f"{count:>12,}  {group}")
+        terminalreporter.write_line(f"{sum(COMPARED.values()):>12,}  in all")

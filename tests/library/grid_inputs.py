@@ -1,0 +1,95 @@
+"""The inputs on which rounding is compared: every point where it can go wrong, and a great many others."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import fp8manifold as fm
+import numpy as np
+import oracle
+import torch
+from numpy.typing import NDArray
+from oracle import Format
+
+Float64 = NDArray[np.float64]
+
+#: Any ExMy in every layout, beside the named ones. IEEE or FN specials on two bits leave nothing but zero.
+LAYOUT_SUFFIXES = ("", "IEEE", "FN", "FNUZ", "FINITE")
+ODD_NAMES = [
+    f"E{e}M{m}{suffix}"
+    for e in range(1, 8)
+    for m in range(8 - e)
+    for suffix in LAYOUT_SUFFIXES
+    if not (e == 1 and m == 0 and suffix in ("IEEE", "FN"))
+] + [f"P3109_8P{p}{suffix}" for p in range(1, 8) for suffix in ("", "F")]
+
+
+def distinct(formats: list[fm.FloatFormat]) -> dict[str, fm.FloatFormat]:
+    return {fmt.name: fmt for fmt in dict.fromkeys(formats)}
+
+
+NAMED = distinct(list(fm.NAMED_FORMATS.values()))
+ODD = distinct([fm.FloatFormat.from_string(name) for name in ODD_NAMES])
+ODD = {name: fmt for name, fmt in ODD.items() if name not in NAMED}
+
+#: Magnitudes at which float32, float16 and bfloat16 themselves change behaviour.
+EDGES = [
+    *(0.0, 2.0**-149, 3 * 2.0**-149, 2.0**-127, 2.0**-126 - 2.0**-149, 2.0**-126, 1.5 * 2.0**-126),
+    *(2.0**-63, 2.0**-24, 2.0**-14, 1.0, 65504.0, 65520.0, 2.0**24 + 2, 1e20, 1e30, 2.0**127),
+    *(float(np.finfo(np.float32).max), np.inf),
+]
+
+
+def midpoints_and_codes(fmt: Format) -> Float64:
+    """Every magnitude, every midpoint, and four steps past the top as if the codes went on."""
+    codes = [float(oracle.magnitude(m, fmt)) for m in range(oracle.max_code(fmt) + 5)]
+    middles = [(low + high) / 2 for low, high in zip(codes, codes[1:], strict=False)]
+    return np.array(sorted(codes + middles))
+
+
+def both_neighbours(x: Float64, dtype: type[np.floating]) -> Float64:
+    """x and the next values of dtype on both sides, as float64."""
+    inexact = x.astype(dtype)
+    around = [inexact, np.nextafter(inexact, dtype(np.inf)), np.nextafter(inexact, dtype(-np.inf))]
+    return np.concatenate(around).astype(np.float64)
+
+
+@lru_cache(maxsize=None)
+def critical(fmt: Format) -> Float64:
+    """Codes and midpoints +-1 float32 ULP, the edges of float32 and specials; both signs; all float32 values."""
+    positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), EDGES])
+    return np.concatenate([positive, -positive, [np.nan]])
+
+
+@lru_cache(maxsize=None)
+def critical64(fmt: Format) -> Float64:
+    """The same with float64 neighbours, and what only float64 holds."""
+    only64 = [5e-324, 2.0**-1022, 2.0**-150, 1e300, float(np.finfo(np.float64).max), 1.0625 + 2.0**-40]
+    positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float64), only64])
+    return np.concatenate([critical(fmt), positive, -positive])
+
+
+@lru_cache(maxsize=None)
+def every_16_bit(dtype: torch.dtype) -> torch.Tensor:
+    """All 2^16 bit patterns."""
+    patterns = np.arange(-(2**15), 2**15, dtype=np.int32).astype(np.int16)
+    return torch.from_numpy(patterns).view(dtype)
+
+
+@lru_cache(maxsize=None)
+def random_float32(count: int = 1_000_000, seed: int = 20261121) -> torch.Tensor:
+    """Random float32 bit patterns, ordered so that table look-ups are fast."""
+    patterns = np.random.default_rng(seed).integers(0, 2**32, size=count, dtype=np.uint32)
+    return torch.from_numpy(np.sort(patterns).view(np.int32)).view(torch.float32)
+
+
+@lru_cache(maxsize=None)
+def random_in_range(top: float, count: int = 100_000, seed: int = 7) -> torch.Tensor:
+    """float32 values log-uniform over the 40 binades that end a little above top, both signs."""
+    generator = np.random.default_rng(seed)
+    size = np.exp2(generator.uniform(-40, 1, count)) * top
+    return torch.from_numpy((size * generator.choice([-1.0, 1.0], count)).astype(np.float32))
+
+
+def float16_holds(fmt: Format) -> bool:
+    return float(oracle.magnitude(oracle.max_code(fmt), fmt)) <= 65504.0

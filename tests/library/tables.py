@@ -1,0 +1,104 @@
+"""Step functions tabulated from the scalar oracle, for sweeps too long for it.
+
+Rounding is monotone, so between two neighbouring values there is exactly one smallest float64 that goes to the
+upper one. Each table holds these thresholds, found by asking the oracle; test_grid_exact checks the tables
+against the oracle point by point.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import oracle
+from numpy.typing import NDArray
+from oracle import Format
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+
+def with_signed_zeros(rounded: Float64, x: Float64, fmt: Format) -> Float64:
+    zero = np.copysign(0.0, x) if oracle.has_negative_zero(fmt) else np.zeros_like(x)
+    return np.where(rounded == 0, zero, rounded)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """values[i] on [thresholds[i-1], thresholds[i])."""
+
+    fmt: Format
+    thresholds: Float64
+    values: Float64
+
+    def __call__(self, x: Float64) -> Float64:
+        rounded = self.values[np.searchsorted(self.thresholds, x, side="right")]
+        return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
+
+
+def rank(x: float, fmt: Format, rounding: str, overflow: str) -> float:
+    """The rounded value, with a NaN from overflow counted as the infinity that it stands for."""
+    rounded = oracle.round_value(x, fmt, rounding, overflow)
+    return math.copysign(math.inf, x) if math.isnan(rounded) else rounded
+
+
+def candidates(low: float, high: float) -> list[float]:
+    """Every float64 at which a rounding from low to high can begin to give high."""
+    middle = low + (high - low) / 2 if math.isfinite(high - low) else high
+    points = (low, middle, high)
+    return sorted({*points, *(float(np.nextafter(p, np.inf)) for p in points)})
+
+
+def threshold(low: float, high: float, fmt: Format, rounding: str, overflow: str) -> float:
+    """The smallest float64 in (low, high] that is rounded to more than low's own value."""
+    before = rank(low, fmt, rounding, overflow)
+    return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > before)
+
+
+@lru_cache(maxsize=None)
+def steps(fmt: Format, rounding: str, overflow: str) -> Steps:
+    """The rounding of every float64 as a table (deterministic modes)."""
+    top = oracle.max_code(fmt)
+    magnitudes = [float(oracle.magnitude(m, fmt)) for m in range(top + 2)]
+    ends = [*magnitudes, math.inf]
+    points = [-p for p in reversed(ends[1:])] + ends
+    thresholds: list[float] = []
+    values = [oracle.round_value(-math.inf, fmt, rounding, overflow)]
+    for low, high in zip(points, points[1:], strict=False):
+        if rank(high, fmt, rounding, overflow) > rank(low, fmt, rounding, overflow):
+            thresholds.append(threshold(low, high, fmt, rounding, overflow))
+            values.append(oracle.round_value(thresholds[-1], fmt, rounding, overflow))
+    return Steps(fmt, np.array(thresholds), np.array(values))
+
+
+@dataclass(frozen=True)
+class StochasticSteps:
+    """Neighbouring magnitudes and what each becomes; the last is the first that overflows."""
+
+    fmt: Format
+    magnitudes: Float64
+    results: Float64
+
+    def split(self, x: Float64) -> tuple[Int64, Float64, Float64]:
+        """The code below |x|, how far |x| is beyond it, and the gap to the next (all exact in float64)."""
+        last = len(self.magnitudes) - 1
+        a = np.minimum(np.where(np.isnan(x), 0.0, np.abs(x)), self.magnitudes[last])
+        code = np.searchsorted(self.magnitudes, a, side="right") - 1
+        below, above = self.magnitudes[code], self.magnitudes[np.minimum(code + 1, last)]
+        return code, a - below, above - below
+
+    def __call__(self, x: Float64, draws: Int64) -> Float64:
+        code, excess, gap = self.split(x)
+        away = draws * gap < excess * oracle.DRAW_RANGE
+        rounded = np.copysign(self.results[code + away], x)
+        return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
+
+
+@lru_cache(maxsize=None)
+def stochastic_steps(fmt: Format, overflow: str) -> StochasticSteps:
+    top = oracle.max_code(fmt)
+    magnitudes = np.array([float(oracle.magnitude(m, fmt)) for m in range(top + 2)])
+    results = [oracle.round_value(m, fmt, "stochastic", overflow, draw=0) for m in magnitudes]
+    return StochasticSteps(fmt, magnitudes, np.array(results))

@@ -1,0 +1,392 @@
+"""round_to_grid, encode and decode against the scalar oracle, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import fp8manifold as fm
+import numpy as np
+import oracle
+import pytest
+import torch
+from grid_inputs import (
+    NAMED,
+    ODD,
+    critical,
+    critical64,
+    every_16_bit,
+    float16_holds,
+    random_float32,
+    random_in_range,
+)
+from numpy.typing import NDArray
+from oracle import DETERMINISTIC, OVERFLOWS, ROUNDINGS
+from tables import Int64, StochasticSteps, steps, stochastic_steps
+
+named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
+odd = pytest.mark.parametrize("fmt", ODD.values(), ids=ODD)
+rounding = pytest.mark.parametrize("rounding", DETERMINISTIC)
+overflow = pytest.mark.parametrize("overflow", OVERFLOWS)
+
+
+def as_float64(x: torch.Tensor) -> NDArray[np.float64]:
+    return x.detach().to(torch.float64).numpy()
+
+
+def oracle_rounding(x: NDArray[np.float64], fmt: fm.FloatFormat, rounding: str, overflow: str) -> NDArray:
+    return np.array([oracle.round_value(float(v), fmt, rounding, overflow) for v in x])
+
+
+def critical_draws(x: NDArray[np.float64], table: StochasticSteps) -> list[Int64]:
+    """Draws on either side of where each element turns, the extremes, and random ones."""
+    _, excess, gap = table.split(x)
+    turn = np.ceil(excess / np.where(gap == 0, 1, gap) * oracle.DRAW_RANGE)
+    last = oracle.DRAW_RANGE - 1
+    random = np.random.default_rng(3).integers(0, last + 1, len(x))
+    draws = [turn - 1, turn, np.zeros_like(x), np.full_like(x, last), random]
+    return [np.clip(d, 0, last).astype(np.int64) for d in draws]
+
+
+def bits_tensor(draws: Int64) -> torch.Tensor:
+    return torch.from_numpy(draws.astype(np.int32))
+
+
+# --------------------------------------------------------------------------- the oracle and its tables
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E1M6", "E4M3FNUZ", "P3109_8P7", "E2M1"])
+def test_oracle_nearest_is_the_closest_value_with_the_even_code(name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    codes = {m: oracle.magnitude(m, fmt) for m in range(oracle.max_code(fmt) + 1)}
+    for x in critical(fmt)[: len(critical(fmt)) // 2]:
+        if math.isfinite(x) and x <= float(max(codes.values())):
+            exact = Fraction(float(x))
+            closest = min(codes, key=lambda m: (abs(codes[m] - exact), m % 2))
+            assert abs(oracle.round_value(float(x), fmt)) == float(codes[closest])
+
+
+@named
+def test_tables_agree_with_the_oracle(fmt: fm.FloatFormat) -> None:
+    x = critical64(fmt)
+    for mode, policy in itertools.product(DETERMINISTIC, OVERFLOWS):
+        expected = oracle_rounding(x, fmt, mode, policy)
+        np.testing.assert_array_equal(steps(fmt, mode, policy)(x), expected)
+        np.testing.assert_array_equal(np.signbit(steps(fmt, mode, policy)(x)), np.signbit(expected))
+
+
+@named
+@overflow
+def test_stochastic_table_agrees_with_the_oracle(fmt: fm.FloatFormat, overflow: str) -> None:
+    x, table = critical64(fmt), stochastic_steps(fmt, overflow)
+    for draws in critical_draws(x, table)[:2]:
+        pairs = zip(x, draws, strict=True)
+        expected = np.array(
+            [oracle.round_value(float(v), fmt, "stochastic", overflow, int(r)) for v, r in pairs]
+        )
+        np.testing.assert_array_equal(table(x, draws), expected)
+
+
+# ------------------------------------------------------------------------------- deterministic rounding
+@named
+@rounding
+@overflow
+def test_critical_points_float32(fmt, rounding, overflow, compare_bits) -> None:
+    """Every code, every midpoint, both +-1 float32 ULP, tiny, huge and special values: the oracle itself."""
+    x = torch.from_numpy(critical(fmt)).float()
+    expected = oracle_rounding(as_float64(x), fmt, rounding, overflow)
+    compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
+
+
+@named
+@rounding
+@overflow
+def test_critical_points_float64(fmt, rounding, overflow, compare_bits) -> None:
+    """Rounded once: the float64 neighbours of a midpoint go to opposite sides."""
+    x = torch.from_numpy(critical64(fmt))
+    expected = steps(fmt, rounding, overflow)(as_float64(x))
+    compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
+
+
+@named
+@rounding
+@overflow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_pattern(fmt, rounding, overflow, dtype, compare_bits) -> None:
+    if dtype == torch.float16 and not float16_holds(fmt):
+        with pytest.raises(TypeError, match=rf"float16.*{fmt.name}|{fmt.name}.*float16"):
+            fm.round_to_grid(torch.ones(3, dtype=dtype), fmt, rounding, overflow)
+        return
+    x = every_16_bit(dtype)
+    expected = steps(fmt, rounding, overflow)(as_float64(x))
+    compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
+
+
+@named
+@rounding
+@overflow
+def test_a_million_random_float32_patterns(fmt, rounding, overflow, compare_bits) -> None:
+    x = torch.cat([random_float32(), random_in_range(fmt.max)])
+    expected = steps(fmt, rounding, overflow)(as_float64(x))
+    compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
+
+
+@odd
+def test_any_other_format(fmt, compare_bits) -> None:
+    """Every ExMy up to eight bits in every layout."""
+    x64 = torch.from_numpy(critical64(fmt))
+    x32 = torch.cat([torch.from_numpy(critical(fmt)).float(), random_in_range(fmt.max, 5_000)])
+    for x, mode, policy in itertools.product((x64, x32), DETERMINISTIC, OVERFLOWS):
+        expected = steps(fmt, mode, policy)(as_float64(x))
+        compare_bits(fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}")
+
+
+@odd
+def test_any_other_format_in_16_bit_dtypes(fmt, compare_bits) -> None:
+    for dtype in (torch.bfloat16, torch.float16)[: 2 if float16_holds(fmt) else 1]:
+        x = every_16_bit(dtype)
+        for mode in DETERMINISTIC:
+            expected = steps(fmt, mode, "inf_or_nan")(as_float64(x))
+            compare_bits(fm.round_to_grid(x, fmt, mode, "inf_or_nan"), expected, x, f"{fmt.name} {mode}")
+
+
+# ---------------------------------------------------------------------------------- stochastic rounding
+@named
+@overflow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_stochastic_turns_at_the_exact_draw(fmt, overflow, dtype, compare_bits) -> None:
+    """Away from zero iff r < f * 2^24: on either side of that draw, for every critical point."""
+    x = torch.from_numpy(critical64(fmt)).to(dtype)
+    table = stochastic_steps(fmt, overflow)
+    for draws in critical_draws(as_float64(x), table):
+        ours = fm.round_to_grid(x, fmt, "stochastic", overflow, bits=bits_tensor(draws))
+        compare_bits(ours, table(as_float64(x), draws), x, fmt.name)
+
+
+@named
+@overflow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_stochastic_every_16_bit_pattern(fmt, overflow, dtype, compare_bits) -> None:
+    if dtype == torch.float16 and not float16_holds(fmt):
+        with pytest.raises(TypeError, match="float16"):
+            fm.round_to_grid(torch.ones(3, dtype=dtype), fmt, "stochastic", overflow, seed=0)
+        return
+    x, table = every_16_bit(dtype), stochastic_steps(fmt, overflow)
+    for draws in critical_draws(as_float64(x), table):
+        ours = fm.round_to_grid(x, fmt, "stochastic", overflow, bits=bits_tensor(draws))
+        compare_bits(ours, table(as_float64(x), draws), x, fmt.name)
+
+
+@named
+@overflow
+def test_stochastic_a_million_random_float32_patterns(fmt, overflow, compare_bits) -> None:
+    x = torch.cat([random_float32(), random_in_range(fmt.max)])
+    draws = np.random.default_rng(5).integers(0, oracle.DRAW_RANGE, len(x))
+    expected = stochastic_steps(fmt, overflow)(as_float64(x), draws)
+    ours = fm.round_to_grid(x, fmt, "stochastic", overflow, bits=bits_tensor(draws))
+    compare_bits(ours, expected, x, fmt.name)
+
+
+@odd
+def test_stochastic_any_other_format(fmt, compare_bits) -> None:
+    x = torch.from_numpy(critical(fmt)).float()
+    for policy in OVERFLOWS:
+        table = stochastic_steps(fmt, policy)
+        for draws in critical_draws(as_float64(x), table):
+            ours = fm.round_to_grid(x, fmt, "stochastic", policy, bits=bits_tensor(draws))
+            compare_bits(ours, table(as_float64(x), draws), x, f"{fmt.name} {policy}")
+
+
+@named
+def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits) -> None:
+    x = random_in_range(fmt.max, 20_000)
+    key = {"seed": 11, "step": 5, "stream": 3, "offset": 2**33 + 17}
+    draws = fm.random_bits(x.shape, **key)
+    expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws.numpy().astype(np.int64))
+    compare_bits(fm.round_to_grid(x, fmt, "stochastic", **key), expected, x, fmt.name)
+    key["offset"] = 0
+    without_offset = fm.round_to_grid(x, fmt, "stochastic", seed=11, step=5, stream=3)
+    expected = stochastic_steps(fmt, "saturate")(
+        as_float64(x), fm.random_bits(x.shape, **key).numpy().astype(np.int64)
+    )
+    compare_bits(without_offset, expected, x, fmt.name)
+
+
+def test_stochastic_is_unbiased() -> None:
+    """The mean of 2^20 roundings is within four sigma of the value, in a subnormal and in a normal binade."""
+    for value in (2.0**-9 * 0.3, 2.0**-9 * 3.7, 1.0 + 0.125 * 0.71, -300.0):
+        x = torch.full((1 << 20,), value)
+        rounded = fm.round_to_grid(x, "E4M3", "stochastic", seed=4).double()
+        ulp = float(oracle.ulp(value, fm.FloatFormat.from_string("E4M3")))
+        f = abs(x[0].item()) / ulp % 1
+        sigma = ulp * math.sqrt(f * (1 - f) / len(x))
+        assert abs(rounded.mean().item() - x[0].item()) < 4 * sigma + ulp * 2.0**-24
+
+
+def test_stochastic_needs_its_randomness() -> None:
+    with pytest.raises(ValueError, match="seed"):
+        fm.round_to_grid(torch.ones(3), "E4M3", "stochastic")
+
+
+# ------------------------------------------------------------------------------------- codes
+@named
+def test_decode_every_code(fmt, compare_bits) -> None:
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
+    expected = np.array([oracle.decode(code, fmt) for code in codes.tolist()])
+    dtypes = [torch.float32, torch.float64, torch.bfloat16] + [torch.float16] * float16_holds(fmt)
+    for dtype in dtypes:
+        decoded = fm.decode(codes, fmt, dtype)
+        compare_bits(decoded, expected, torch.empty(len(codes), dtype=dtype), fmt.name)
+    compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), fmt.name)
+
+
+@odd
+def test_decode_every_code_of_any_other_format(fmt, compare_bits) -> None:
+    codes = torch.arange(1 << fmt.bits, dtype=torch.int32).to(torch.uint8)
+    expected = np.array([oracle.decode(code, fmt) for code in codes.tolist()])
+    compare_bits(fm.decode(codes, fmt), expected, torch.empty(len(codes)), fmt.name)
+
+
+@named
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_encode_gives_the_code_of_the_rounded_value(fmt, dtype) -> None:
+    x = torch.from_numpy(critical64(fmt)).to(dtype)
+    x = x[~x.isnan()]
+    for mode in DETERMINISTIC:
+        rounded = steps(fmt, mode, "saturate")(as_float64(x))
+        code_of = {float(v): oracle.encode(float(v), fmt) for v in np.unique(rounded)}
+        zero_codes = np.where(np.signbit(rounded), oracle.sign_bit(fmt), 0)
+        expected = np.where(rounded == 0, zero_codes, [code_of[float(v)] for v in rounded])
+        ours = fm.encode(x, fmt, rounding=mode)
+        assert ours.dtype == torch.uint8
+        np.testing.assert_array_equal(ours.numpy(), expected)
+
+
+@named
+def test_decode_of_encode_is_round_to_grid(fmt, compare_bits) -> None:
+    has_nan = bool(oracle.nan_codes(fmt))
+    for x in (random_float32(), every_16_bit(torch.bfloat16), torch.from_numpy(critical64(fmt))):
+        x = x if has_nan else x[~x.isnan()]
+        for mode, policy in itertools.product(ROUNDINGS, OVERFLOWS):
+            key = {"seed": 9, "step": 2, "stream": 1} if mode == "stochastic" else {}
+            codes = fm.encode(x, fmt, rounding=mode, overflow=policy, **key)
+            rounded = fm.round_to_grid(x, fmt, mode, policy, **key)
+            compare_bits(
+                fm.decode(codes, fmt, x.dtype), as_float64(rounded), x, f"{fmt.name} {mode} {policy}"
+            )
+
+
+@named
+def test_encode_nan(fmt) -> None:
+    x = torch.tensor([1.0, math.nan, -math.nan])
+    if not oracle.nan_codes(fmt):
+        with pytest.raises(ValueError, match=r"(?i)nan"):
+            fm.encode(x, fmt)
+        return
+    codes = fm.encode(x, fmt).tolist()
+    assert codes[0] == oracle.encode(1.0, fmt) if 1.0 in fmt.values else True
+    assert {codes[1], codes[2]} <= set(oracle.nan_codes(fmt))
+
+
+@named
+def test_encode_of_an_overflow_to_nan_without_nan_never_happens(fmt) -> None:
+    """A format without NaN saturates, so encode can't meet a NaN that was not in the input."""
+    x = torch.tensor([1e38, -1e38, math.inf, -math.inf])
+    decoded = fm.decode(fm.encode(x, fmt, overflow="inf_or_nan"), fmt)
+    assert decoded.isnan().all() if fmt.layout in ("fn", "fnuz", "p3109f") else not decoded.isnan().any()
+
+
+# ------------------------------------------------------------------------------------- properties of tensors
+def test_rounded_once_from_float64() -> None:
+    x = torch.tensor([1.0625 + 2.0**-40, 1.0625, 1.0625 - 2.0**-40], dtype=torch.float64)
+    assert fm.round_to_grid(x, "E4M3").tolist() == [1.125, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", ROUNDINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E1M6", "E4M3FNUZ"])
+def test_shape_strides_and_gradients_do_not_matter(name: str, dtype: torch.dtype, mode: str) -> None:
+    x = (torch.arange(-300, 300, dtype=torch.float64) * 0.0137).reshape(4, 10, 15).to(dtype)
+    draws = fm.random_bits(x.shape, seed=1)
+    expected = fm.round_to_grid(x, name, mode, bits=draws if mode == "stochastic" else None)
+    views = {
+        "transposed": lambda t: t.permute(2, 0, 1),
+        "strided": lambda t: t[:, ::2, 1::3],
+        "flipped": lambda t: t.flip(0).transpose(0, 1),
+        "expanded": lambda t: t[:, :1].expand(4, 6, 15),
+        "scalar": lambda t: t[1, 2, 3],
+        "empty": lambda t: t[:, :0],
+    }
+    for label, view in views.items():
+        given = view(draws) if mode == "stochastic" else None
+        before = x.clone()
+        ours = fm.round_to_grid(view(x), name, mode, bits=given)
+        assert ours.shape == view(x).shape, label
+        assert ours.dtype == dtype, label
+        assert torch.equal(ours, view(expected)), label
+        assert torch.equal(x, before), label
+
+
+@pytest.mark.parametrize("size", [1, 65535, 65536, 65537, 200_003])
+def test_every_chunk_is_rounded(size: int, compare_bits) -> None:
+    """Sizes on both sides of any power-of-two block."""
+    x = torch.from_numpy(np.random.default_rng(size).normal(size=size).astype(np.float32))
+    fmt = fm.FloatFormat.from_string("E4M3")
+    for mode in DETERMINISTIC:
+        compare_bits(fm.round_to_grid(x, fmt, mode), steps(fmt, mode, "saturate")(as_float64(x)), x, mode)
+    draws = fm.random_bits((size,), seed=3, step=1, stream=2)
+    expected = stochastic_steps(fmt, "saturate")(as_float64(x), draws.numpy().astype(np.int64))
+    compare_bits(fm.round_to_grid(x, fmt, "stochastic", seed=3, step=1, stream=2), expected, x, "stochastic")
+
+
+def test_requires_grad_input_is_accepted_and_left_alone() -> None:
+    x = torch.linspace(-3, 3, 101, requires_grad=True)
+    assert torch.equal(fm.round_to_grid(x, "E4M3"), fm.round_to_grid(x.detach(), "E4M3"))
+    assert torch.equal(fm.encode(x, "E4M3"), fm.encode(x.detach(), "E4M3"))
+    assert x.grad is None
+
+
+def test_a_name_is_as_good_as_a_format() -> None:
+    x, fmt = torch.linspace(-9, 9, 99), fm.FloatFormat.from_string("E3M4")
+    assert torch.equal(fm.round_to_grid(x, "e3m4"), fm.round_to_grid(x, fmt))
+    assert torch.equal(fm.encode(x, "E3M4"), fm.encode(x, fmt))
+    assert torch.equal(fm.decode(fm.encode(x, fmt), "E3M4"), fm.round_to_grid(x, fmt))
+    assert torch.equal(fm.ulp(x, "E3M4"), fm.ulp(x, fmt))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3)])
+def test_encode_and_decode_keep_odd_shapes(shape: tuple[int, ...]) -> None:
+    codes = fm.encode(torch.ones(shape), "E4M3")
+    assert codes.shape == shape
+    assert fm.decode(codes, "E4M3").shape == shape
+    assert fm.round_to_grid(torch.ones(shape), "E4M3", "stochastic", seed=0).shape == shape
+
+
+def test_bad_arguments_are_named() -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match=r"nearest_even.*nearest"):
+        fm.round_to_grid(x, "E4M3", "nearest_even")
+    with pytest.raises(ValueError, match=r"saturated.*saturate"):
+        fm.round_to_grid(x, "E4M3", overflow="saturated")
+    with pytest.raises(ValueError, match=r"E4N3.*E4M3"):
+        fm.round_to_grid(x, "E4N3")
+    with pytest.raises(TypeError, match="int64"):
+        fm.round_to_grid(torch.ones(3, dtype=torch.int64), "E4M3")
+    with pytest.raises(TypeError):
+        fm.round_to_grid([1.0, 2.0], "E4M3")  # type: ignore[arg-type]
+    with pytest.raises((TypeError, ValueError)):
+        fm.round_to_grid(x, 43)  # type: ignore[arg-type]
+
+
+def test_bad_bits_are_named() -> None:
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match=r"bits.*\(4,\)|\(4,\).*bits"):
+        fm.round_to_grid(x, "E4M3", "stochastic", bits=torch.zeros(4, dtype=torch.int32))
+    with pytest.raises((TypeError, ValueError), match="bits"):
+        fm.round_to_grid(x, "E4M3", "stochastic", bits=torch.zeros(3))
+
+
+def test_decode_rejects_what_is_not_a_code() -> None:
+    with pytest.raises(TypeError):
+        fm.decode(torch.ones(3), "E4M3")
+    with pytest.raises(TypeError, match="float16"):
+        fm.decode(torch.zeros(3, dtype=torch.uint8), "E7M0", torch.float16)
