@@ -1,0 +1,36 @@
+"""Walking a large tensor in pieces that stay in a core's cache, so that a chain of operations costs one pass."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "blockwise", "runs_in_blocks"]
+
+BLOCK: Final = 65_536
+"""Elements a block: a few float32 temporaries of this size fit in the second-level cache."""
+
+
+def runs_in_blocks(device: torch.device | str | None, numel: int) -> bool:
+    """Whether a chain of operations over ``numel`` elements is worth cutting up: eager, on the CPU and large."""
+    if torch.compiler.is_compiling() or numel <= BLOCK:
+        return False
+    return torch.device(device if device is not None else "cpu").type == "cpu"
+
+
+def blockwise(function: Callable[[Tensor, int, Tensor | None], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``function(block, start, out)`` over the flattened ``x``, written block by block into a tensor of its shape.
+
+    ``out`` is where the block's result belongs; a function that can't use it returns a tensor of its own.
+    """
+    flat = x.reshape(-1)
+    if not runs_in_blocks(x.device, flat.numel()):
+        return function(flat, 0, None).to(dtype).view(x.shape)
+    whole = torch.empty(flat.numel(), dtype=dtype, device=x.device)
+    for start in range(0, flat.numel(), BLOCK):
+        out = whole[start : start + BLOCK]
+        result = function(flat[start : start + BLOCK], start, out)
+        if result is not out:
+            out.copy_(result)
+    return whole.view(x.shape)

@@ -1,0 +1,68 @@
+"""The bit fields of the floats we compute in: what makes powers of two exact without a logarithm."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8manifold.formats import FloatFormat
+
+__all__ = ["FloatBits", "binade", "check_holds", "float_bits", "working_dtype"]
+
+
+@dataclass(frozen=True)
+class FloatBits:
+    """Field widths of an IEEE float and the integer dtype of the same width."""
+
+    integer: torch.dtype
+    mantissa_bits: int
+    bias: int
+    exponent_mask: int
+    sign_mask: int
+
+    def power_of_two(self, exponent: int) -> int:
+        """The bit pattern of ``2^exponent``."""
+        return (exponent + self.bias) << self.mantissa_bits
+
+
+_FIELDS = {
+    torch.float32: FloatBits(torch.int32, 23, 127, 0x7F800000, -(2**31)),
+    torch.float64: FloatBits(torch.int64, 52, 1023, 0x7FF0000000000000, -(2**63)),
+}
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def float_bits(dtype: torch.dtype) -> FloatBits:
+    """The fields of a dtype we compute in."""
+    return _FIELDS[dtype]
+
+
+def working_dtype(x: Tensor, name: str = "x") -> torch.dtype:
+    """The dtype ``x`` is computed in: float64 for float64, float32 for every other float.
+
+    Raises:
+        TypeError: ``x`` is not a tensor of float16, bfloat16, float32 or float64.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+    if x.dtype in _HALVES:
+        return torch.float32
+    if x.dtype not in _FIELDS:
+        raise TypeError(f"{name} has dtype {x.dtype}: float16, bfloat16, float32 or float64 is needed")
+    return x.dtype
+
+
+def check_holds(dtype: torch.dtype, fmt: FloatFormat) -> None:
+    """Raise TypeError unless every finite value of ``fmt`` is a value of ``dtype``."""
+    if dtype is torch.float16 and (fmt.max > 65504 or fmt.ulp_min < 2.0**-24):
+        raise TypeError(
+            f"float16 can't hold {fmt.name}, whose values reach from {fmt.ulp_min:g} to {fmt.max:g}: "
+            "use bfloat16, float32 or float64"
+        )
+
+
+def binade(x: Tensor, lowest: int) -> Tensor:
+    """``2^max(floor(log2|x|), lowest)`` of a float32 or float64 tensor, exactly; Inf for Inf and NaN."""
+    fields = _FIELDS[x.dtype]
+    bits = x.view(fields.integer) & fields.exponent_mask
+    return bits.clamp_min_(fields.power_of_two(lowest)).view(x.dtype)

@@ -1,0 +1,303 @@
+"""Functions of (x, format): the spacing, rounding, codes and the chart of a float format."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fp8manifold._blocks import blockwise
+from fp8manifold._float_bits import binade, check_holds, float_bits, working_dtype
+from fp8manifold._rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.random_bits import check_words, draw_range
+
+__all__ = [
+    "Overflow",
+    "Rounding",
+    "check_choice",
+    "decode",
+    "encode",
+    "from_chart",
+    "round_to_grid",
+    "to_chart",
+    "ulp",
+]
+
+
+def ulp(x: Tensor, fmt: FormatLike) -> Tensor:
+    """The spacing of the format at ``x``: one unit in the last place, the stiffness S.
+
+    .. math:: S(x) = 2^{e(x) - M}, \\qquad e(x) = \\max(\\lfloor \\log_2 |x| \\rfloor, e_{min})
+
+    Args:
+        x: float tensor of any shape.
+        fmt: a format or its name.
+
+    Returns:
+        Tensor like ``x``.  NaN gives NaN; values beyond the range, Inf included, have the spacing of the top binade;
+        zero and subnormals have the smallest one.
+
+    Raises:
+        TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
+
+    Example:
+        >>> ulp(torch.tensor([0.0, 1.0, 1.9, 2.0]), "E4M3").tolist()
+        [0.001953125, 0.125, 0.125, 0.25]
+    """
+    fmt = as_format(fmt)
+    work = working_dtype(x)
+    check_holds(x.dtype, fmt)
+    x_work = x.detach().to(work)
+    spacing = binade(x_work.clamp(-fmt.max, fmt.max), fmt.emin) * 2.0**-fmt.mantissa_bits
+    return torch.where(x_work.isnan(), x_work, spacing).to(x.dtype)
+
+
+def round_to_grid(
+    x: Tensor,
+    fmt: FormatLike,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "saturate",
+    seed: int | None = None,
+    *,
+    step: int = 0,
+    stream: int = 0,
+    offset: int = 0,
+    bits: Tensor | None = None,
+) -> Tensor:
+    """Round every element to a value of the format, in the dtype of ``x``.
+
+    ``nearest`` breaks ties to the even code; ``stochastic`` moves away from zero with the probability
+
+    .. math:: P = \\lceil 2^{24} f \\rceil / 2^{24}, \\qquad f = |x|/S(x) - \\lfloor |x|/S(x) \\rfloor
+
+    which is ``f`` itself for every normal float32 (its bias is below ``2^-24`` ulp for subnormals of the format and
+    for float64).
+
+    Args:
+        x: float16, bfloat16, float32 or float64 tensor of any shape; float64 is rounded once.
+        fmt: a format or its name.
+        rounding: ``nearest``, ``toward_zero``, ``up``, ``down`` or ``stochastic``.
+        overflow: ``saturate`` takes everything beyond the range, Inf included, to ``+-max``; ``inf_or_nan`` gives Inf,
+            or NaN where the layout has no Inf (a ``finite`` layout saturates).
+        seed: key of the random bits of ``stochastic``; see :func:`fp8manifold.random_bits` for the key words
+            ``step``, ``stream`` and ``offset``.
+        bits: the 24-bit draws themselves (int32, shape of ``x``), in place of ``seed``.
+
+    Returns:
+        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is kept where the layout has it.
+
+    Raises:
+        TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it.
+        ValueError: an unknown mode, or ``stochastic`` without ``seed`` or ``bits``.
+
+    Example:
+        >>> round_to_grid(torch.tensor([1.06, 500.0, -0.0]), "E4M3").tolist()
+        [1.0, 448.0, -0.0]
+        >>> round_to_grid(torch.tensor([3.0]), "E7M0").item()  # a tie: 2 has the even code
+        2.0
+
+    Source: OCP FP8 specification 1.0; IEEE P3109.
+    """
+    fmt = as_format(fmt)
+    check_choice("rounding", rounding, ROUNDINGS)
+    check_choice("overflow", overflow, OVERFLOWS)
+    work = working_dtype(x)
+    check_holds(x.dtype, fmt)
+    draws = _draws(x, seed, step, stream, offset, bits) if rounding == "stochastic" else _no_draws
+
+    def block(part: Tensor, start: int, out: Tensor | None) -> Tensor:
+        fits = out is not None and out.dtype == work
+        return round_block(part.to(work), fmt, rounding, overflow, draws(start, part.numel()), out if fits else None)
+
+    return blockwise(block, x.detach(), x.dtype)
+
+
+def encode(
+    x: Tensor,
+    fmt: FormatLike,
+    rounding: Rounding = "nearest",
+    overflow: Overflow = "saturate",
+    seed: int | None = None,
+    *,
+    step: int = 0,
+    stream: int = 0,
+    offset: int = 0,
+    bits: Tensor | None = None,
+) -> Tensor:
+    """Round every element to the format and return its code.
+
+    ``decode(encode(x)) == round_to_grid(x)`` for every ``x`` that is accepted.
+
+    Args:
+        x, fmt, rounding, overflow, seed, step, stream, offset, bits: as in :func:`round_to_grid`.
+
+    Returns:
+        uint8 tensor of the shape of ``x``: sign, exponent and mantissa in the low ``fmt.bits`` bits.  NaN gives the
+        format's (positive, quiet) NaN code.
+
+    Raises:
+        TypeError: as :func:`round_to_grid`.
+        ValueError: as :func:`round_to_grid`, and for a NaN in a format that has none.
+
+    Example:
+        >>> encode(torch.tensor([1.0, -1.0, 448.0]), "E4M3").tolist()
+        [56, 184, 126]
+    """
+    fmt = as_format(fmt)
+    y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits)
+    has_nan = torch.compiler.is_compiling() or bool(y.sum().isnan())  # one pass, where a mask would cost four
+    if fmt.nan_code is None and has_nan and (count := int(y.isnan().sum())):
+        raise ValueError(f"x holds {count} NaN, and {fmt.name} has no code for NaN: remove them first")
+    codes = blockwise(lambda part, _start, _out: _codes_of(part.to(working_dtype(part)), fmt), y, torch.uint8)
+    if fmt.inf_code is not None and overflow == "inf_or_nan":
+        infinities = (y < 0).to(torch.uint8) * fmt.sign_bit + fmt.inf_code
+        codes = torch.where(y.isinf(), infinities, codes)
+    return torch.where(y.isnan(), fmt.nan_code, codes) if fmt.nan_code is not None and has_nan else codes
+
+
+def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of codes.
+
+    Args:
+        codes: uint8 tensor of any shape.
+        fmt: a format or its name.
+        dtype: dtype of the result.
+
+    Returns:
+        Tensor of ``codes``' shape; the codes of NaN and Inf give NaN and Inf.
+
+    Raises:
+        TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
+        ValueError: a code has bits above the format's width.
+
+    Example:
+        >>> decode(torch.tensor([56, 184, 127], dtype=torch.uint8), "E4M3").tolist()
+        [1.0, -1.0, nan]
+    """
+    fmt = as_format(fmt)
+    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
+        got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise TypeError(f"codes must be a uint8 tensor, not {got}")
+    working_dtype(torch.empty(0, dtype=dtype), "dtype")
+    check_holds(dtype, fmt)
+    if fmt.bits < 8 and codes.numel() and int(codes.max()) >= 2 * fmt.sign_bit:
+        raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")
+    table = _decode_table(fmt, dtype, codes.device)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
+    """The coordinate of ``x`` that counts representable steps from zero.
+
+    .. math:: \\varphi(x) = \\operatorname{sign}(x) \\left[ (e - e_{min}) 2^M + |x| / 2^{e - M} \\right], \\; e = e(x)
+
+    At a value of the format it is the signed integer code; between neighbours it is linear.
+
+    Args:
+        x: float tensor of any shape.
+        fmt: a format or its name.
+
+    Returns:
+        Tensor like ``x``, in steps (ulp).  Values beyond the range, Inf included, go to its ends; NaN stays NaN; -0
+        gives -0.
+
+    Raises:
+        TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
+
+    Example:
+        >>> to_chart(torch.tensor([0.0, 1.0, 1.0625, -448.0]), "E4M3").tolist()
+        [0.0, 56.0, 56.5, -126.0]
+    """
+    fmt = as_format(fmt)
+    work = working_dtype(x)
+    check_holds(x.dtype, fmt)
+    bounded = x.detach().to(work).clamp(-fmt.max, fmt.max)
+    power = binade(bounded, fmt.emin)
+    steps = bounded.abs() / (power * 2.0**-fmt.mantissa_bits)
+    return torch.copysign(_binade_index(power, fmt).to(work) + steps, bounded).to(x.dtype)
+
+
+def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
+    """The value at a chart coordinate: the inverse of :func:`to_chart`.
+
+    .. math:: \\varphi^{-1}(c) = \\operatorname{sign}(c) \\, (|c| - b \\, 2^M) \\, 2^{e_{min} + b - M}, \\qquad
+              b = \\max(\\lfloor |c| / 2^M \\rfloor - 1, 0)
+
+    Args:
+        c: float tensor of any shape, in steps from zero.
+        fmt: a format or its name.
+
+    Returns:
+        Tensor like ``c``; integers give values of the format exactly.  Coordinates beyond the last code, Inf
+        included, give ``+-max``; NaN stays NaN; -0 gives -0.
+
+    Raises:
+        TypeError: ``c`` is not a float tensor, or its dtype can't hold the format.
+
+    Example:
+        >>> from_chart(torch.tensor([56.0, 56.5, -1000.0]), "E4M3").tolist()
+        [1.0, 1.0625, -448.0]
+    """
+    fmt = as_format(fmt)
+    work = working_dtype(c, "c")
+    check_holds(c.dtype, fmt)
+    fields, per_binade = float_bits(work), 2.0**fmt.mantissa_bits
+    magnitude = c.detach().to(work).abs().clamp(max=float(fmt.max_code))
+    index = ((magnitude / per_binade).floor() - 1).clamp(min=0).nan_to_num(0.0)
+    exponent = index.to(fields.integer) + (fmt.emin - fmt.mantissa_bits + fields.bias)
+    spacing = (exponent << fields.mantissa_bits).view(work)
+    return torch.copysign((magnitude - index * per_binade) * spacing, c.to(work)).to(c.dtype)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""
+    if value in allowed:
+        return
+    nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
+    raise ValueError(f"{name}={value!r} is unknown: one of {', '.join(allowed)}; did you mean {nearest!r}?")
+
+
+def _draws(
+    x: Tensor, seed: int | None, step: int, stream: int, offset: int, bits: Tensor | None
+) -> Callable[[int, int], Tensor]:
+    """The draws of any run of positions (start, size), given or generated."""
+    if bits is not None:
+        if bits.dtype != torch.int32 or bits.shape != x.shape:
+            raise ValueError(
+                f"bits must be int32 of the shape of x, {tuple(x.shape)}: got {bits.dtype} of shape {tuple(bits.shape)}"
+            )
+        given = bits.reshape(-1)
+        return lambda start, size: given[start : start + size]
+    if seed is None:
+        raise ValueError("rounding='stochastic' needs seed=... (or bits=..., the 24-bit draws themselves)")
+    check_words(seed=seed, step=step, stream=stream, offset=offset)
+    words = (seed, step, stream)
+    return lambda start, size: draw_range(offset + start, size, words, x.device)
+
+
+def _no_draws(start: int, size: int) -> None:
+    """Every mode but stochastic."""
+
+
+def _codes_of(y: Tensor, fmt: FloatFormat) -> Tensor:
+    """Codes (int32) of finite values that lie on the grid; whatever for Inf and NaN."""
+    fields = float_bits(y.dtype)
+    power = binade(y, fmt.emin)
+    steps = y.abs() / (power * 2.0**-fmt.mantissa_bits)
+    sign = (y.view(fields.integer) >> (8 * y.element_size() - 1)) & fmt.sign_bit
+    return (_binade_index(power, fmt) + sign).to(torch.int32) + steps.to(torch.int32)
+
+
+def _binade_index(power: Tensor, fmt: FloatFormat) -> Tensor:
+    """``(e - emin) 2^M``: codes below the binade, short of those its own mantissa counts."""
+    fields = float_bits(power.dtype)
+    exponent = (power.view(fields.integer) >> fields.mantissa_bits) - (fields.bias + fmt.emin)
+    return exponent << fmt.mantissa_bits
+
+
+@lru_cache(maxsize=256)
+def _decode_table(fmt: FloatFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
+    values = [fmt.decode_code(code) for code in range(2 * fmt.sign_bit)]
+    return torch.tensor(values, dtype=torch.float64, device=device).to(dtype)

@@ -1,0 +1,138 @@
+"""Counter-based random bits: a pure function of (seed, step, stream, element index), with no state anywhere."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold._blocks import BLOCK, runs_in_blocks
+
+__all__ = ["RANDOM_BITS", "random_bits"]
+
+RANDOM_BITS: Final = 24
+"""Number of random bits in a draw: as many as a float32 holds exactly."""
+
+_WORD = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32, https://github.com/skeeto/hash-prospector
+_SHIFTS = (17, 11, 15)
+
+Words = tuple[int, int, int]
+
+
+def random_bits(
+    shape: Sequence[int] | int,
+    *,
+    seed: int,
+    step: int = 0,
+    stream: int = 0,
+    offset: int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Uniform 24-bit integers that depend on nothing but their key and their position.
+
+    .. math:: r_i = f(\\text{seed}, \\text{step}, \\text{stream}, \\text{offset} + i) \\in \\{0, \\dots, 2^{24} - 1\\}
+
+    Each key word goes through its own 64-bit mixing; the three 32-bit keys that come out enter between the three
+    multiply-xorshift rounds that scramble the element index, so streams are not shifted copies of one another.
+    The same bits come out eager and compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
+
+    Args:
+        shape: shape of the result; positions count in row-major order.
+        seed: key word shared by a run, ``0 <= seed < 2**64``, like the three that follow.
+        step: key word of the optimizer step.
+        stream: key word of the parameter.
+        offset: global position of the first element, for a part of a larger tensor.
+        device: where the result lives.
+
+    Returns:
+        int32 tensor of ``shape``; empty for an empty shape.
+
+    Raises:
+        TypeError: a key word is not an int.
+        ValueError: a key word is out of range.
+
+    Example:
+        >>> whole = random_bits(6, seed=1, step=2, stream=3)
+        >>> part = random_bits(4, seed=1, step=2, stream=3, offset=2)
+        >>> torch.equal(whole[2:], part)
+        True
+
+    Source: the rounds are those of C. Wellons' triple32 hash, keyed; the key schedule is SplitMix64
+    (Steele, Lea, Flood 2014).
+    """
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    check_words(seed=seed, step=step, stream=stream, offset=offset)
+    numel = math.prod(shape)
+    if not runs_in_blocks(device, numel):
+        return draw_range(offset, numel, (seed, step, stream), device).view(shape)
+    out = torch.empty(numel, dtype=torch.int32, device=device)
+    for start in range(0, numel, BLOCK):
+        part = out[start : start + BLOCK]
+        part.copy_(draw_range(offset + start, part.numel(), (seed, step, stream), device))
+    return out.view(shape)
+
+
+def check_words(**words: int) -> None:
+    """Raise TypeError or ValueError unless every key word is an int of 64 bits."""
+    for name, word in words.items():
+        if not isinstance(word, int) or isinstance(word, bool):
+            raise TypeError(f"{name}={word!r} must be an int, not {type(word).__name__}")
+        if not 0 <= word < _WORD:
+            raise ValueError(f"{name}={word} is out of range: 0 to 2**64 - 1")
+
+
+def draw_range(offset: int, numel: int, words: Words, device: torch.device | str | None) -> Tensor:
+    """The draws at positions ``offset .. offset + numel``, flat, under the words (seed, step, stream)."""
+    high, low = divmod(offset, 2**32)
+    if low + numel > 2**32:
+        below = 2**32 - low
+        parts = (draw_range(offset, below, words, device), draw_range(offset + below, numel - below, words, device))
+        return torch.cat(parts)
+    first, second, third = round_keys(words, high)
+    return scramble(_positions(numel, device) + _signed(first + low), second, third)
+
+
+def scramble(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
+    """Three keyed multiply-xorshift rounds, in place; the first key is in ``x`` already."""
+    for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
+        if key is not None:
+            x.add_(key)
+        folded = (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)  # int32 shifts copy the sign: clear it
+        x.bitwise_xor_(folded).mul_(_signed(multiplier))
+    return x.bitwise_right_shift_(32 - RANDOM_BITS).bitwise_and_((1 << RANDOM_BITS) - 1)
+
+
+@lru_cache(maxsize=1024)
+def round_keys(words: Words, high: int) -> tuple[int, int, int]:
+    """Three signed 32-bit round keys from the key words and the high half of a 64-bit position."""
+    mixed = 0
+    for word in (*words, high):
+        mixed = _mix64(mixed ^ word)
+    return _signed(mixed), _signed(mixed >> 32), _signed(_mix64(mixed))
+
+
+def _positions(numel: int, device: torch.device | str | None) -> Tensor:
+    if numel <= BLOCK and not torch.compiler.is_compiling():
+        return _block_positions(torch.device(device if device is not None else "cpu"))[:numel]
+    return torch.arange(numel, dtype=torch.int32, device=device)
+
+
+@lru_cache(maxsize=16)
+def _block_positions(device: torch.device) -> Tensor:
+    return torch.arange(BLOCK, dtype=torch.int32, device=device)
+
+
+def _mix64(word: int) -> int:
+    word = (word + _GOLDEN) % _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % _WORD
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    """The low 32 bits as a signed integer, the only kind int32 tensors take."""
+    return ((word + 2**31) % 2**32) - 2**31
