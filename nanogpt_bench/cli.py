@@ -1,0 +1,277 @@
+"""The command `nanogpt-bench`: prepare, run, compare, report. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nanogpt_bench.config import DEFAULT_DATA_DIR
+from nanogpt_bench.errors import BenchError, nearest
+
+#: what a wrong command line or setting ends with
+USAGE_ERROR = 2
+INTERRUPTED = 130
+TOKENIZER_CHOICES = ("byte", "char")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with the nearest valid spelling."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        #: makes the end of the help when it is shown, where that takes slow imports
+        self.make_epilog: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        if self.make_epilog is not None:
+            self.epilog = self.make_epilog()
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        raise BenchError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            guess = nearest(str(value), choices)
+            hint = f"; did you mean {guess!r}?" if guess else ";"
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise BenchError(f"{name}: {value!r} is not known{hint} allowed: {', '.join(choices)}")
+
+    def refuse_unknown(self, words: Sequence[str]) -> None:
+        """Raise for the first leftover argument, naming the nearest option of this parser."""
+        if not words:
+            return
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        guess = nearest(words[0].partition("=")[0], options) if words[0].startswith("-") else None
+        hint = f"; did you mean {guess!r}?" if guess else f"; allowed: {', '.join(options)}"
+        raise BenchError(f"unknown argument {words[0]!r}{hint}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code: 0 done, 1 the run failed, 2 wrong use, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # geoopt scripts one helper at import; nothing a user of this command can change.
+    warnings.filterwarnings("ignore", message="`torch.jit.script`")
+    try:
+        return _dispatch(words)
+    except BenchError as error:
+        print(f"nanogpt-bench: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print("nanogpt-bench: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _dispatch(words: list[str]) -> int:
+    words, overrides = split_overrides(words)
+    parser, commands = build_parser()
+    args, unknown_words = parser.parse_known_args(words)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    commands[args.command].refuse_unknown(unknown_words)
+    args.overrides = overrides
+    signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
+    handler: Callable[[argparse.Namespace], int] = args.handler
+    return handler(args)
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the words argparse should see and, for `run`, the `--section.key value` settings apart.
+
+    >>> split_overrides(["run", "--seed", "3", "e4m3.yaml", "--name=a"])
+    (['run', 'e4m3.yaml', '--name=a'], ['--seed', '3'])
+    """
+    if words[:1] != ["run"]:
+        return words, []
+    plain, overrides, queue = words[:1], [], words[1:]
+    while queue:
+        word = queue.pop(0)
+        option = word.partition("=")[0]
+        if option in ("-h", "--help", "--name") or not word.startswith("--"):
+            plain += [word, *_value(word, queue)] if option == "--name" else [word]
+        else:
+            overrides += [word, *_value(word, queue)]
+    return plain, overrides
+
+
+def _value(word: str, queue: list[str]) -> list[str]:
+    return [] if "=" in word or not queue else [queue.pop(0)]
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser and the parsers of its commands."""
+    parser = Parser(
+        prog="nanogpt-bench",
+        description="Train small GPTs with 8-bit weights and see which format works where, and why others fail.",
+        epilog="examples:\n  nanogpt-bench compare\n  nanogpt-bench prepare stdlib\n  nanogpt-bench run e4m3.yaml\n\n"
+        "nanogpt-bench COMMAND --help shows a command's options and examples.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parsers = {
+        "prepare": _add_prepare(commands),
+        "run": _add_run(commands),
+        "compare": _add_compare(commands),
+        "report": _add_report(commands),
+    }
+    return parser, parsers
+
+
+def _add_prepare(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "prepare",
+        help="turn a text into train.bin, val.bin and meta.json",
+        description="Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
+        epilog="examples:\n  nanogpt-bench prepare stdlib\n"
+        "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book",
+    )
+    parser.add_argument(
+        "source",
+        choices=("stdlib", "text"),
+        metavar="{stdlib,text}",
+        help="stdlib: the help topics and docstrings of the Python standard library; text: any UTF-8 file",
+    )
+    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text only)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/stdlib or data/FILE)")
+    parser.add_argument(
+        "--tokenizer",
+        choices=TOKENIZER_CHOICES,
+        default="byte",
+        help="byte: 256 bytes and an end of text; char: the text's own characters (default: byte)",
+    )
+    parser.set_defaults(handler=_prepare)
+    return parser
+
+
+def _add_run(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "run",
+        help="train one model",
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--section.key VALUE ...]",
+        description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one (see below)")
+    parser.add_argument("--name", help="results go to runs/NAME (default: the config's name, numbered)")
+    parser.set_defaults(handler=_run)
+    parser.make_epilog = _run_epilog
+    return parser
+
+
+def _run_epilog() -> str:
+    """Return the end of `run --help`: examples, shipped configurations, rules and every setting."""
+    from nanogpt_bench.rules import RULES
+    from nanogpt_bench.settings import describe
+    from nanogpt_bench.shipped import shipped_configs
+
+    rules = "\n".join(f"  {name:<18} {entry.help}" for name, entry in RULES.items())
+    return (
+        "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
+        "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
+        '  nanogpt-bench run my.yaml --data.dir data/book --model.formats "{attn: E4M3, mlp: E3M4}"\n\n'
+        f"shipped configs: {', '.join(shipped_configs())}\n\nrules:\n{rules}\n\nsettings:\n{describe()}"
+    )
+
+
+def _add_compare(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "compare",
+        help="train formats x rules on one corpus and report (the main job)",
+        description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
+        "arguments: a demonstration on the standard library's prose, under three minutes on two CPU cores.",
+        epilog="examples:\n  nanogpt-bench compare\n"
+        "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
+        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book",
+    )
+    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
+    parser.add_argument("--formats", type=_names, metavar="A,B", help="formats of the quantised rules")
+    parser.add_argument("--rules", type=_names, metavar="A,B|all", help="update rules, or all of them")
+    parser.add_argument("--max-steps", dest="max_steps", type=_positive, metavar="N", help="steps of every run")
+    parser.add_argument("--seeds", type=_positive, metavar="N", help="runs of every row (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
+    parser.set_defaults(handler=_compare)
+    return parser
+
+
+def _add_report(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "report",
+        help="rebuild the page, figures and tables from runs on disk",
+        description="Rebuild the report of runs on disk: report.html, figures, results.csv and tables.",
+        epilog="examples:\n  nanogpt-bench report runs/compare-20260101-120000 --out report\n"
+        "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    parser.set_defaults(handler=_report)
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
+    return names
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= 1")
+    return value
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from nanogpt_bench.corpus import prepare_stdlib, prepare_text
+
+    if args.source == "stdlib":
+        if args.input is not None:
+            raise BenchError(f"--input {str(args.input)!r} goes with prepare text, not with prepare stdlib")
+        out = args.out or Path(DEFAULT_DATA_DIR)
+        meta = prepare_stdlib(out, args.tokenizer, progress=sys.stderr.isatty())
+    else:
+        if args.input is None:
+            raise BenchError("prepare text needs --input FILE")
+        out = args.out or Path("data") / args.input.stem
+        meta = prepare_text(args.input, out, args.tokenizer, progress=sys.stderr.isatty())
+    counts = meta["splits"]
+    print(
+        f"{out}: {counts['train']['tokens']:,} tokens for training, {counts['val']['tokens']:,} for validation, "
+        f"{meta['tokenizer']} tokenizer, vocabulary {meta['vocab_size']}"
+    )
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from nanogpt_bench.run_command import run_command
+
+    return run_command(args.config, args.name, args.overrides)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from nanogpt_bench.compare import main_compare
+
+    return main_compare(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from nanogpt_bench.report import main_report
+
+    return main_report(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The configuration of one training run: these dataclasses are the only source of truth.
+
+YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the resolved `config.yaml` of a run
+folder are all derived from the fields below. A field's metadata says what values it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+STORAGES = ("float32", "master", "grid")
+OPTIMIZERS = ("adamw", "sgd", "stiffness_adamw", "riemannian_adam")
+PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
+SCHEDULES = ("cosine", "trapezoid", "constant")
+#: where `prepare stdlib` writes and where a run looks when nobody says otherwise
+DEFAULT_DATA_DIR = "data/stdlib"
+
+
+def allowed(
+    text: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> dict[str, Any]:
+    """Return a field's metadata: one line of help and its bounds, `above` and `below` being exclusive."""
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    return {"help": text, "choices": choices, **limits}
+
+
+def setting(default: Any, text: str, **limits: Any) -> Any:
+    """Declare a configuration field: its default, one line of help and what it allows (see `allowed`)."""
+    return field(default=default, metadata=allowed(text, **limits))
+
+
+@dataclass
+class DataConfig:
+    """Which text, and in which order it is read."""
+
+    dir: str = setting(DEFAULT_DATA_DIR, "folder with train.bin, val.bin and meta.json (see prepare)")
+    seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0)
+
+
+@dataclass
+class ModelConfig:
+    """The GPT and the formats of its linear layers."""
+
+    size: str = setting("0.8M", "named size, for what is not given below", choices=("0.8M", "10M", "50M", "124M"))
+    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1)
+    n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1)
+    n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1)
+    block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1)
+    dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
+    bias: bool = setting(False, "bias in Linear and LayerNorm")
+    tie_weights: bool = setting(False, "lm_head shares the token embedding's weight")
+    seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0)
+    storage: str | None = setting(
+        None, "where quantised weights live; null: the rule's, or master when there are formats", choices=STORAGES
+    )
+    format: str | None = setting(None, "one format for every linear layer: short for formats: {'*': FORMAT}")
+    formats: dict[str, str] = field(
+        default_factory=dict, metadata=allowed("layer pattern -> format name, or none to leave the layer alone")
+    )
+    headroom: float = setting(16.0, "grid storage: largest value over a row's initial amax", minimum=1.0)
+    granularity: str = setting("channel", "one weight scale a tensor or a row", choices=("tensor", "channel"))
+
+
+@dataclass
+class OptimizerConfig:
+    """How a step is computed and written back."""
+
+    name: str | None = setting(None, "optimizer; null: the rule's, or adamw", choices=OPTIMIZERS)
+    lr: float | None = setting(
+        None, "peak learning rate (riemannian_adam: ULPs a step); null: the rule's, or 1e-3", above=0.0
+    )
+    float_lr: float | None = setting(None, "riemannian_adam: learning rate of float parameters", above=0.0)
+    beta1: float = setting(0.9, "decay of the first moment", minimum=0.0, below=1.0)
+    beta2: float = setting(0.99, "decay of the second moment", minimum=0.0, below=1.0)
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0.0)
+    momentum: float = setting(0.9, "sgd: momentum", minimum=0.0, below=1.0)
+    weight_decay: float = setting(0.1, "decoupled decay of parameters with two or more dimensions", minimum=0.0)
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0)
+    writeback: str | None = setting(
+        None, "grid storage: rounding of a step; null: the rule's", choices=("nearest", "stochastic")
+    )
+    stiffness: float | None = setting(None, "stiffness_adamw: exponent k at the first step", minimum=0.0, maximum=4.0)
+    stiffness_end: float | None = setting(
+        None, "stiffness_adamw: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+    )
+    schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES)
+    warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0)
+    min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0)
+    decay_share: float = setting(0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0)
+
+
+@dataclass
+class TrainConfig:
+    """The length and the shape of the training."""
+
+    max_steps: int = setting(2000, "optimizer steps", minimum=1)
+    batch_size: int = setting(12, "sequences in a micro-batch", minimum=1)
+    accumulation: int = setting(1, "micro-batches in a step", minimum=1)
+    precision: str | None = setting(
+        None, "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed", choices=PRECISIONS
+    )
+    max_seconds: float | None = setting(None, "stop after this many seconds; null: never", above=0.0)
+
+
+@dataclass
+class EvalConfig:
+    """The validation: always the same batches."""
+
+    interval: int = setting(250, "steps between validations", minimum=1)
+    batches: int = setting(20, "batches of train.batch_size sequences", minimum=1)
+    seed: int = setting(1337, "chooses the validation batches", minimum=0)
+
+
+@dataclass
+class MonitorConfig:
+    """What is watched beside the loss."""
+
+    stall: bool = setting(True, "share of weights that an update did not move")
+    interval: int = setting(100, "steps between two looks", minimum=1)
+
+
+@dataclass
+class RuntimeConfig:
+    """The machine."""
+
+    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
+
+
+@dataclass
+class Config:
+    """One training run. Keys left null are filled in by `nanogpt_bench.resolve.resolve`."""
+
+    rule: str | None = setting(None, "preset for storage, optimizer, write-back and precision; null: none")
+    seed: int = setting(42, "model, data and rounding, where they have no seed of their own", minimum=0)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

@@ -1,0 +1,114 @@
+"""Prepared corpora and batches from them; a batch is a pure function of (seed, step, micro-step)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanogpt_bench.errors import BenchError, one_line
+
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus: uint16 token arrays mapped from disk, and what meta.json says about them."""
+
+    folder: Path
+    train: NDArray[np.uint16]
+    val: NDArray[np.uint16]
+    meta: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return int(self.meta["vocab_size"])
+
+    @property
+    def val_tokens_per_byte(self) -> float:
+        """Tokens a UTF-8 byte of the validation text; turns nats a token into bits a byte."""
+        counts = self.meta["splits"]["val"]
+        return float(counts["tokens"]) / float(counts["bytes"])
+
+
+def load_corpus(folder: Path, block_size: int) -> Corpus:
+    """Open a prepared corpus and check that it can feed blocks of `block_size` tokens.
+
+    Raises:
+        BenchError: missing files, odd sizes, meta.json that disagrees with them, tokens beyond the vocabulary,
+            or a split shorter than a block.
+    """
+    meta = _read_meta(folder)
+    arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
+    return Corpus(folder, arrays["train"], arrays["val"], meta)
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / "meta.json"
+    if not path.is_file():
+        raise BenchError(
+            f"data.dir {str(folder)!r} has no meta.json; prepare it with: nanogpt-bench prepare stdlib --out {folder}"
+        )
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        checked = [int(meta["vocab_size"]), meta["tokenizer"]]
+        checked += [int(meta["splits"][split][key]) for split in SPLITS for key in ("tokens", "bytes")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{str(path)!r} is damaged ({one_line(error)}); prepare the corpus again") from None
+    return dict(meta)
+
+
+def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[np.uint16]:
+    path = folder / f"{split}.bin"
+    if not path.is_file():
+        raise BenchError(f"{str(path)!r} does not exist; prepare the corpus again")
+    size = path.stat().st_size
+    if size % 2:
+        raise BenchError(f"{str(path)!r} has {size} bytes, an odd number; uint16 tokens take two each")
+    if size == 0:
+        raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    expected = int(meta["splits"][split]["tokens"])
+    if len(tokens) != expected:
+        raise BenchError(f"{str(path)!r} has {len(tokens)} tokens, meta.json says {expected}; prepare the corpus again")
+    if len(tokens) <= block_size:
+        raise BenchError(
+            f"{str(path)!r} has {len(tokens)} tokens, a block of {block_size} needs {block_size + 1}; "
+            "give a longer text or a smaller --model.block_size"
+        )
+    if int(tokens.max()) >= int(meta["vocab_size"]):
+        raise BenchError(f"{str(path)!r} holds token {tokens.max()}, the vocabulary has {meta['vocab_size']}")
+    return tokens
+
+
+def batch(
+    tokens: NDArray[np.uint16], size: int, block_size: int, *, seed: int, step: int, micro_step: int = 0, rank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, int64 (size, block_size), targets being the inputs shifted by one.
+
+    Positions are drawn uniformly with replacement from a counter-based generator keyed by `seed` at the counter
+    (step, micro_step, rank): nothing has to be saved to resume, and no order depends on another.
+
+    >>> x, y = batch(np.arange(100, dtype=np.uint16), 2, 4, seed=0, step=0)
+    >>> bool((x[:, 1:] == y[:, :-1]).all())
+    True
+    """
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, rank, micro_step, step]))
+    starts = generator.integers(0, len(tokens) - block_size, size=size)
+    rows = tokens[starts[:, None] + np.arange(block_size + 1)]
+    drawn = torch.from_numpy(rows.astype(np.int64))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def eval_batches(
+    tokens: NDArray[np.uint16], count: int, size: int, block_size: int, *, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return `count` validation batches that depend on `seed` only."""
+    return [batch(tokens, size, block_size, seed=seed, step=0, micro_step=index, rank=1) for index in range(count)]

@@ -1,0 +1,140 @@
+"""A GPT-2-style language model, small enough to read in one sitting.
+
+Pre-norm transformer blocks, learned positions, causal attention through `scaled_dot_product_attention`, GELU.
+Shapes and initial values follow GPT-2 as nanoGPT trains it. Nothing here knows of quantisation: the linear layers
+(`attn.qkv`, `attn.proj`, `mlp.fc`, `mlp.proj`, `lm_head`) are replaced after construction.
+
+Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+#: standard deviation of GPT-2's initial weights
+INIT_STD = 0.02
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """What a GPT is built from; parameters: about 12 n_layer n_embd^2 plus the embeddings."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int
+    vocab_size: int = 257
+    dropout: float = 0.0
+    bias: bool = False
+    tie_weights: bool = False
+
+
+#: named sizes; the name counts parameters with a byte vocabulary, 124M with GPT-2's 50257 tokens, tied
+SIZES: dict[str, GPTShape] = {
+    "0.8M": GPTShape(n_layer=4, n_head=4, n_embd=128, block_size=64),
+    "10M": GPTShape(n_layer=6, n_head=6, n_embd=384, block_size=256),
+    "50M": GPTShape(n_layer=16, n_head=8, n_embd=512, block_size=1024),
+    "124M": GPTShape(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257),
+}
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.n_head = shape.n_head
+        self.dropout = shape.dropout
+        self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
+        self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        heads = self.qkv(x).view(batch, time, 3, self.n_head, width // self.n_head)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, C / H)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.fc = nn.Linear(shape.n_embd, 4 * shape.n_embd, bias=shape.bias)
+        self.proj = nn.Linear(4 * shape.n_embd, shape.n_embd, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(functional.gelu(self.fc(x)))
+
+
+class Block(nn.Module):
+    """One transformer block: x + attn(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
+        self.attn = Attention(shape)
+        self.norm2 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
+        self.mlp = MLP(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class GPT(nn.Module):
+    """Tokens (B, T) int64 -> logits (B, T, V).
+
+    >>> GPT(GPTShape(1, 2, 8, 16, vocab_size=11))(torch.zeros(3, 5, dtype=torch.long)).shape
+    torch.Size([3, 5, 11])
+    """
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.token_embedding = nn.Embedding(shape.vocab_size, shape.n_embd)
+        self.position_embedding = nn.Embedding(shape.block_size, shape.n_embd)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
+        self.final_norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
+        self.lm_head = nn.Linear(shape.n_embd, shape.vocab_size, bias=False)
+        if shape.tie_weights:
+            self.lm_head.weight = self.token_embedding.weight
+        self._init_weights()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.final_norm(x))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
+        logits = self(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _init_weights(self) -> None:
+        # A residual path sums 2 n_layer projections: scaled down, their sum keeps unit variance (GPT-2).
+        residual_std = INIT_STD / math.sqrt(2 * self.shape.n_layer)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=residual_std if name.endswith(".proj") else INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def build_model(shape: GPTShape, seed: int) -> GPT:
+    """Return a GPT whose initial weights are a pure function of `seed`; the global generator is left alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return GPT(shape)

@@ -1,0 +1,195 @@
+"""Filling in what a configuration leaves null, and refusing combinations that make no sense."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import fp8manifold as fm
+from nanogpt_bench.config import Config, ModelConfig
+from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.model import SIZES
+from nanogpt_bench.rules import RULES, Rule, rule
+from nanogpt_bench.settings import get
+
+#: optimizers that exist on the grid only
+_GRID_ONLY = ("stiffness_adamw", "riemannian_adam")
+_DEFAULT_LR: dict[str | None, float] = {"adamw": 1e-3, "sgd": 0.1, "stiffness_adamw": 1e-3, "riemannian_adam": 0.5}
+#: what a run without a rule starts from
+_NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
+
+
+def resolve(config: Config) -> Config:
+    """Return a copy with every key that has a value in the run filled in: rule, sizes, formats and seeds.
+
+    A resolved configuration resolves to itself.
+
+    Raises:
+        BenchError: unknown rule or format, or settings that contradict each other.
+    """
+    config = copy.deepcopy(config)
+    preset = rule(config.rule) if config.rule else _NO_RULE
+    _fill_sizes(config.model)
+    _fill_seeds(config)
+    _fill_formats(config.model)
+    _fill_rule(config, preset)
+    _check_storage(config)
+    _check_optimizer(config)
+    return config
+
+
+def _fill(section: Any, **values: Any) -> None:
+    for name, value in values.items():
+        if getattr(section, name) is None:
+            setattr(section, name, value)
+
+
+def _fill_sizes(model: ModelConfig) -> None:
+    size = SIZES[model.size]
+    _fill(model, n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd, block_size=size.block_size)
+    assert model.n_embd is not None
+    assert model.n_head is not None
+    if model.n_embd % model.n_head:
+        raise BenchError(
+            f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; "
+            f"give a multiple of {model.n_head}, such as {-(-model.n_embd // model.n_head) * model.n_head}"
+        )
+
+
+def _fill_seeds(config: Config) -> None:
+    _fill(config.data, seed=config.seed)
+    _fill(config.model, seed=config.seed)
+
+
+def _fill_formats(model: ModelConfig) -> None:
+    if model.format is not None:
+        model.formats = {**model.formats, "*": model.format}
+        model.format = None
+    model.formats = {pattern: format_name(name, pattern) for pattern, name in model.formats.items()}
+    if all(name == "none" for name in model.formats.values()):
+        model.formats = {}
+
+
+def format_name(name: str, pattern: str = "*") -> str:
+    """Return the canonical name of a format, or "none".
+
+    >>> format_name("e4m3")
+    'E4M3'
+
+    Raises:
+        BenchError: no such format.
+    """
+    if name.lower() == "none":
+        return "none"
+    try:
+        return fm.FloatFormat.from_string(name).name
+    except (ValueError, TypeError) as error:
+        raise BenchError(f"model.formats.{pattern}: {one_line(error)}") from None
+
+
+def _fill_rule(config: Config, preset: Rule) -> None:
+    optimizer = config.optimizer
+    if config.rule:
+        _check_agreement(config, preset)
+    _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
+    _fill(config.train, precision=preset.precision)
+    _fill(optimizer, name=preset.optimizer)
+    if config.model.storage == "grid":
+        _fill(optimizer, writeback=preset.writeback or "stochastic")
+    if optimizer.name == "stiffness_adamw" and optimizer.stiffness is None:
+        _fill(optimizer, stiffness=1.0 if preset.stiffness is None else preset.stiffness)
+        _fill(optimizer, stiffness_end=preset.stiffness_end)
+    if optimizer.name == "riemannian_adam":
+        _fill(optimizer, float_lr=preset.float_lr or _DEFAULT_LR["adamw"])
+    _fill(optimizer, lr=preset.lr if config.rule else _DEFAULT_LR[optimizer.name])
+
+
+def _default_storage(config: Config) -> str:
+    """Return the storage of a run without a rule: what its formats and its optimizer call for."""
+    if not config.model.formats:
+        return "float32"
+    return "grid" if config.optimizer.name in _GRID_ONLY else "master"
+
+
+def _check_agreement(config: Config, preset: Rule) -> None:
+    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
+    meant = {
+        "model.storage": preset.storage,
+        "optimizer.name": preset.optimizer,
+        "optimizer.writeback": preset.writeback,
+    }
+    if preset.storage == "float32":
+        meant["train.precision"] = preset.precision
+    for key, value in meant.items():
+        given = get(config, key)
+        if given is not None and given != value:
+            raise BenchError(
+                f"{key}: {given!r} contradicts rule {config.rule!r}, which means {value!r}; leave one of them out"
+            )
+
+
+def _check_storage(config: Config) -> None:
+    model, train = config.model, config.train
+    if model.storage == "float32" and model.formats:
+        by = f"rule {config.rule!r}" if config.rule and RULES[config.rule].storage == "float32" else "storage float32"
+        raise BenchError(
+            f"model.formats: {model.formats} can't be used with {by}, which keeps float weights; "
+            "give --rule master, nearest, stochastic, stiffness, stiffness-anneal or riemannian"
+        )
+    if model.storage != "float32" and not model.formats:
+        by = f"rule {config.rule!r}" if config.rule else f"model.storage {model.storage!r}"
+        raise BenchError(f"{by} needs a format for the weights; give --model.format E4M3 or model.formats")
+    if model.storage != "float32" and train.precision == "bf16-pure":
+        raise BenchError(
+            f"train.precision: 'bf16-pure' can't be used with model.storage {model.storage!r}; "
+            "allowed: float32, bf16-mixed"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, storage = config.optimizer, config.model.storage
+    on_grid = ("adamw", *_GRID_ONLY)
+    if storage == "grid" and optimizer.name not in on_grid:
+        raise BenchError(
+            f"optimizer.name: {optimizer.name!r} can't write to the grid; "
+            f"allowed with model.storage grid: {', '.join(on_grid)}"
+        )
+    if storage != "grid" and optimizer.name in _GRID_ONLY:
+        raise BenchError(
+            f"optimizer.name: {optimizer.name!r} needs model.storage grid, not {storage!r}; allowed: adamw, sgd"
+        )
+    if storage != "grid" and optimizer.writeback is not None:
+        raise BenchError(f"optimizer.writeback: {optimizer.writeback!r} needs model.storage grid, not {storage!r}")
+    if optimizer.name != "stiffness_adamw" and (optimizer.stiffness, optimizer.stiffness_end) != (None, None):
+        raise BenchError(f"optimizer.stiffness needs optimizer.name stiffness_adamw, not {optimizer.name!r}")
+    if optimizer.name != "riemannian_adam" and optimizer.float_lr is not None:
+        raise BenchError(f"optimizer.float_lr: {optimizer.float_lr!r} needs optimizer.name riemannian_adam")
+
+
+def rule_name(config: Config) -> str:
+    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom"."""
+    return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
+
+
+def _follows(config: Config, entry: Rule) -> bool:
+    optimizer = config.optimizer
+    return (
+        config.model.storage == entry.storage
+        and optimizer.name == entry.optimizer
+        and config.train.precision == entry.precision
+        and optimizer.writeback == entry.writeback
+        and optimizer.stiffness == entry.stiffness
+        and optimizer.stiffness_end == entry.stiffness_end
+    )
+
+
+def format_summary(config: Config) -> str:
+    """Return "none", the one format all layers share, or every pattern with its format.
+
+    >>> format_summary(Config())
+    'none'
+    """
+    formats = config.model.formats
+    if set(formats) == {"*"}:
+        return formats["*"]
+    return ",".join(f"{pattern}={name}" for pattern, name in formats.items()) or "none"

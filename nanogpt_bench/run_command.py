@@ -1,0 +1,99 @@
+"""`nanogpt-bench run`: one training, its progress on the terminal and a closing line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from nanogpt_bench.config import DEFAULT_DATA_DIR, Config
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.shipped import find_config
+from nanogpt_bench.train import Progress, run
+
+RUNS = Path("runs")
+
+
+def run_command(config_name: str, name: str | None, overrides: Sequence[str]) -> int:
+    """Train as a configuration file and overrides say; return 0, or 1 when the run failed."""
+    path = find_config(config_name)
+    config = resolve(load_config(path, overrides))
+    run_dir = RUNS / checked_name(name) if name else free_name(path.stem)
+    _prepare_default(config)
+    with _display(config) as show:
+        summary = run(config, run_dir, on_progress=show)
+    print(_closing_line(summary, run_dir))
+    return 1 if summary["status"] == "failed" else 0
+
+
+def checked_name(name: str) -> str:
+    """Return a run's name if it is one folder below runs/.
+
+    Raises:
+        BenchError: it is empty, a path, or hidden.
+    """
+    if Path(name).name != name or name.startswith("."):
+        raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
+    return name
+
+
+def free_name(stem: str) -> Path:
+    """Return runs/STEM, or the first of runs/STEM-2, runs/STEM-3, … that does not exist."""
+    path, number = RUNS / stem, 1
+    while path.exists():
+        number += 1
+        path = RUNS / f"{stem}-{number}"
+    return path
+
+
+def _prepare_default(config: Config) -> None:
+    """Prepare the standard library's prose if a run asks for the default corpus and it is not there yet."""
+    folder = Path(DEFAULT_DATA_DIR)
+    if Path(config.data.dir) == folder and not folder.exists():
+        from nanogpt_bench.corpus import prepare_stdlib
+
+        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
+        prepare_stdlib(folder, progress=sys.stderr.isatty())
+
+
+@contextmanager
+def _display(config: Config) -> Iterator[Any]:
+    """Yield a callback that moves a bar on a terminal and prints a line at every validation."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=config.train.max_steps)
+
+        def show(progress: Progress) -> None:
+            bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
+            if progress.step % config.eval.interval == 0 or progress.step == config.train.max_steps:
+                console.print(_line(progress), highlight=False)
+
+        yield show
+
+
+def _line(progress: Progress) -> str:
+    parts = [f"step {progress.step:>6}"]
+    parts += [f"train {progress.train_loss:.4f}"] if progress.train_loss is not None else []
+    parts += [f"val {progress.val_loss:.4f}"] if progress.val_loss is not None else []
+    parts += [f"stall {progress.stall:.1%}"] if progress.stall is not None else []
+    parts += [f"{progress.tokens_per_s:,.0f} tokens/s"] if progress.tokens_per_s else []
+    return "  ".join(parts)
+
+
+def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
+    if summary["status"] == "failed":
+        return f"failed: {summary['failure']['message']}; see {run_dir}"
+    return (
+        f"{summary['status']} after {summary['steps']} steps: val loss {summary['final_val_loss']:.4f} "
+        f"(best {summary['best_val_loss']:.4f}), {summary['bytes_per_parameter']:.2f} bytes a parameter, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s; see {run_dir}"
+    )

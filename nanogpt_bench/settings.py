@@ -1,0 +1,279 @@
+"""From YAML files and `--section.key value` overrides to a checked `Config`, and back to YAML.
+
+Keys are checked here, so that a typo is answered with its nearest valid spelling; jsonargparse checks the types and
+`_check_range` the bounds written down in `nanogpt_bench.config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jsonargparse
+import yaml
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
+
+#: words that mean null for a key that may be null
+NULL_WORDS = ("null", "none", "~", "")
+
+
+def fields_of(section: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield (dotted key, field, type) for every setting, sections flattened.
+
+    >>> [key for key, _, _ in fields_of()][:3]
+    ['rule', 'seed', 'data.dir']
+    """
+    hints = get_type_hints(section)
+    for item in dataclasses.fields(section):
+        if dataclasses.is_dataclass(hints[item.name]):
+            yield from fields_of(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, item, hints[item.name]
+
+
+FIELDS = {key: (item, hint) for key, item, hint in fields_of()}
+SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file (None: all defaults), apply command-line overrides and check every key, type and range.
+
+    >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
+    7
+
+    Raises:
+        BenchError: unreadable file, unknown key, wrong type or a value out of range, in one line.
+    """
+    values = read_yaml(path) if path else {}
+    values.update(parse_overrides(overrides))
+    return build_config(values)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"config {str(path)!r} can't be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BenchError(f"config {str(path)!r} is not YAML: {one_line(error)}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
+    return dict(_flatten(loaded))
+
+
+def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in SECTIONS:
+            if not isinstance(value, dict):
+                raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
+            yield from _flatten(value, f"{key}.")
+        elif isinstance(value, dict) and key not in FIELDS and not _known_below(key):
+            raise unknown_key(key)
+        else:
+            _check_key(key)
+            yield key, value
+
+
+def _known_below(key: str) -> bool:
+    return any(known.startswith(f"{key}.") for known in FIELDS)
+
+
+def _first_key(section: str) -> str:
+    return next(known for known in FIELDS if known.startswith(f"{section}."))
+
+
+def _check_key(key: str) -> None:
+    if key not in FIELDS:
+        raise unknown_key(key)
+
+
+def unknown_key(key: str) -> BenchError:
+    """Return the error for a key that does not exist: its nearest spelling, or the keys of its section."""
+    guess = nearest(key, FIELDS) or _same_last_word(key)
+    if guess:
+        return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")
+    section = key.rsplit(".", 1)[0]
+    inside = [known for known in FIELDS if known.startswith(f"{section}.")]
+    return unknown("key", key, inside or [*sorted(SECTIONS), "rule", "seed"])
+
+
+def _same_last_word(key: str) -> str | None:
+    last = key.rsplit(".", 1)[-1]
+    return next((known for known in FIELDS if known.rsplit(".", 1)[-1] == last), None)
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return `--a.b value` and `--a.b=value` arguments as {dotted key: value}, values read as YAML scalars.
+
+    >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
+    {'model.format': 'E4M3', 'seed': 3}
+    """
+    values: dict[str, Any] = {}
+    queue = list(arguments)
+    while queue:
+        word = queue.pop(0)
+        if not word.startswith("--"):
+            raise BenchError(f"unexpected argument {word!r}; settings are written --section.key value")
+        key, equals, text = word[2:].partition("=")
+        parent = key.rsplit(".", 1)[0]
+        if key not in FIELDS and not _is_mapping(parent):
+            raise unknown_key(key)
+        if not equals:
+            if not queue:
+                raise BenchError(f"--{key} needs a value")
+            text = queue.pop(0)
+        if key in FIELDS:
+            values[key] = _read_value(key, text)
+        else:
+            values[parent] = {**values.get(parent, {}), key[len(parent) + 1 :]: text}
+    return values
+
+
+def _is_mapping(key: str) -> bool:
+    return key in FIELDS and str(FIELDS[key][1]).startswith("dict")
+
+
+def _read_value(key: str, text: str) -> Any:
+    hint = FIELDS[key][1]
+    if _optional(hint) and text.lower() in NULL_WORDS:
+        return None
+    if "str" in str(hint) and not _is_mapping(key):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _optional(hint: Any) -> bool:
+    return type(None) in getattr(hint, "__args__", ())
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Config, as_group=False)
+    try:
+        parsed = parser.instantiate(parser.parse_object(_nest(values)))
+    except jsonargparse.ArgumentError as error:
+        raise _type_error(str(error), values) from None
+    config = Config(**vars(parsed))
+    for key, (item, _) in FIELDS.items():
+        _canonicalize(config, key, item.metadata["choices"])
+        _check_range(key, get(config, key), item.metadata)
+    return config
+
+
+def _canonicalize(config: Config, key: str, choices: Sequence[str] | None) -> None:
+    """Replace a choice spelt in other case or without its underscores (StiffnessAdamW) by its own spelling."""
+    value = get(config, key)
+    found = [choice for choice in choices or () if isinstance(value, str) and _folded(choice) == _folded(value)]
+    if found:
+        *parents, last = key.split(".")
+        setattr(get(config, ".".join(parents)) if parents else config, last, found[0])
+
+
+def _folded(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
+
+
+def _nest(values: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = value
+    return tree
+
+
+def get(config: Config, key: str) -> Any:
+    """Return the setting at a dotted key.
+
+    >>> get(Config(), "train.batch_size")
+    12
+    """
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _type_error(message: str, values: dict[str, Any]) -> BenchError:
+    found = re.search(r'[Kk]ey "([^"]+)"', message)
+    if not found or found[1] not in FIELDS:
+        return BenchError(one_line(message))
+    key = found[1]
+    return BenchError(f"{key}: {values.get(key)!r} is not allowed; give {_type_name(key)}")
+
+
+def _type_name(key: str) -> str:
+    item, hint = FIELDS[key]
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    kinds = getattr(hint, "__args__", (hint,)) if not _is_mapping(key) else ()
+    named = [words[kind] for kind in kinds if kind in words] or ["a mapping of layer pattern to format name"]
+    return " or ".join(named) + _bounds(item.metadata) + (" or null" if _optional(hint) else "")
+
+
+def _bounds(metadata: Any) -> str:
+    limits = [
+        f" {word} {metadata[name]:g}"
+        for name, word in (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
+        if metadata[name] is not None
+    ]
+    return " and".join(limits)
+
+
+def _check_range(key: str, value: Any, metadata: Any) -> None:
+    if value is None:
+        return
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise _not_a_choice(key, value, metadata["choices"])
+    if not isinstance(value, int | float):
+        return
+    if not (math.isfinite(value) and _inside(value, metadata)):
+        raise BenchError(f"{key}: {value!r} is out of range; give {_type_name(key)}")
+
+
+def _inside(value: float, metadata: Any) -> bool:
+    compare = {"minimum": operator.ge, "above": operator.gt, "maximum": operator.le, "below": operator.lt}
+    return all(metadata[name] is None or holds(value, metadata[name]) for name, holds in compare.items())
+
+
+def _not_a_choice(key: str, value: str, choices: Sequence[str]) -> BenchError:
+    guess = nearest(value, choices)
+    hint = f"; did you mean {guess!r}?" if guess else ";"
+    return BenchError(f"{key}: {value!r} is not known{hint} allowed: {', '.join(choices)}")
+
+
+def to_yaml(config: Config) -> str:
+    """Return the settings as YAML, in the order of their declaration.
+
+    >>> to_yaml(Config()).splitlines()[:2]
+    ['rule: null', 'seed: 42']
+    """
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def describe() -> str:
+    """Return one line for every setting: key, allowed values, default, help. Shown by `run --help`."""
+    lines = []
+    for key, (item, _) in FIELDS.items():
+        choices = item.metadata["choices"]
+        allowed = "{" + ",".join(choices) + "}" if choices else _type_name(key)
+        default = item.default if item.default is not dataclasses.MISSING else {}
+        shown = "null" if default is None else default
+        lines.append(f"  --{key:<26} {item.metadata['help']} [{allowed}; default {shown}]")
+    return "\n".join(lines)

@@ -1,0 +1,154 @@
+"""One optimizer step and one validation: the arithmetic of the loop, free of files and clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import Corpus, batch, eval_batches
+from nanogpt_bench.model import GPTShape, build_model
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.optimizers import build_optimizer, stiffness_at
+from nanogpt_bench.schedule import lr_factor
+from nanogpt_bench.surgery import quantize
+
+#: param-group entries that follow the schedule
+_SCHEDULED = ("lr", "float_lr")
+
+
+def model_shape(config: Config, vocab_size: int) -> GPTShape:
+    """Return the shape of a resolved configuration's model."""
+    settings = config.model
+    return GPTShape(
+        n_layer=settings.n_layer or 0,
+        n_head=settings.n_head or 0,
+        n_embd=settings.n_embd or 0,
+        block_size=settings.block_size or 0,
+        vocab_size=vocab_size,
+        dropout=settings.dropout,
+        bias=settings.bias,
+        tie_weights=settings.tie_weights,
+    )
+
+
+class Trainer:
+    """Model, optimizer and batches of a resolved configuration."""
+
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device) -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        model = build_model(model_shape(config, corpus.vocab_size), config.model.seed or 0)
+        dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
+        self.model: Any = quantize(model, config).to(device, dtype)
+        self.optimizer = build_optimizer(self.model, config)
+        self._peaks = [{key: group[key] for key in _SCHEDULED if group.get(key)} for group in self._groups]
+        self._parameters = [parameter for group in self._groups for parameter in group["params"]]
+        self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens whose prediction contributes to one optimizer step."""
+        train = self.config.train
+        return train.batch_size * train.accumulation * (self.config.model.block_size or 0)
+
+    def new_step(self, number: int, *, last: bool) -> Step:
+        """Return the state of step `number` (from 1) before anything has happened."""
+        return Step(number, self.model, self.optimizer, last)
+
+    def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
+        """Do one optimizer step, fill in its record and return the training loss (nats a token).
+
+        The weights stay as they are when the loss is not finite.
+        """
+        observers = list(observers)
+        factor = self._set_lr(step.number - 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate(step, observers)
+        norm = self._clip()
+        clip = self.config.optimizer.grad_clip
+        step.record.update(
+            {
+                "train/loss": loss,
+                "lr": (self.config.optimizer.lr or 0.0) * factor,
+                "grad/norm": norm,
+                "grad/clipped": int(0 < clip < norm),
+            }
+        )
+        exponent = stiffness_at(self.config, step.number - 1)
+        if exponent is not None:
+            step.record["stiffness/exponent"] = exponent
+        if math.isfinite(loss):
+            self._update(step, observers)
+        return loss
+
+    def _set_lr(self, index: int) -> float:
+        factor = lr_factor(self.config.optimizer, index, self.config.train.max_steps)
+        for group, peaks in zip(self._groups, self._peaks, strict=True):
+            for key, peak in peaks.items():
+                group[key] = peak * factor
+        return factor
+
+    def _accumulate(self, step: Step, observers: list[Observer]) -> float:
+        train, total = self.config.train, torch.zeros((), device=self.device)
+        for micro_step in range(train.accumulation):
+            tokens, targets = self._move(self._draw(step.number - 1, micro_step))
+            for observer in observers:
+                observer.before_forward(step)
+            loss = self._loss(tokens, targets) / train.accumulation
+            for observer in observers:
+                observer.after_forward(step)
+            loss.backward()
+            for observer in observers:
+                observer.after_backward(step)
+            total += loss.detach()
+        return total.item()
+
+    def _clip(self) -> float:
+        clip = self.config.optimizer.grad_clip or math.inf
+        return torch.nn.utils.clip_grad_norm_(self._parameters, clip).item()
+
+    def _update(self, step: Step, observers: list[Observer]) -> None:
+        for observer in observers:
+            observer.before_step(step)
+        self.optimizer.step()
+        for observer in observers:
+            observer.after_step(step)
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        mixed = self.config.train.precision == "bf16-mixed"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+            loss: Tensor = self.model.loss(tokens, targets)
+        return loss
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Return the mean loss (nats a token) over the fixed validation batches."""
+        self.model.eval()
+        losses = [self._loss(tokens, targets).item() for tokens, targets in self._eval_batches]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return a validation loss in nats a token as bits a UTF-8 byte."""
+        return loss / math.log(2) * self.corpus.val_tokens_per_byte
+
+    def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        size, block = self.config.train.batch_size, self.config.model.block_size or 0
+        seed = self.config.data.seed or 0
+        return batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
+
+    def _draw_eval_batches(self) -> list[tuple[Tensor, Tensor]]:
+        evaluation, block = self.config.eval, self.config.model.block_size or 0
+        size = self.config.train.batch_size
+        return eval_batches(self.corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
+
+    def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return pair[0].to(self.device), pair[1].to(self.device)

@@ -1,0 +1,114 @@
+"""What a finished run reports: summary.json, and the weights' histograms on their grids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config import Config
+from nanogpt_bench.observers import StallObserver
+from nanogpt_bench.resolve import format_summary, rule_name
+from nanogpt_bench.surgery import quantized_layers
+
+if TYPE_CHECKING:
+    from nanogpt_bench.step import Trainer
+    from nanogpt_bench.train import Outcome
+
+
+def summarize(
+    name: str, config: Config, trainer: Trainer, outcome: Outcome, stall: StallObserver | None
+) -> dict[str, Any]:
+    """Return the content of summary.json; losses in nats a token, null where there is none."""
+    model, loss = trainer.model, outcome.final_val_loss
+    return {
+        "name": name,
+        "rule": rule_name(config),
+        "format": format_summary(config),
+        "storage": config.model.storage,
+        "seed": config.seed,
+        "parameters": count(model.parameters()),
+        "quantized_parameters": sum(layer.weight.numel() for layer in _layers(model, config).values()),
+        "steps": outcome.steps,
+        "steps_planned": config.train.max_steps,
+        "status": outcome.status,
+        "failure": outcome.failure,
+        "final_val_loss": loss,
+        "best_val_loss": outcome.best_val_loss,
+        "first_val_loss": outcome.first_val_loss,
+        "bytes_per_parameter": scheme_bytes(model, config, trainer.optimizer) / count(model.parameters()),
+        "bytes_per_parameter_live": live_bytes(model, trainer.optimizer) / count(model.parameters()),
+        "stall": stall.mean if stall else None,
+        "stall_metric": stall.metric if stall else None,
+        "tokens_per_s": outcome.tokens / outcome.training_seconds if outcome.training_seconds else None,
+        "seconds": outcome.seconds,
+        "tokens": outcome.tokens,
+        "lr": config.optimizer.lr,
+        "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+    }
+
+
+def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
+    return {} if config.model.storage == "float32" else quantized_layers(model)
+
+
+def count(parameters: Iterable[Tensor]) -> int:
+    """Return the number of elements; a shared parameter counts once, as `Module.parameters` yields it."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that parameters, buffers and the optimizer's per-weight state occupy now."""
+    held = [*model.parameters(), *model.buffers(), *_state_tensors(optimizer)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def scheme_bytes(model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes the storage scheme needs for weights and optimizer state.
+
+    A weight on the grid is one byte, a master weight five (float32 and its code), a row's power-of-two scale one;
+    floats and the optimizer's state count as they are.
+    """
+    total = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *_state_tensors(optimizer)])
+    for layer in _layers(model, config).values():
+        weight = layer.weight
+        needed = 1 if config.model.storage == "grid" else weight.element_size() + 1
+        total += weight.numel() * (needed - weight.element_size()) + layer.weight_scale().numel()
+    return total
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the optimizer's tensors with one element a weight; step counters are left out."""
+    return [
+        value
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.numel() == parameter.numel() and value.dim() > 0
+    ]
+
+
+@torch.no_grad()
+def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
+    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
+
+
+def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:
+    fmt, scale = layer.weight_format, layer.weight_scale()
+    counts = torch.bincount(layer.weight_codes().flatten().long(), minlength=2**fmt.bits).tolist()
+    by_value: dict[float, int] = {}
+    for code, number in enumerate(counts):
+        value = fmt.decode_code(code)
+        if value == value and abs(value) <= fmt.max:  # neither NaN nor Inf; both zeros are one point
+            by_value[value + 0.0] = by_value.get(value + 0.0, 0) + number
+    values = sorted(by_value)
+    return {
+        "format": fmt.name,
+        "values": values,
+        "counts": [by_value[value] for value in values],
+        "scale_min": float(scale.min()),
+        "scale_max": float(scale.max()),
+    }
