@@ -1,13 +1,14 @@
 """Functions of (x, format): the spacing, rounding, codes and the chart of a float format."""
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fp8manifold._blocks import blockwise
+from fp8manifold._charts import UlpChart
+from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import binade, check_holds, float_bits, working_dtype
 from fp8manifold._rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -16,7 +17,6 @@ from fp8manifold.random_bits import check_words, draw_range
 __all__ = [
     "Overflow",
     "Rounding",
-    "check_choice",
     "decode",
     "encode",
     "from_chart",
@@ -200,7 +200,8 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
         fmt: a format or its name.
 
     Returns:
-        Tensor like ``x``, in steps (ulp).  Values beyond the range, Inf included, go to its ends; NaN stays NaN; -0
+        Tensor like ``x``, in steps (ulp); differentiable, with derivative 1/S.
+        Values beyond the range, Inf included, go to its ends; NaN stays NaN; -0
         gives -0.
 
     Raises:
@@ -213,10 +214,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
     fmt = as_format(fmt)
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
-    bounded = x.detach().to(work).clamp(-fmt.max, fmt.max)
-    power = binade(bounded, fmt.emin)
-    steps = bounded.abs() / (power * 2.0**-fmt.mantissa_bits)
-    return torch.copysign(_binade_index(power, fmt).to(work) + steps, bounded).to(x.dtype)
+    return _chart(fmt).forward(x.to(work).clamp(-fmt.max, fmt.max)).to(x.dtype)
 
 
 def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
@@ -230,7 +228,8 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
         fmt: a format or its name.
 
     Returns:
-        Tensor like ``c``; integers give values of the format exactly.  Coordinates beyond the last code, Inf
+        Tensor like ``c``, differentiable with derivative S; integers give values
+        of the format exactly.  Coordinates beyond the last code, Inf
         included, give ``+-max``; NaN stays NaN; -0 gives -0.
 
     Raises:
@@ -243,20 +242,12 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
     fmt = as_format(fmt)
     work = working_dtype(c, "c")
     check_holds(c.dtype, fmt)
-    fields, per_binade = float_bits(work), 2.0**fmt.mantissa_bits
-    magnitude = c.detach().to(work).abs().clamp(max=float(fmt.max_code))
-    index = ((magnitude / per_binade).floor() - 1).clamp(min=0).nan_to_num(0.0)
-    exponent = index.to(fields.integer) + (fmt.emin - fmt.mantissa_bits + fields.bias)
-    spacing = (exponent << fields.mantissa_bits).view(work)
-    return torch.copysign((magnitude - index * per_binade) * spacing, c.to(work)).to(c.dtype)
+    return _chart(fmt).inverse(c.to(work).clamp(-fmt.max_code, fmt.max_code)).to(c.dtype)
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""
-    if value in allowed:
-        return
-    nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
-    raise ValueError(f"{name}={value!r} is unknown: one of {', '.join(allowed)}; did you mean {nearest!r}?")
+@lru_cache(maxsize=256)
+def _chart(fmt: FloatFormat) -> UlpChart:
+    return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
 
 
 def _draws(

@@ -1,0 +1,36 @@
+"""Checks of arguments, with messages that name the argument, its value and what is allowed."""
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["check_choice", "check_int", "check_number"]
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""
+    if isinstance(value, str) and value in allowed:
+        return
+    nearest = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.0)[0]
+    raise ValueError(f"{name}={value!r} is unknown: one of {', '.join(allowed)}; did you mean {nearest!r}?")
+
+
+def check_number(
+    name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    """Raise TypeError unless ``value`` is a number, ValueError unless it lies between ``low`` and ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    inside = (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+    if not inside:
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+        raise ValueError(f"{name}={value!r} is out of range: {interval}")
+
+
+def check_int(name: str, value: Any, low: int, high: int) -> None:
+    """Raise TypeError unless ``value`` is an int, ValueError unless ``low <= value <= high``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an int, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value!r} is out of range: {low} to {high}")

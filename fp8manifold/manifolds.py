@@ -1,0 +1,317 @@
+"""A float format as a geoopt manifold: the continuous one of its stiffness, and the grid itself."""
+
+from typing import Any, Literal
+
+import geoopt
+import torch
+from torch import Tensor
+
+from fp8manifold._charts import Metric, chart_of
+from fp8manifold._checks import check_choice, check_int
+from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
+from fp8manifold.grid import round_to_grid
+
+__all__ = ["FP8Manifold", "StiffnessManifold"]
+
+ScaleLike = float | Tensor
+
+
+class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is untyped
+    """The interval ``[-s max, s max]`` with the metric ``1 / S^2``: lengths are counted in ULPs.
+
+    With the chart phi of the metric (:func:`fp8manifold.to_chart` for ``ulp``), scale ``s``, and ``u``, ``v`` tangent
+    at ``x``:
+
+    .. math::
+
+        S(x) &= s \\, S(x / s), & \\langle u, v \\rangle_x &= u v / S(x)^2, \\\\
+        \\exp_x(u) &= s \\varphi^{-1}(\\varphi(x/s) + u / S(x)), &
+        \\log_x(y) &= S(x) (\\varphi(y/s) - \\varphi(x/s)), \\\\
+        d(x, y) &= |\\varphi(x/s) - \\varphi(y/s)|, & \\Gamma_{x \\to y} u &= u \\, S(y) / S(x), \\\\
+        \\operatorname{grad} f &= S(x)^2 \\nabla f.
+
+    The manifold is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap``
+    and ``projx`` stop.  +0 and -0 are one point.  NaN stays NaN in every map.
+
+    Args:
+        fmt: a format or its name.
+        scale: positive; a number, or a tensor that broadcasts against the points (one entry a row, say).
+        metric: ``ulp`` (the format's own spacing), ``log`` (``S = max(|x|, 2^emin) 2^-M``), ``euclidean``
+            (``S = 1``), or a positive function ``S(x, fmt)``, whose value midway between neighbours of the grid then
+            holds between them.
+
+    Raises:
+        TypeError: a format, scale or metric of another type.
+        ValueError: an unknown format or metric, or a scale that is not finite and positive.
+
+    Example:
+        >>> manifold = StiffnessManifold("E4M3")
+        >>> x, y = torch.tensor([1.0, -0.5]), torch.tensor([2.0, 0.25])
+        >>> manifold.dist(x, y).tolist()  # representable steps
+        [8.0, 88.0]
+        >>> manifold.expmap(x, manifold.logmap(x, y)).tolist()
+        [2.0, 0.25]
+
+    Source: the metric is a mirror-descent potential in one dimension (Amid and Warmuth 2020); geoopt (Kochurov,
+    Karimov, Kozlukov 2020) for the interface.
+    """
+
+    __scaling__ = geoopt.Manifold.__scaling__.copy()
+    name = "Stiffness"
+    ndim = 0
+    reversible = True
+
+    scale: Tensor
+    format_fields: Tensor
+
+    def __init__(self, fmt: FormatLike, scale: ScaleLike = 1.0, metric: Metric = "ulp") -> None:
+        super().__init__()
+        self.format = as_format(fmt)
+        self.metric = metric
+        self._chart = chart_of(self.format, metric)
+        self.register_buffer("scale", _checked_scale(scale))
+        self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
+
+    def stiffness(self, x: Tensor) -> Tensor:
+        """One ULP at ``x``, in value; of the shape of ``x`` and the scale together."""
+        scale = self._scale(x)
+        return self._chart.stiffness(self._inside(x / scale)) * scale
+
+    def to_chart(self, x: Tensor) -> Tensor:
+        """The coordinate of ``x``: steps from zero."""
+        return self._chart.forward(self._inside(x / self._scale(x)))
+
+    def from_chart(self, c: Tensor) -> Tensor:
+        """The point at a coordinate, ``+-s max`` beyond the ends."""
+        return self._inside(self._chart.inverse(c)) * self._scale(c)
+
+    def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
+        """``u v / S(x)^2``, element by element (``keepdim`` changes nothing, as ``ndim`` is 0)."""
+        return self.component_inner(x, u, v)
+
+    def component_inner(self, x: Tensor, u: Tensor, v: Tensor | None = None) -> Tensor:
+        """``(u / S)(v / S)``: divided first, for S^2 can leave the range of float32."""
+        stiffness = self.stiffness(x)
+        steps = u / stiffness
+        return steps * (steps if v is None else v / stiffness)
+
+    def norm(self, x: Tensor, u: Tensor, *, keepdim: bool = False) -> Tensor:
+        """``|u| / S(x)``: the length of ``u`` in ULPs."""
+        return (u / self.stiffness(x)).abs()
+
+    def egrad2rgrad(self, x: Tensor, u: Tensor) -> Tensor:
+        """``S(x)^2 u``."""
+        stiffness = self.stiffness(x)
+        return u * stiffness * stiffness
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        """``u``: every number is a tangent vector."""
+        return u.expand(torch.broadcast_shapes(x.shape, u.shape))
+
+    def projx(self, x: Tensor) -> Tensor:
+        """The nearest point of the interval."""
+        scale = self._scale(x)
+        return torch.minimum(torch.maximum(x, -scale * self.format.max), scale * self.format.max)
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for bit, where ``u`` is 0."""
+        return torch.where(u == 0, x, self._expmap(x, u))
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        """The exponential map."""
+        return self.expmap(x, u)
+
+    def logmap(self, x: Tensor, y: Tensor) -> Tensor:
+        """``S(x) (phi(y) - phi(x))``."""
+        return self.stiffness(x) * (self.to_chart(y) - self.to_chart(x))
+
+    def dist(self, x: Tensor, y: Tensor, *, keepdim: bool = False) -> Tensor:
+        """``|phi(x) - phi(y)|``: between points of the grid, the number of representable steps."""
+        return (self.to_chart(x) - self.to_chart(y)).abs()
+
+    def transp(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """``v S(y) / S(x)``: the same number of ULPs at ``y``."""
+        return v * (self.stiffness(y) / self.stiffness(x))
+
+    def random(
+        self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> geoopt.ManifoldTensor:
+        """Points uniform in the metric's own volume: every step between neighbours is as likely."""
+        top = self.to_chart(self._scale_like(dtype, device) * self.format.max)
+        uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
+        return geoopt.ManifoldTensor(self.projx(self.from_chart(uniform * top)), manifold=self)
+
+    def origin(
+        self,
+        *size: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        seed: int | None = 42,
+    ) -> geoopt.ManifoldTensor:
+        """Zeros, the fixed point of the symmetry (``seed`` is part of geoopt's signature; nothing is drawn)."""
+        return geoopt.ManifoldTensor(torch.zeros(*size, dtype=dtype, device=device), manifold=self)
+
+    def extra_repr(self) -> str:
+        """Format, scale and metric."""
+        scale = f"{self.scale.item():g}" if self.scale.numel() == 1 else f"tensor of shape {tuple(self.scale.shape)}"
+        metric = getattr(self.metric, "__name__", self.metric)
+        return f"{self.format.name}, scale={scale}, metric={metric}"
+
+    def _expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        scale = self._scale(x)
+        inside = self._inside(x / scale)
+        steps = u / (self._chart.stiffness(inside) * scale)
+        return self._inside(self._chart.shift(inside, steps)) * scale
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return x.clamp(-self.format.max, self.format.max)
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return self.scale.to(x.dtype)
+
+    def _scale_like(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
+        return self.scale.to(dtype=dtype or torch.get_default_dtype(), device=device)
+
+    def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
+        """A point must have a shape that the scale broadcasts to without widening it."""
+        shape = tuple(shape)
+        try:
+            fits = torch.broadcast_shapes(shape, self.scale.shape) == shape
+        except RuntimeError:
+            fits = False
+        if fits:
+            return True, None
+        return False, f"{name} has shape {shape}, which the scale of shape {tuple(self.scale.shape)} does not fit"
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        limit = self._scale(x) * self.format.max
+        if bool((x.abs() <= limit * (1 + rtol) + atol).all()):
+            return True, None
+        return False, f"a value is NaN or lies beyond scale * {self.format.max:g}"
+
+    def _check_vector_on_tangent(
+        self, x: Tensor, u: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5
+    ) -> tuple[bool, str | None]:
+        return (False, "the vector holds NaN") if bool(u.isnan().any()) else (True, None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Refuse the state of another format: its points are not on this grid."""
+        saved = state_dict.get(prefix + "format_fields")
+        if saved is not None and saved.tolist() != _fields(self.format):
+            exponent_bits, mantissa_bits, bias, layout = saved.tolist()
+            other = FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout])
+            args[-1].append(f"{prefix}format_fields is of {other.name}, but this manifold is of {self.format.name}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class FP8Manifold(StiffnessManifold):
+    """The representable numbers of a format as the points, inside the continuous manifold around them.
+
+    ``retr(x, u)`` rounds ``exp_x(u)`` to the grid and ``projx`` takes the nearest value; ``expmap``, ``logmap``,
+    ``dist`` and ``transp`` are those of the ambient :class:`StiffnessManifold`, so ``expmap`` leaves the grid.
+
+    What the two retractions keep of the definition, openly:
+
+    - ``nearest`` breaks ``dR_x(0) = id``: a step below half an ULP does nothing.  That *is* bit stall.
+    - ``stochastic`` keeps it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
+
+    Args:
+        fmt: a format or its name.
+        scale: positive; points are ``scale`` times a value of the format.
+        rounding: how ``retr`` rounds, ``nearest`` or ``stochastic``.
+        seed: key of the random bits; give every parameter a manifold with a seed of its own.
+        metric: as in :class:`StiffnessManifold`.
+        retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation: the two differ
+            where a step crosses a power of two).
+
+    The stochastic manifold counts its retractions in the int64 buffer ``counter``, which is part of ``state_dict``:
+    after loading it, the same random bits follow.
+
+    Raises:
+        TypeError, ValueError: as :class:`StiffnessManifold`; ``ValueError`` for an unknown rounding or retraction.
+
+    Example:
+        >>> manifold = FP8Manifold("E4M3", rounding="stochastic", seed=1)
+        >>> weight = geoopt.ManifoldParameter(manifold.projx(torch.tensor([0.3, -0.7])), manifold=manifold)
+        >>> weight.tolist()
+        [0.3125, -0.6875]
+        >>> bool((manifold.retr(weight, torch.zeros(2)) == weight).all())
+        True
+    """
+
+    __scaling__ = geoopt.Manifold.__scaling__.copy()
+    name = "FP8"
+    reversible = False
+
+    counter: Tensor
+    seed_word: Tensor
+
+    def __init__(
+        self,
+        fmt: FormatLike,
+        scale: ScaleLike = 1.0,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        seed: int = 0,
+        *,
+        metric: Metric = "ulp",
+        retraction: Literal["exponential", "euclidean"] = "exponential",
+    ) -> None:
+        super().__init__(fmt, scale, metric)
+        check_choice("rounding", rounding, ("nearest", "stochastic"))
+        check_choice("retraction", retraction, ("exponential", "euclidean"))
+        check_int("seed", seed, 0, 2**63 - 1)
+        self.rounding, self.retraction = rounding, retraction
+        self.register_buffer("seed_word", torch.tensor(seed))
+        self.register_buffer("counter", torch.tensor(0))
+
+    def projx(self, x: Tensor) -> Tensor:
+        """The nearest point of the grid (ties to the even code)."""
+        scale = self._scale(x)
+        return round_to_grid(x / scale, self.format) * scale
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u`` is 0."""
+        moved = self._expmap(x, u) if self.retraction == "exponential" else x + u
+        scale = self._scale(x)
+        return torch.where(u == 0, x, self.round(moved / scale) * scale)
+
+    def round(self, x: Tensor) -> Tensor:
+        """Round, in units of the scale and in the manifold's own mode; a stochastic rounding advances ``counter``."""
+        if self.rounding == "nearest":
+            return round_to_grid(x, self.format)
+        rounded = round_to_grid(
+            x, self.format, "stochastic", seed=int(self.seed_word.item()), step=int(self.counter.item())
+        )
+        self.counter += 1
+        return rounded
+
+    def random(
+        self, *size: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> geoopt.ManifoldTensor:
+        """Points of the grid, every code but the last of each sign as likely."""
+        return super().random(*size, dtype=dtype, device=device)
+
+    def extra_repr(self) -> str:
+        """Format, scale, metric and rounding."""
+        return f"{super().extra_repr()}, rounding={self.rounding}"
+
+    def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
+        off = int((self.projx(x) != x).sum())
+        return (True, None) if off == 0 else (False, f"{off} of {x.numel()} values are off the grid")
+
+
+def _fields(fmt: FloatFormat) -> list[int]:
+    return [fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)]
+
+
+def _checked_scale(scale: ScaleLike) -> Tensor:
+    if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
+    tensor = torch.as_tensor(scale).detach().clone()
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.get_default_dtype())
+    if not bool((tensor.isfinite() & (tensor > 0)).all()):
+        bad = tensor[~(tensor.isfinite() & (tensor > 0))].flatten()[0].item()
+        raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
+    return tensor
