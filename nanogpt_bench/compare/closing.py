@@ -1,0 +1,35 @@
+"""The table and the measured gaps that `compare` ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nanogpt_bench.report.results import Result, findings
+from nanogpt_bench.report.tables import COLUMNS, to_markdown
+from nanogpt_bench.report.verdict import Outcome
+
+STYLES = {Outcome.WITHIN: "green", Outcome.OUTSIDE: "red", Outcome.FAILED: "red", Outcome.REFERENCE: "bold"}
+
+
+def print_results(results: Sequence[Result], console: Console) -> None:
+    """Print the table, as Markdown where there is no terminal, and a sentence on every row of nearest rounding."""
+    if console.is_terminal:
+        console.print(_table(results))
+    else:
+        print(to_markdown(results))
+    for sentence in findings(results):
+        console.print(Text(sentence), soft_wrap=True)
+    console.print()
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column.heading, justify="right" if column.numeric else "left", no_wrap=column.heading == "run")
+    for result in results:
+        table.add_row(*(Text(column.cell(result)) for column in COLUMNS), style=STYLES.get(result.verdict.outcome, ""))
+    return table

@@ -1,0 +1,66 @@
+"""The settings `compare` runs with when nobody says otherwise: one place to read, one place to tune."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+REFERENCE = "bf16-mixed"
+# Rules tried on a format when only formats are asked for, and the format when only rules are.
+DEFAULT_RULES = ("master", "nearest", "stochastic", "riemannian", "stiffness-anneal")
+DEFAULT_FORMATS = ("E4M3",)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A GPT of about 0.8M parameters on the standard library's prose, long enough to tell the rules apart."""
+
+    # (rule, format) of every row, in the order of the table; the first is the reference.
+    rows: tuple[tuple[str, str], ...] = (
+        (REFERENCE, "none"),
+        ("fp32", "none"),
+        ("master", "E4M3"),
+        ("nearest", "E4M3"),
+        ("stochastic", "E4M3"),
+        ("riemannian", "E4M3"),
+        ("stiffness-anneal", "E4M3"),
+        ("nearest", "E7M0"),
+        ("stochastic", "E7M0"),
+    )
+    size: str = "0.8M"
+    max_steps: int = 300
+    batch_size: int = 12
+    # The same for every rule but riemannian, whose grid weights are stepped in ULPs.
+    lr: float = 1e-3
+    riemannian_lr: float = 0.5
+    sgd_lr: float = 0.1
+    eval_batches: int = 20
+    first_seed: int = 42
+    workers: int = 2
+
+    def settings(self, rule: str, fmt: str, *, seed: int, max_steps: int, data_dir: str) -> dict[str, Any]:
+        """The configuration of one run as {dotted key: value}."""
+        chosen: dict[str, Any] = {
+            "rule": rule,
+            "seed": seed,
+            "data.dir": data_dir,
+            "model.size": self.size,
+            "train.max_steps": max_steps,
+            "train.batch_size": self.batch_size,
+            "optimizer.warmup_steps": min(100, max_steps // 10),
+            # About ten validations and twenty looks at the stall, however long the run.
+            "eval.interval": max(1, max_steps // 10),
+            "eval.batches": self.eval_batches,
+            "monitor.interval": max(1, max_steps // 20),
+            "runtime.threads": 1,
+        }
+        return chosen | self._learning_rates(rule) | ({} if fmt == "none" else {"model.format": fmt})
+
+    def _learning_rates(self, rule: str) -> dict[str, float]:
+        if rule == "riemannian":
+            return {"optimizer.lr": self.riemannian_lr, "optimizer.float_lr": self.lr}
+        return {"optimizer.lr": self.sgd_lr if rule == "sgd" else self.lr}
+
+
+# Seconds a step relative to fp32, to start the longest runs first; a rule not listed counts as 1.
+RELATIVE_COST = {"bf16-mixed": 1.3, "master": 1.5, "riemannian": 1.5, "stiffness-anneal": 1.4, "stiffness": 1.4}

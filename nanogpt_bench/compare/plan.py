@@ -1,0 +1,87 @@
+"""What is going to be run: rows of the table, their seeds, and the settings of every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.compare.demonstration import (
+    DEFAULT_FORMATS,
+    DEFAULT_RULES,
+    REFERENCE,
+    RELATIVE_COST,
+    Demonstration,
+)
+from nanogpt_bench.report.results import row_label
+from nanogpt_bench.rules import RULES, rule
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training: a row of the table at one seed, its folder's name and its settings by dotted key."""
+
+    label: str
+    rule: str
+    format: str
+    seed: int
+    name: str
+    settings: dict[str, Any]
+
+    @property
+    def cost(self) -> float:
+        return RELATIVE_COST.get(self.rule, 1.0)
+
+
+def choose_rows(
+    formats: Sequence[str] | None, rules: Sequence[str] | None, demonstration: Demonstration
+) -> tuple[tuple[str, str], ...]:
+    """(rule, format) of every row: the demonstration's, or the reference and all formats x rules asked for.
+
+    Rules that keep float weights have no format and give one row each.
+
+    Raises:
+        BenchError: a rule or format does not exist; names the nearest one.
+    """
+    if formats is None and rules is None:
+        return demonstration.rows
+    names = list(RULES) if rules is not None and "all" in rules else list(rules or DEFAULT_RULES)
+    for name in names:
+        rule(name)
+    grids = _canonical(formats) if formats is not None else list(DEFAULT_FORMATS)
+    floats = [(name, "none") for name in names if RULES[name].storage == "float32"]
+    crossed = [(name, fmt) for fmt in grids for name in names if RULES[name].storage != "float32"]
+    return tuple(dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
+
+
+def _canonical(formats: Sequence[str]) -> list[str]:
+    # Imported here because it brings torch along, which takes seconds that the default rows need not spend.
+    from nanogpt_bench.errors import BenchError
+    from nanogpt_bench.resolve import format_name
+
+    names = list(dict.fromkeys(format_name(name, "--formats") for name in formats))
+    if "none" in names:
+        raise BenchError("--formats: 'none' is no format to compare; the reference row is there already")
+    return names
+
+
+def plan_runs(
+    rows: Sequence[tuple[str, str]], demonstration: Demonstration, *, seeds: int, max_steps: int, data_dir: Path
+) -> list[PlannedRun]:
+    """Every row at every seed, in the order of the table; rows share seeds and, through them, the order of the data."""
+    planned = []
+    for place, (rule_name, fmt) in enumerate(rows, start=1):
+        label = row_label(rule_name, fmt)
+        for seed in range(demonstration.first_seed, demonstration.first_seed + seeds):
+            name = f"{place:02d}-{label.replace(' ', '-')}" + (f"-seed{seed}" if seeds > 1 else "")
+            settings = demonstration.settings(
+                rule_name, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir.as_posix()
+            )
+            planned.append(PlannedRun(label, rule_name, fmt, seed, name, settings))
+    return planned
+
+
+def longest_first(planned: Sequence[PlannedRun]) -> list[int]:
+    """Indices of the runs in the order to start them, so that no long run is left for the end."""
+    return sorted(range(len(planned)), key=lambda index: -planned[index].cost)

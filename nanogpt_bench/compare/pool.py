@@ -1,0 +1,150 @@
+"""A few worker processes that share a list of jobs; what they say comes out as one stream of events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import IO, Any
+
+WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
+# One thread a worker: two workers on two cores don't fight, and a run's arithmetic does not depend on the machine.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SECONDS_TO_STOP = 10.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a job did: `kind` is started, progress, done or failed; `tick` (job None) when nothing happened."""
+
+    job: int | None
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Worker:
+    """One worker process; `messages` gets (this worker, message), and (this worker, None) when it has ended."""
+
+    def __init__(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]) -> None:
+        self.job: int | None = None
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
+        self.process = subprocess.Popen(
+            WORKER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | ONE_THREAD,
+            text=True,
+            encoding="utf-8",
+        )
+        threading.Thread(target=self._listen, args=(messages,), daemon=True).start()
+
+    def _listen(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            messages.put((self, json.loads(line)))
+        messages.put((self, None))
+
+    def give(self, job: int, content: Mapping[str, Any]) -> None:
+        """Hand over a job; a process that has died meanwhile is noticed by its end of file."""
+        self.job = job
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(content) + "\n")
+            self.process.stdin.flush()
+
+    def ended(self) -> dict[str, str]:
+        """How the process ended, as a failure: its exit code and the last line it wrote to standard error."""
+        code = self.process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()
+        last = f": {lines[-1]}" if lines else ""
+        return {"kind": "crash", "message": f"worker process ended with exit code {code}{last}"}
+
+    def close(self, deadline: float) -> None:
+        """Wait for the process until `deadline` (monotonic seconds), then end it."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self._errors):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # an unread job may still be in the buffer
+                    pipe.close()
+
+
+class Pool:
+    """Worker processes from entry to exit; leaving stops whatever still runs."""
+
+    def __init__(self, size: int) -> None:
+        self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._size = size
+        self._workers: list[Worker] = []
+
+    def __enter__(self) -> Pool:
+        self._workers = [Worker(self._messages) for _ in range(self._size)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Tell every worker to end, its run writing down what it has, and wait until all are gone."""
+        for worker in self._workers:
+            worker.process.terminate()
+        deadline = time.monotonic() + SECONDS_TO_STOP
+        for worker in self._workers:
+            worker.close(deadline)
+        self._workers = []
+
+    def run(self, jobs: Sequence[Mapping[str, Any]], order: Sequence[int], tick: float = 0.5) -> Iterator[Event]:
+        """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s."""
+        waiting = list(order)
+        for worker in self._workers:
+            yield from _next_job(worker, jobs, waiting)
+        while any(worker.job is not None for worker in self._workers):
+            try:
+                worker, message = self._messages.get(timeout=tick)
+            except queue.Empty:
+                yield Event(None, "tick")
+                continue
+            yield from self._handle(worker, message, jobs, waiting)
+
+    def _handle(
+        self, worker: Worker, message: dict[str, Any] | None, jobs: Sequence[Mapping[str, Any]], waiting: list[int]
+    ) -> Iterator[Event]:
+        job = worker.job
+        if message is None:
+            self._workers.remove(worker)
+            failure = worker.ended()
+            worker.close(time.monotonic())
+            if job is not None:
+                yield Event(job, "failed", {"error": failure})
+            if waiting:
+                fresh = Worker(self._messages)
+                self._workers.append(fresh)
+                yield from _next_job(fresh, jobs, waiting)
+            return
+        yield Event(job, message["kind"], message)
+        if message["kind"] in ("done", "failed"):
+            worker.job = None
+            yield from _next_job(worker, jobs, waiting)
+
+
+def _next_job(worker: Worker, jobs: Sequence[Mapping[str, Any]], waiting: list[int]) -> Iterator[Event]:
+    if waiting:
+        job = waiting.pop(0)
+        worker.give(job, jobs[job])
+        yield Event(job, "started")

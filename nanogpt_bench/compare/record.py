@@ -1,0 +1,122 @@
+"""The comparison on disk: which run folders it has, what became of them, and the report over them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report.files import write_text
+from nanogpt_bench.report.load import Run, is_run_folder, load_run
+from nanogpt_bench.report.results import Result, Row, find_reference, measure
+
+MANIFEST = "compare.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything a comparison writes lies in `folder`: a folder a run, and the report beside them."""
+
+    folder: Path
+    planned: Sequence[PlannedRun]
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    def run_dir(self, run: PlannedRun) -> Path:
+        return self.folder / run.name
+
+    def rows(self) -> list[Row]:
+        """The rows in the order of the table, each with those of its runs that have begun."""
+        return [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self._by_row()]
+
+    def _by_row(self) -> list[list[PlannedRun]]:
+        grouped: dict[str, list[PlannedRun]] = {}
+        for run in self.planned:
+            grouped.setdefault(run.label, []).append(run)
+        return list(grouped.values())
+
+    def _loaded(self, runs: Sequence[PlannedRun]) -> Iterator[Run]:
+        for run in runs:
+            if is_run_folder(self.run_dir(run)):
+                yield load_run(self.run_dir(run))
+
+    def results(self) -> list[Result]:
+        """The table as it stands."""
+        rows = self.rows()
+        return measure(rows, find_reference(rows))
+
+    def write(self, *, running: bool) -> Path:
+        """Write compare.json, tables and page, and the figures when nothing is running; returns the page's path."""
+        rows = self.rows()
+        facts = self._facts([run for row in rows for run in row.runs])
+        manifest = {
+            **{name.lower(): text for name, text in facts.items()},
+            "baseline": None,
+            "rows": self._entries(rows),
+        }
+        reference = find_reference(rows)
+        manifest["baseline"] = reference.label if reference is not None else None
+        write_text(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+        return write_report(rows, self.folder, title="nanogpt-bench compare", facts=facts, running=running)
+
+    def _facts(self, runs: Sequence[Run]) -> dict[str, str]:
+        own = {
+            "Command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "Machine": platform.platform(),
+            "Date": self.started.strftime("%Y-%m-%d %H:%M UTC"),
+        }
+        return own | facts_of(runs) | {"Command": own["Command"], "Date": own["Date"]}
+
+    def _entries(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        return [
+            {
+                "label": row.label,
+                "rule": row.rule,
+                "format": row.format,
+                "runs": [run.name for run in runs],
+                "status": {run.path.name: run.status for run in row.runs},
+            }
+            for row, runs in zip(rows, self._by_row(), strict=True)
+        ]
+
+    def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
+        """Write down how a run failed that could not do so itself, so that the folder alone tells the story."""
+        self._write_summary(run, "failed", {"kind": error["kind"], "message": _one_line(error["message"])})
+
+    def note_interruption(self) -> None:
+        """Mark as stopped what had begun and could not write its own summary in time."""
+        for run in self.planned:
+            if is_run_folder(self.run_dir(run)):
+                self._write_summary(run, "stopped", None)
+
+    def _write_summary(self, run: PlannedRun, status: str, failure: dict[str, Any] | None) -> None:
+        folder = self.run_dir(run)
+        if (folder / "summary.json").exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = load_run(folder) if is_run_folder(folder) else Run(folder)
+        summary: dict[str, Any] = {
+            "name": run.name,
+            "rule": run.rule,
+            "format": run.format,
+            "seed": run.seed,
+            "steps": seen.last_step or 0,
+            "steps_planned": run.settings["train.max_steps"],
+            **seen.summary,
+            "status": status,
+            "failure": failure and {**failure, "step": seen.last_step},
+        }
+        if status == "failed":
+            summary["final_val_loss"] = None
+        write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,0 +1,136 @@
+"""Write everything a report consists of into one folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.files import write_text
+from nanogpt_bench.report.load import Run, find_runs, load_run
+from nanogpt_bench.report.page import Page, render
+from nanogpt_bench.report.palette import looks
+from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
+from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
+from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
+
+PAGE = "report.html"
+
+
+def report(runs: Sequence[Path], *, out: Path, within: float = 0.10, stall: float = 0.50) -> Path:
+    """Rebuild page, figures and tables in `out` from run folders, or folders of run folders; returns the page's path.
+
+    Raises:
+        BenchError: a path is no run folder and holds none, a threshold is out of range, or `out` is a file.
+    """
+    thresholds = Thresholds(within, stall)
+    loaded = [load_run(path) for path in find_runs(runs)]
+    if not loaded:
+        raise BenchError("no run folders given: expected at least one")
+    rows = group_rows(loaded)
+    title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
+    return write_report(rows, out, title=title, facts=facts_of(loaded), thresholds=thresholds)
+
+
+def main_report(args: argparse.Namespace) -> int:
+    """The command line's entry: rebuild, and print the page's path."""
+    print(report(args.runs, out=args.out))
+    return 0
+
+
+def write_report(
+    rows: Sequence[Row],
+    out: Path,
+    *,
+    title: str,
+    facts: Mapping[str, str],
+    thresholds: Thresholds = DEFAULTS,
+    running: bool = False,
+) -> Path:
+    """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"output folder {str(out)!r} can't be made: {error.strerror or error}") from error
+    reference = find_reference(rows)
+    results = measure(rows, reference, thresholds, running=running)
+    chosen = looks(rows, reference)
+    page = write_text(out / PAGE, render(Page(title, facts, results, chosen, thresholds, running)))
+    write_tables(results, out)
+    if not running:
+        # Drawing takes seconds of a core that the runs can use, so the pictures come last.
+        from nanogpt_bench.report.figures import write_figures
+
+        write_figures(results, chosen, out / "figures")
+    return page
+
+
+def write_tables(results: Sequence[Result], out: Path) -> None:
+    """Write results.csv, table.md and table.tex."""
+    write_text(out / "results.csv", to_csv(results))
+    write_text(out / "table.md", to_markdown(results))
+    write_text(out / "table.tex", to_latex(results))
+
+
+def facts_of(runs: Sequence[Run]) -> dict[str, str]:
+    """What the page says was run, from the runs' own records; a fact in which runs differ lists each value once."""
+    found = {
+        "Command": _listed(run.environment.get("command") for run in runs),
+        "Machine": _listed(_machine(run.environment) for run in runs),
+        "Date": _dates(runs),
+        "Corpus": _listed(_corpus(run.environment) for run in runs),
+        "Model": _listed(_model(run) for run in runs),
+        "Steps": _listed(run.summary.get("steps") for run in runs),
+        "Versions": _listed(_versions(run.environment) for run in runs),
+        "Runs": str(len(runs)),
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def _listed(values: Any, most: int = 4) -> str:
+    different = list(dict.fromkeys(str(value) for value in values if value not in (None, "")))
+    more = f" and {len(different) - most} more" if len(different) > most else ""
+    return "; ".join(different[:most]) + more
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    parts = [environment.get("gpu"), environment.get("cpu"), environment.get("platform")]
+    threads = environment.get("threads")
+    return ", ".join(str(part) for part in [*parts, f"{threads} thread(s) a run" if threads else None] if part)
+
+
+def _dates(runs: Sequence[Run]) -> str:
+    """First to last start, to the minute, in UTC."""
+    starts = sorted(str(run.environment["started"])[:16] for run in runs if run.environment.get("started"))
+    different = list(dict.fromkeys(start.replace("T", " ") for start in starts))
+    return (" to ".join(dict.fromkeys((different[0], different[-1]))) + " UTC") if different else ""
+
+
+def _corpus(environment: Mapping[str, Any]) -> str:
+    corpus = environment.get("corpus")
+    if not isinstance(corpus, Mapping):
+        return ""
+    source = corpus.get("source")
+    text = ", ".join(f"{k} {v}" for k, v in source.items()) if isinstance(source, Mapping) else str(source or "")
+    splits = corpus.get("splits")
+    sizes = [
+        f"{name} {part['tokens']:,} tokens"
+        for name, part in (splits.items() if isinstance(splits, Mapping) else ())
+        if isinstance(part, Mapping) and isinstance(part.get("tokens"), int)
+    ]
+    return "; ".join(part for part in (text, ", ".join(sizes)) if part)
+
+
+def _model(run: Run) -> str:
+    parameters, quantized = run.number("parameters"), run.number("quantized_parameters")
+    if parameters is None:
+        return ""
+    return f"{parameters:,.0f} parameters" + (f" ({quantized:,.0f} quantised)" if quantized else "")
+
+
+def _versions(environment: Mapping[str, Any]) -> str:
+    libraries = environment.get("libraries")
+    named = {"Python": environment.get("python")} | (dict(libraries) if isinstance(libraries, Mapping) else {})
+    return ", ".join(f"{name} {version}" for name, version in named.items() if version)

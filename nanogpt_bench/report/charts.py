@@ -1,0 +1,165 @@
+"""The page's interactive charts as plain plotly figures: lists and dictionaries that go into the page as JSON.
+
+Colours are written as `@N` (an entry of the palette) or `@ink`; the page's script puts in the light or the dark
+one. Every text is escaped for HTML, because plotly reads a little HTML in the texts it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from nanogpt_bench.report import series
+from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.results import Result, Row
+
+MARKED_POINTS = 60  # a curve with at most this many points shows them
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: where it goes on the page, its caption (plain text), its height in pixels, and plotly's figure."""
+
+    name: str
+    title: str
+    caption: str
+    traces: list[dict[str, Any]]
+    layout: dict[str, Any]
+    height: int = 420
+    wide: bool = False
+
+    def figure(self) -> dict[str, Any]:
+        return {"name": self.name, "traces": self.traces, "layout": self.layout | {"height": self.height}}
+
+
+def colour(look: Look) -> str:
+    return "@ink" if look.colour is None else f"@{look.colour}"
+
+
+def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
+    """Validation and training loss, by step and by wall-clock; those without data are left out."""
+    charts = []
+    for name, key, title in (("val", "val/loss", "Validation loss"), ("train", "train/loss", "Training loss")):
+        for against, axis, words in ((series.BY_STEP, "step", "by step"), (series.BY_TIME, "seconds", "by wall-clock")):
+            smoothed = key == "train/loss"
+            lines = series.lines(rows, key, against, smoothed=smoothed)
+            caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
+            if lines:
+                layout = _axes(axis, "nats per token") | _range(series.loss_range(lines))
+                traces = [_trace(line, looks[line.label]) for line in lines]
+                charts.append(Chart(f"{name}-{axis}", f"{title} {words}", caption, traces, layout))
+    return charts
+
+
+def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+    """The share of weights that a requested update left unmoved, over the steps."""
+    lines = series.stall_lines(rows)
+    layout = _axes("step", "share of weights")
+    layout["yaxis"] |= {"range": [-0.02, 1.04], "tickformat": ".0%"}
+    traces = [_trace(line, looks[line.label]) for line in lines]
+    return Chart("stall", "Stall by step", "", traces, layout, wide=True) if lines else None
+
+
+def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
+    """The final validation loss above the reference's, a bar a row."""
+    others = [result for result in results if not result.reference and result.gap is not None]
+    if not others:
+        return None
+    spreads = [result.gap.spread if result.gap else None for result in others]
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [escape(result.row.label) for result in others],
+        "x": [result.gap.mean if result.gap else None for result in others],
+        "text": [f"{result.gap.mean:+.3f}" if result.gap else "" for result in others],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "marker": {
+            "color": [colour(looks[result.row.label]) for result in others],
+            "pattern": _patterns(others, looks),
+        },
+        "hovertemplate": "%{y}: %{x:+.4f} nats<extra></extra>",
+    }
+    if any(spreads):
+        trace["error_x"] = {"type": "data", "array": spreads, "color": "@ink", "thickness": 1.2}
+        # The whisker and the number would lie on each other.
+        trace["textposition"] = "inside"
+    layout = _axes("nats per token above the reference", "")
+    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "type": "category"}
+    layout["xaxis"] |= {"range": _bar_range(others), "zeroline": True}
+    return Chart("gap", "Gap to the reference", "", [trace], layout, height=110 + 34 * len(others), wide=True)
+
+
+def _bar_range(results: Sequence[Result]) -> list[float]:
+    """An axis with room for the numbers at the ends of the bars."""
+    ends = [result.gap.mean + sign * (result.gap.spread or 0) for result in results if result.gap for sign in (-1, 1)]
+    low, high = min(0.0, *ends), max(0.0, *ends)
+    room = 0.22 * (high - low or 1.0)
+    return [low - room if low < 0 else 0.0, high + room]
+
+
+def _patterns(results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Any]:
+    """Bars of a second format are hatched: what the dash is to a line."""
+    return {"shape": ["" if looks[result.row.label].dash == "solid" else "/" for result in results], "size": 6}
+
+
+def histogram_charts(results: Sequence[Result], looks: Mapping[str, Look]) -> list[Chart]:
+    """Where on the grid each row's weights ended, over the grid's codes."""
+    return [
+        _histogram_chart(place, histogram, looks[histogram.label])
+        for place, histogram in enumerate(series.grid_histograms(results))
+    ]
+
+
+def _histogram_chart(place: int, histogram: series.GridHistogram, look: Look) -> Chart:
+    trace = {
+        "type": "bar",
+        "x": histogram.positions,
+        "y": histogram.shares,
+        "customdata": histogram.values,
+        "marker": {"color": colour(look), "line": {"width": 0}},
+        "hovertemplate": "code %{x}, value %{customdata:.4g}: %{y:.2%}<extra></extra>",
+    }
+    marked, texts = series.position_ticks(histogram, 2)
+    layout = _axes("value in units of the row's scale", "share of weights") | {"bargap": 0}
+    layout["xaxis"] |= {"tickvals": marked, "ticktext": texts, "showgrid": False}
+    layout["yaxis"] |= {"tickformat": "~%", "nticks": 5}
+    layers = "1 layer" if histogram.layers == 1 else f"{histogram.layers} layers"
+    caption = f"{histogram.weights:,} weights of {layers}, {histogram.format}."
+    return Chart(f"weights-{place}", histogram.label, caption, [trace], layout, height=270)
+
+
+def _trace(line: series.Line, look: Look) -> dict[str, Any]:
+    seed = f" · seed {line.seed}" if line.seed is not None else ""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(line.xs) <= MARKED_POINTS else "lines",
+        "x": line.xs,
+        "y": line.ys,
+        "name": escape(line.label + seed),
+        # The shared legend of the page shows and hides traces by their row.
+        "meta": {"row": line.label},
+        "connectgaps": False,
+        "line": {"color": colour(look), "dash": look.dash, "width": look.width},
+        "marker": {"color": colour(look), "symbol": look.marker, "size": 5},
+        "hovertemplate": "%{fullData.name}<br>%{x:.5~g}: %{y:.4f}<extra></extra>",
+    }
+
+
+def _axes(x: str, y: str) -> dict[str, Any]:
+    return {
+        "xaxis": {"title": {"text": x}, "automargin": True, "zeroline": False},
+        "yaxis": {"title": {"text": y}, "automargin": True, "zeroline": False},
+        "showlegend": False,
+        "margin": {"l": 8, "r": 12, "t": 10, "b": 8},
+        "hovermode": "closest",
+    }
+
+
+def _range(limits: tuple[float, float] | None) -> dict[str, Any]:
+    if limits is None:
+        return {}
+    axis = _axes("", "nats per token")["yaxis"]
+    return {"yaxis": axis | {"range": list(limits)}}

@@ -1,0 +1,195 @@
+"""The figures as PNG and SVG files, drawn by matplotlib without a display."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from nanogpt_bench.report import series
+from nanogpt_bench.report.files import replacing
+from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look
+from nanogpt_bench.report.results import Result, Row
+
+LONGEST_LABEL = 36
+STYLE: dict[str, Any] = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    # Text stays text in SVG, and the same figure gives the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "nanogpt-bench",
+}
+
+
+def write_figures(results: Sequence[Result], looks: Mapping[str, Look], folder: Path) -> list[Path]:
+    """Draw every figure there is data for into `folder`, as NAME.png and NAME.svg; returns the files written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [result.row for result in results]
+    written: list[Path] = []
+    with _drawing():
+        for name, drawn in (
+            ("loss_curves", loss_curves(rows, looks)),
+            ("gap", gap_bars(results, looks)),
+            ("stall", stall_over_steps(rows, looks)),
+            ("weights", weight_histograms(results, looks)),
+        ):
+            written += _save(drawn, folder / name) if drawn is not None else []
+    return written
+
+
+@contextmanager
+def _drawing() -> Iterator[None]:
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # A run may be named in a script that the font lacks; the figure then shows boxes, which is no error.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def _save(drawn: Figure, stem: Path) -> list[Path]:
+    paths = []
+    for suffix in ("png", "svg"):
+        path = stem.with_suffix(f".{suffix}")
+        with replacing(path) as part:
+            metadata = {"Date": None} if suffix == "svg" else None
+            drawn.savefig(part, format=suffix, bbox_inches="tight", pad_inches=0.15, metadata=metadata)
+        paths.append(path)
+    return paths
+
+
+def loss_curves(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
+    """Validation and (smoothed) training loss over the steps, every row against the reference."""
+    val, train = series.lines(rows, "val/loss"), series.lines(rows, "train/loss", smoothed=True)
+    if not val and not train:
+        return None
+    drawn = Figure(figsize=(12, 5.2), layout="constrained")
+    left, right = drawn.subplots(1, 2)
+    for axes, lines, title in ((left, val, "Validation loss"), (right, train, "Training loss, smoothed")):
+        _plot(axes, lines, looks, markers=lines is val)
+        axes.set(title=title, xlabel="step", ylabel="nats per token")
+        axes.set_ylim(series.loss_range(lines))
+    _legend(drawn, [*val, *train], looks)
+    return drawn
+
+
+def stall_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
+    """The share of weights that a requested update left where they were, over the steps."""
+    lines = series.stall_lines(rows)
+    if not lines:
+        return None
+    drawn = Figure(figsize=(9, 5.2), layout="constrained")
+    axes = drawn.subplots()
+    _plot(axes, lines, looks, markers=True)
+    axes.set(title="Stall: weights a requested update did not move", xlabel="step", ylabel="share of weights")
+    axes.set_ylim(-0.02, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _legend(drawn, lines, looks)
+    return drawn
+
+
+def _plot(axes: Axes, lines: Sequence[series.Line], looks: Mapping[str, Look], *, markers: bool) -> None:
+    for line in lines:
+        look = looks[line.label]
+        ys = [float("nan") if y is None else y for y in line.ys]
+        marker = MATPLOTLIB_MARKERS[look.marker] if markers and len(line.xs) <= 60 else ""
+        axes.plot(line.xs, ys, marker=marker, markersize=3.5, linestyle=MATPLOTLIB_DASHES[look.dash], **_pen(look))
+
+
+def _pen(look: Look) -> dict[str, Any]:
+    return {"color": look.hex(), "linewidth": 0.85 * look.width, "zorder": 2.5 if look.colour is None else 2}
+
+
+def _legend(drawn: Figure, lines: Sequence[series.Line], looks: Mapping[str, Look]) -> None:
+    """One legend under the axes, a row once however many seeds it has."""
+    labels = list(dict.fromkeys(line.label for line in lines))
+    keys = [Line2D([], [], linestyle=MATPLOTLIB_DASHES[looks[label].dash], **_pen(looks[label])) for label in labels]
+    drawn.legend(keys, [figure_label(label) for label in labels], loc="outside lower center", ncols=3, handlelength=3.2)
+
+
+def figure_label(label: str) -> str:
+    """A label as matplotlib should show it: one line, not too long, no mathematics, no hidden legend entry."""
+    text = " ".join(label.split())
+    text = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
+    return (" " + text if text.startswith("_") else text).replace("$", r"\$")
+
+
+def gap_bars(results: Sequence[Result], looks: Mapping[str, Look]) -> Figure | None:
+    """The final validation loss above the reference's, a bar a row, seeds' spread as a whisker."""
+    others = [result for result in results if not result.reference]
+    if not any(result.gap for result in others):
+        return None
+    drawn = Figure(figsize=(9, 1.4 + 0.46 * len(others)), layout="constrained")
+    axes = drawn.subplots()
+    for place, result in enumerate(others):
+        _gap_bar(axes, place, result, looks[result.row.label])
+    axes.axvline(0, color=_ink(), linewidth=1)
+    axes.set_yticks(range(len(others)), [figure_label(result.row.label) for result in others])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(title="Final validation loss above the BF16 reference", xlabel="nats per token")
+    axes.margins(x=0.2)
+    return drawn
+
+
+def _gap_bar(axes: Axes, place: int, result: Result, look: Look) -> None:
+    if result.gap is None:
+        axes.annotate(" " + figure_label(result.verdict.text), (0, place), va="center", color="#666666")
+        return
+    spread = result.gap.spread
+    hatch = None if look.dash == "solid" else "///"
+    axes.barh(place, result.gap.mean, xerr=spread, height=0.62, color=look.hex(), hatch=hatch, edgecolor="white")
+    end = max(0.0, result.gap.mean + (spread or 0.0))
+    share = f" ({result.gap_share:+.1%})" if result.gap_share is not None else ""
+    axes.annotate(
+        f"{result.gap.mean:+.3f}{share}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10
+    )
+
+
+def _ink() -> str:
+    return Look(None, "solid", "circle", 1.0).hex()
+
+
+def weight_histograms(results: Sequence[Result], looks: Mapping[str, Look]) -> Figure | None:
+    """Where on the grid the weights ended, one panel a row, over the grid's codes."""
+    histograms = series.grid_histograms(results)
+    if not histograms:
+        return None
+    across = min(3, len(histograms))
+    down = -(-len(histograms) // across)
+    drawn = Figure(figsize=(4.2 * across, 2.6 * down), layout="constrained")
+    panels = drawn.subplots(down, across, squeeze=False).ravel()
+    for axes, histogram in zip(panels, histograms, strict=False):
+        _histogram_panel(axes, histogram, looks[histogram.label].hex())
+    for axes in panels[len(histograms) :]:
+        axes.remove()
+    drawn.supxlabel("value on the grid (in units of the row's scale)", fontsize=11)
+    drawn.supylabel("share of weights", fontsize=11)
+    return drawn
+
+
+def _histogram_panel(axes: Axes, histogram: series.GridHistogram, colour: str) -> None:
+    axes.bar(histogram.positions, histogram.shares, width=1.0, color=colour)
+    axes.set_title(figure_label(histogram.label), fontsize=11)
+    axes.set_xticks(*series.position_ticks(histogram, 2), fontsize=9)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+    axes.tick_params(axis="y", labelsize=9)
+    axes.grid(axis="x", visible=False)

@@ -1,0 +1,247 @@
+"""Read run folders from disk, whatever state an interrupted run left them in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanogpt_bench.errors import BenchError
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
+STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many weights of one layer lie on each grid value (values are in units of the layer's scale)."""
+
+    format: str
+    values: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder as read; `notes` says in words what was missing or cut off."""
+
+    path: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Histogram] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.summary.get("name") or self.path.name)
+
+    @property
+    def rule(self) -> str:
+        return str(self.summary.get("rule") or self.config.get("rule") or "unknown")
+
+    @property
+    def format(self) -> str:
+        """The weights' format, `none` for floats, `mixed` when layers differ."""
+        return str(self.summary.get("format") or _configured_format(self.config))
+
+    @property
+    def seed(self) -> int | None:
+        seed = self.summary.get("seed", self.config.get("seed"))
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped`, `failed`, or `incomplete` when the run left no summary."""
+        return str(self.summary.get("status") or "incomplete")
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        failure = self.summary.get("failure")
+        return failure if isinstance(failure, Mapping) else None
+
+    @property
+    def last_step(self) -> int | None:
+        return int(self.metrics[-1]["step"]) if self.metrics else None
+
+    @property
+    def stall_metric(self) -> str | None:
+        """Name of the stall series this run recorded, or None (float weights don't stall on a grid)."""
+        named = self.summary.get("stall_metric")
+        if named:
+            name = str(named)
+            return name if name.startswith("stall/") else f"stall/{name}"
+        return next((key for key in STALL_METRICS if any(key in record for record in self.metrics)), None)
+
+    def number(self, key: str) -> float | None:
+        """The summary's finite number under `key`, None when absent or not finite."""
+        return finite(self.summary.get(key))
+
+    def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
+        """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
+        points = [(finite(record.get(against)), record) for record in self.metrics if key in record]
+        kept = [(x, finite(record[key])) for x, record in points if x is not None]
+        return [x for x, _ in kept], [y for _, y in kept]
+
+
+def _configured_format(config: Mapping[str, Any]) -> str:
+    model = config.get("model")
+    if not isinstance(model, Mapping):
+        return "none"
+    formats = model.get("formats")
+    named = set(map(str, formats.values())) if isinstance(formats, Mapping) else set()
+    named |= {str(model["format"])} if model.get("format") else set()
+    return "mixed" if len(named) > 1 else named.pop() if named else "none"
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a float when it is a finite number, else None (bool is not a number here).
+
+    >>> finite(2), finite(float("nan")), finite("2"), finite(True)
+    (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether `path` is a folder with at least one of the files every run writes."""
+    return path.is_dir() and any((path / name).is_file() for name in RUN_FILES)
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The run folders among `paths`; a folder of runs (a comparison's, say) stands for the runs in it.
+
+    Raises:
+        BenchError: a path does not exist, or neither is a run folder nor holds one.
+    """
+    found: list[Path] = []
+    for path in paths:
+        found.extend(run for run in _runs_at(path) if run not in found)
+    return found
+
+
+def _runs_at(path: Path) -> list[Path]:
+    if not path.exists():
+        raise BenchError(f"run folder {str(path)!r} does not exist")
+    if is_run_folder(path):
+        return [path]
+    children = sorted(child for child in path.iterdir() if is_run_folder(child)) if path.is_dir() else []
+    if not children:
+        raise BenchError(f"{str(path)!r} is not a run folder and holds none: expected {', '.join(RUN_FILES)}")
+    return children
+
+
+def load_run(path: Path) -> Run:
+    """Read one run folder; what is missing or damaged is left out and named in `notes`.
+
+    Raises:
+        BenchError: `path` is not a run folder.
+    """
+    if not is_run_folder(path):
+        raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
+    notes: list[str] = []
+    config = _mapping(path / "config.yaml", notes)
+    environment = _mapping(path / "environment.json", notes)
+    metrics = _metrics(path / "metrics.jsonl", notes)
+    summary = _mapping(path / "summary.json", notes)
+    # A float run has no weights on a grid, so a missing histogram is worth a word only for the others.
+    grid = (summary.get("format") or _configured_format(config)) != "none"
+    weights = _weights(path / "weights.json", notes if grid else [])
+    return Run(path, config, environment, metrics, summary or _summary_so_far(metrics), weights, tuple(notes))
+
+
+def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file; {} with a note when there is none to be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except FileNotFoundError:
+        notes.append(f"{path.name} is missing")
+        return {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}")
+        return {}
+    if isinstance(content, dict):
+        return content
+    notes.append(f"{path.name} holds a {type(content).__name__} where a mapping was expected")
+    return {}
+
+
+def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
+    try:
+        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        notes.append(f"{path.name} is missing")
+        return []
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        record = _record(line)
+        if record is None and number == len(lines):
+            notes.append(f"{path.name}: the last line is cut off; the {len(records)} whole records were read")
+        elif record is None:
+            notes.append(f"{path.name}: line {number} is not a record with a step and was left out")
+        elif records and record["step"] <= records[-1]["step"]:
+            notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
+        else:
+            records.append(record)
+    return records
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and finite(record.get("step")) is not None
+    return record if whole else None
+
+
+def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
+    content = _mapping(path, notes)
+    histograms: dict[str, Histogram] = {}
+    for layer, entry in content.items():
+        histogram = _histogram(entry)
+        if histogram is None:
+            notes.append(f"{path.name}: layer {layer} needs as many counts as values and was left out")
+        else:
+            histograms[str(layer)] = histogram
+    return histograms
+
+
+def _histogram(entry: Any) -> Histogram | None:
+    if not isinstance(entry, dict):
+        return None
+    values, counts = entry.get("values"), entry.get("counts")
+    if not isinstance(values, list) or not isinstance(counts, list) or len(values) != len(counts):
+        return None
+    if any(finite(number) is None for number in [*values, *counts]):
+        return None
+    pairs = sorted(zip(values, counts, strict=True))
+    return Histogram(str(entry.get("format", "")), tuple(float(v) for v, _ in pairs), tuple(int(c) for _, c in pairs))
+
+
+def _summary_so_far(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What can be said of a run that left no summary: derived from the records it did write."""
+    losses = [loss for record in metrics if (loss := finite(record.get("val/loss"))) is not None]
+    speeds = [speed for record in metrics if (speed := finite(record.get("time/tokens_per_s"))) is not None]
+    so_far: dict[str, Any] = {}
+    if losses:
+        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
+    if speeds:
+        so_far["tokens_per_s"] = sum(speeds) / len(speeds)
+    for key in STALL_METRICS:
+        seen = [stall for record in metrics if (stall := finite(record.get(key))) is not None]
+        if seen:
+            so_far |= {"stall": seen[-1], "stall_metric": key}
+    return so_far

@@ -1,0 +1,191 @@
+"""From runs to rows: seeds of one setting together, each row measured against the reference row."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanogpt_bench.report.load import Run
+from nanogpt_bench.report.verdict import DEFAULTS, Thresholds, Verdict, judge
+
+REFERENCE_RULE = "bf16-mixed"
+# The configuration keys in which the seeds of one row may differ.
+SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured number over seeds: mean, and sample standard deviation when there are several."""
+
+    mean: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of one setting, one per seed, under the label the tables and figures show."""
+
+    label: str
+    rule: str
+    format: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table. Losses and gaps are in nats per token; `gap_share` is relative to the reference."""
+
+    row: Row
+    reference: bool
+    final_val_loss: Figure | None
+    best_val_loss: Figure | None
+    gap: Figure | None
+    gap_share: float | None
+    bytes_per_parameter: float | None
+    stall: Figure | None
+    stall_metric: str | None
+    tokens_per_s: Figure | None
+    verdict: Verdict
+
+
+def figure(values: Iterable[float | None]) -> Figure | None:
+    """Mean and sample standard deviation of the values that are known; None when none is.
+
+    >>> figure([1.0, None, 3.0])
+    Figure(mean=2.0, spread=1.4142135623730951)
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def row_label(rule: str, fmt: str) -> str:
+    """The name of a setting: its format, unless its weights are floats, and its rule.
+
+    >>> row_label("nearest", "E4M3"), row_label("fp32", "none")
+    ('E4M3 nearest', 'fp32')
+    """
+    return rule if fmt == "none" else f"{fmt} {rule}"
+
+
+def group_rows(runs: Sequence[Run]) -> list[Row]:
+    """Rows in order of first appearance; runs belong together when only their seeds differ."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_setting(run), []).append(run)
+    labels = _distinct_labels(list(groups.values()))
+    return [
+        Row(label, group[0].rule, group[0].format, tuple(group))
+        for label, group in zip(labels, groups.values(), strict=True)
+    ]
+
+
+def _setting(run: Run) -> str:
+    """A key equal for the seeds of one setting; a run without a config stands alone."""
+    if not run.config:
+        return f"path:{run.path}"
+    return json.dumps([run.rule, run.format, _without_seeds(run.config)], sort_keys=True, default=str)
+
+
+def _without_seeds(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without_seeds(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if f"{prefix}{key}" not in SEED_KEYS
+    }
+
+
+def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Labels by rule and format, by name where those collide, by path where even the names do."""
+    labels = [row_label(group[0].rule, group[0].format) for group in groups]
+    for name in (lambda run: run.name, lambda run: str(run.path)):
+        labels = [
+            f"{row_label(group[0].rule, group[0].format)} ({name(group[0])})" if labels.count(label) > 1 else label
+            for label, group in zip(labels, groups, strict=True)
+        ]
+    return labels
+
+
+def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
+    """The row of that label; without one, the first BF16 autocast row; None when there is neither."""
+    if label is not None:
+        return next((row for row in rows if row.label == label), None)
+    return next((row for row in rows if row.rule == REFERENCE_RULE), None)
+
+
+def measure(
+    rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS, *, running: bool = False
+) -> list[Result]:
+    """Every row's line of the table, in order; `running` says that runs without a summary still go on."""
+    return [_measure_row(row, reference, thresholds, running) for row in rows]
+
+
+def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
+    gap = figure(_gap(run, reference) for run in row.runs) if reference is not None else None
+    base = figure(run.number("final_val_loss") for run in reference.runs) if reference is not None else None
+    gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
+    stall = figure(run.number("stall") for run in row.runs)
+    bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
+    is_reference = row is reference
+    return Result(
+        row=row,
+        reference=is_reference,
+        final_val_loss=figure(run.number("final_val_loss") for run in row.runs),
+        best_val_loss=figure(run.number("best_val_loss") for run in row.runs),
+        gap=gap,
+        gap_share=gap_share,
+        bytes_per_parameter=bytes_each.mean if bytes_each else None,
+        stall=stall,
+        stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
+        tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
+        verdict=judge(
+            row.runs,
+            gap_share,
+            stall.mean if stall else None,
+            reference=is_reference,
+            thresholds=thresholds,
+            running=running,
+        ),
+    )
+
+
+def _gap(run: Run, reference: Row) -> float | None:
+    """L - L_ref, against the reference's run of the same seed where there is one, else against its mean.
+
+    A run that ended early has none: its loss belongs to another number of steps.
+    """
+    finished = [other for other in reference.runs if other.status == "finished"]
+    twins = [other for other in finished if other.seed == run.seed]
+    base = figure(other.number("final_val_loss") for other in twins or finished)
+    loss = run.number("final_val_loss") if run.status == "finished" else None
+    return loss - base.mean if loss is not None and base is not None else None
+
+
+def findings(results: Sequence[Result]) -> list[str]:
+    """The measured gaps worth a sentence: nearest rounding's, beside stochastic rounding's of the same format."""
+    sentences = []
+    for result in results:
+        if result.row.rule == "nearest" and result.gap is not None and result.gap_share is not None:
+            sentences.append(_nearest_sentence(result, results))
+    return sentences
+
+
+def _nearest_sentence(nearest: Result, results: Sequence[Result]) -> str:
+    sentence = f"{nearest.row.label}: {describe_gap(nearest)} against the reference"
+    if nearest.stall is not None:
+        sentence += f", with {nearest.stall.mean:.1%} of the weights unmoved by a requested update"
+    other = next(
+        (r for r in results if r.row.rule == "stochastic" and r.row.format == nearest.row.format and r.gap), None
+    )
+    return sentence + (f"; {other.row.label}: {describe_gap(other)}" if other else "") + "."
+
+
+def describe_gap(result: Result) -> str:
+    """The gap as signed nats and per cent of the reference's loss; a dash when unknown."""
+    if result.gap is None or result.gap_share is None:
+        return "-"
+    return f"{result.gap.mean:+.3f} nats ({result.gap_share:+.1%})"

@@ -1,0 +1,157 @@
+"""The table of results as CSV (full precision), Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nanogpt_bench.report.results import Figure, Result
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the readable tables: its heading, its cell, and whether numbers line up on the right."""
+
+    heading: str
+    cell: Callable[[Result], str]
+    numeric: bool = True
+
+
+COLUMNS = (
+    Column("run", lambda r: r.row.label, numeric=False),
+    Column("final val loss", lambda r: format_figure(r.final_val_loss)),
+    Column("best val loss", lambda r: format_figure(r.best_val_loss)),
+    Column("gap to BF16", lambda r: format_gap(r)),
+    Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
+    Column("stall", lambda r: format_stall(r)),
+    Column("tokens/s", lambda r: "-" if r.tokens_per_s is None else f"{r.tokens_per_s.mean:,.0f}"),
+    Column("verdict", lambda r: r.verdict.text, numeric=False),
+)
+
+
+def format_figure(value: Figure | None, digits: int = 3) -> str:
+    """Mean, with the spread over seeds behind it when there is one; a dash when unknown.
+
+    >>> format_figure(Figure(1.5, 0.0125)), format_figure(Figure(1.5)), format_figure(None)
+    ('1.500 ± 0.013', '1.500', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value.mean:.{digits}f}" + (f" ± {value.spread:.{digits}f}" if value.spread is not None else "")
+
+
+def format_gap(result: Result) -> str:
+    """The gap to the reference in nats and per cent; the reference itself has none."""
+    if result.reference or result.gap is None:
+        return "-"
+    spread = f" ± {result.gap.spread:.3f}" if result.gap.spread is not None else ""
+    share = f" ({result.gap_share:+.1%})" if result.gap_share is not None else ""
+    return f"{result.gap.mean:+.3f}{spread}{share}"
+
+
+def format_stall(result: Result) -> str:
+    """The share of weights that a requested update left where they were; `code` marks code_unchanged."""
+    if result.stall is None:
+        return "-"
+    mark = " (code)" if result.stall_metric == "stall/code_unchanged" else ""
+    return f"{result.stall.mean:.1%}{mark}"
+
+
+def to_csv(results: Sequence[Result]) -> str:
+    """One line a row, numbers in full, empty where unknown."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_FIELDS)
+    writer.writerows([_plain(field(result)) for field in CSV_FIELDS.values()] for result in results)
+    return text.getvalue()
+
+
+def _plain(value: object) -> object:
+    return "" if value is None else value
+
+
+def _mean(name: str) -> Callable[[Result], object]:
+    return lambda result: getattr(getattr(result, name), "mean", None)
+
+
+def _spread(name: str) -> Callable[[Result], object]:
+    return lambda result: getattr(getattr(result, name), "spread", None)
+
+
+CSV_FIELDS: dict[str, Callable[[Result], object]] = {
+    "run": lambda r: r.row.label,
+    "rule": lambda r: r.row.rule,
+    "format": lambda r: r.row.format,
+    "seeds": lambda r: len(r.row.runs),
+    "final_val_loss": _mean("final_val_loss"),
+    "final_val_loss_spread": _spread("final_val_loss"),
+    "best_val_loss": _mean("best_val_loss"),
+    "best_val_loss_spread": _spread("best_val_loss"),
+    "gap": _mean("gap"),
+    "gap_spread": _spread("gap"),
+    "gap_share": lambda r: r.gap_share,
+    "bytes_per_parameter": lambda r: r.bytes_per_parameter,
+    "stall": _mean("stall"),
+    "stall_spread": _spread("stall"),
+    "stall_metric": lambda r: r.stall_metric,
+    "tokens_per_s": _mean("tokens_per_s"),
+    "verdict": lambda r: r.verdict.text,
+}
+
+
+def to_markdown(results: Sequence[Result]) -> str:
+    """A GitHub table, columns padded so that it reads as plain text too."""
+    lines = [[column.heading for column in COLUMNS]]
+    lines += [[_markdown_cell(column.cell(result)) for column in COLUMNS] for result in results]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    rule = ["-" * (w - 1) + ":" if c.numeric else "-" * w for c, w in zip(COLUMNS, widths, strict=True)]
+    lines.insert(1, rule)
+    return "".join(f"| {' | '.join(_aligned(line, widths))} |\n" for line in lines)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        cell.rjust(width) if column.numeric else cell.ljust(width)
+        for cell, column, width in zip(cells, COLUMNS, widths, strict=True)
+    ]
+
+
+def _markdown_cell(text: str) -> str:
+    for character in "\\|<>*_`[]":
+        text = text.replace(character, "\\" + character)
+    return " ".join(text.split())
+
+
+LATEX_ESCAPES = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "±": r"$\pm$",
+    }
+)
+
+
+def to_latex(results: Sequence[Result]) -> str:
+    """A tabular for the package booktabs."""
+    align = "".join("r" if column.numeric else "l" for column in COLUMNS)
+    head = " & ".join(_latex_cell(column.heading) for column in COLUMNS)
+    body = [" & ".join(_latex_cell(column.cell(result)) for column in COLUMNS) for result in results]
+    lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", head + r" \\", r"\midrule"]
+    lines += [line + r" \\" for line in body]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex_cell(text: str) -> str:
+    return " ".join(text.translate(LATEX_ESCAPES).split())

@@ -1,0 +1,103 @@
+"""What became of a row, said against the reference: thresholds in, one short sentence of facts out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.load import Run
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a row counts as within reach of the reference, and when its stall is worth an alert."""
+
+    within: float = 0.10  # final val loss may exceed the reference's by this share
+    stall: float = 0.50  # share of weights whose requested update did not change them
+
+    def __post_init__(self) -> None:
+        if not 0 < self.within < float("inf"):
+            raise BenchError(f"within = {self.within!r}: expected a positive share, 0.10 for 10%")
+        if not 0 < self.stall <= 1:
+            raise BenchError(f"stall = {self.stall!r}: expected a share above 0 and at most 1")
+
+
+DEFAULTS = Thresholds()
+
+
+class Outcome(StrEnum):
+    REFERENCE = "reference"
+    WITHIN = "within"
+    OUTSIDE = "outside"
+    UNFINISHED = "unfinished"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: Outcome
+    text: str
+
+
+def judge(
+    runs: Sequence[Run],
+    gap_share: float | None,
+    stall: float | None,
+    *,
+    reference: bool = False,
+    thresholds: Thresholds = DEFAULTS,
+    running: bool = False,
+) -> Verdict:
+    """The verdict over the runs of one row (its seeds).
+
+    A failure outranks an early end, which outranks the comparison of losses. `gap_share` is
+    (L - L_ref) / L_ref of the final validation losses in nats, None when either is unknown.
+    A stall at or above the threshold is added to a verdict that is short of the reference. It is an
+    observation beside the loss and not its cause: under stochastic write-back a weight that stood
+    still at one step still moves on average.
+    """
+    if running and (not runs or any(run.status == "incomplete" for run in runs)):
+        return Verdict(Outcome.UNKNOWN, f"running, step {runs[-1].last_step or 0}" if runs else "waiting")
+    outcome, text = _ending(runs) or _comparison(gap_share, reference, thresholds)
+    short = outcome in (Outcome.OUTSIDE, Outcome.UNFINISHED, Outcome.FAILED)
+    if short and stall is not None and stall >= thresholds.stall:
+        text += f"; stall {stall:.0%}"
+    return Verdict(outcome, text)
+
+
+def _ending(runs: Sequence[Run]) -> tuple[Outcome, str] | None:
+    """What is to say about runs that did not run to their planned end."""
+    for status, outcome in (
+        ("failed", Outcome.FAILED),
+        ("stopped", Outcome.UNFINISHED),
+        ("incomplete", Outcome.UNFINISHED),
+    ):
+        affected = [run for run in runs if run.status == status]
+        if affected:
+            share = f" ({len(affected)} of {len(runs)} seeds)" if len(runs) > 1 else ""
+            return outcome, describe_ending(affected[0]) + share
+    return None if runs else (Outcome.UNFINISHED, "not run")
+
+
+def describe_ending(run: Run) -> str:
+    """How a run that did not finish ended: its failure or its last step, in words."""
+    failure = run.failure or {}
+    step = failure.get("step", run.last_step)
+    where = f" at step {step}" if step is not None else ""
+    message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
+    verb = {"failed": "failed", "stopped": "stopped"}.get(run.status, "unfinished")
+    return f"{verb}{where}" + (f": {message}" if message else "")
+
+
+def _comparison(gap_share: float | None, reference: bool, thresholds: Thresholds) -> tuple[Outcome, str]:
+    if reference:
+        return Outcome.REFERENCE, "reference"
+    if gap_share is None:
+        return Outcome.UNKNOWN, "no finished reference"
+    limit = f"{100 * thresholds.within:.4g}%"
+    if gap_share <= thresholds.within:
+        return Outcome.WITHIN, f"within {limit}"
+    return Outcome.OUTSIDE, f"outside {limit}"
