@@ -52,8 +52,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         BenchError: unreadable file, unknown key, wrong type or a value out of range, in one line.
     """
     values = read_yaml(path) if path else {}
-    values.update(parse_overrides(overrides))
-    return build_config(values)
+    return build_config(parse_overrides(overrides, values))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -78,15 +77,9 @@ def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             if not isinstance(value, dict):
                 raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
             yield from _flatten(value, f"{key}.")
-        elif isinstance(value, dict) and key not in FIELDS and not _known_below(key):
-            raise unknown_key(key)
         else:
             _check_key(key)
             yield key, value
-
-
-def _known_below(key: str) -> bool:
-    return any(known.startswith(f"{key}.") for known in FIELDS)
 
 
 def _first_key(section: str) -> str:
@@ -113,31 +106,42 @@ def _same_last_word(key: str) -> str | None:
     return next((known for known in FIELDS if known.rsplit(".", 1)[-1] == last), None)
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return `--a.b value` and `--a.b=value` arguments as {dotted key: value}, values read as YAML scalars.
+def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `base` with `--a.b value` and `--a.b=value` arguments applied, values read as YAML scalars.
+
+    An entry of a mapping can be given alone: `--model.formats.attn E4M3` leaves its other entries as they are.
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
     """
-    values: dict[str, Any] = {}
+    values = dict(base or {})
     queue = list(arguments)
     while queue:
-        word = queue.pop(0)
-        if not word.startswith("--"):
-            raise BenchError(f"unexpected argument {word!r}; settings are written --section.key value")
-        key, equals, text = word[2:].partition("=")
-        parent = key.rsplit(".", 1)[0]
-        if key not in FIELDS and not _is_mapping(parent):
-            raise unknown_key(key)
-        if not equals:
-            if not queue:
-                raise BenchError(f"--{key} needs a value")
-            text = queue.pop(0)
-        if key in FIELDS:
-            values[key] = _read_value(key, text)
+        key, text = _next_override(queue)
+        mapping = _mapping_above(key)
+        if mapping:
+            values[mapping] = {**(values.get(mapping) or {}), key[len(mapping) + 1 :]: text}
         else:
-            values[parent] = {**values.get(parent, {}), key[len(parent) + 1 :]: text}
+            values[key] = _read_value(key, text)
     return values
+
+
+def _next_override(queue: list[str]) -> tuple[str, str]:
+    """Take one override off the queue and return its checked key and its text."""
+    word = queue.pop(0)
+    if not word.startswith("--"):
+        raise BenchError(f"unexpected argument {word!r}; settings are written --section.key value")
+    key, equals, text = word[2:].partition("=")
+    if not _mapping_above(key):
+        _check_key(key)
+    if not equals and not queue:
+        raise BenchError(f"--{key} needs a value")
+    return key, text if equals else queue.pop(0)
+
+
+def _mapping_above(key: str) -> str | None:
+    """Return the mapping setting whose entry `key` names, if it names one."""
+    return next((name for name in FIELDS if _is_mapping(name) and key.startswith(f"{name}.")), None)
 
 
 def _is_mapping(key: str) -> bool:

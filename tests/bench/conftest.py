@@ -1,0 +1,54 @@
+"""A small prepared corpus and the settings of a run that takes a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.settings import load_config
+
+TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A UTF-8 file of 300 lines."""
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus_dir(text_file: Path) -> Path:
+    """The file prepared with the char tokenizer."""
+    out = text_file.parent / "prepared"
+    prepare_text(text_file, out, "char")
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus_dir: Path) -> Callable[..., Config]:
+    """Return a function from overrides to the configuration of a one-layer model on the small corpus."""
+    base = {
+        "data.dir": str(corpus_dir),
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": 16,
+        "model.block_size": 16,
+        "train.max_steps": 6,
+        "train.batch_size": 4,
+        "eval.interval": 3,
+        "eval.batches": 2,
+        "optimizer.warmup_steps": 2,
+        "monitor.interval": 2,
+    }
+
+    def config(**overrides: object) -> Config:
+        settings = {**base, **{key.replace("__", "."): value for key, value in overrides.items()}}
+        return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
+
+    return config

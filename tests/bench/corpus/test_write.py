@@ -1,0 +1,88 @@
+"""A corpus is written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanogpt_bench.corpus.write import write_corpus
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.tokenizers import ByteTokenizer, Tokens
+
+SPLITS = {"train": ["a" * 100, "b" * 50], "val": ["c" * 80]}
+
+
+def write(out: Path, tokenizer: ByteTokenizer | None = None) -> dict[str, object]:
+    return write_corpus(out, SPLITS, tokenizer or ByteTokenizer(), {"kind": "test"}, progress=False)
+
+
+def test_files_and_meta_agree(tmp_path: Path) -> None:
+    meta = write(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "meta.json").read_text()) == meta
+    train = np.fromfile(tmp_path / "out" / "train.bin", dtype="<u2")
+    assert train.tolist() == [97] * 100 + [256] + [98] * 50 + [256]
+    counts = meta["splits"]["train"]  # type: ignore[index]
+    digest = hashlib.sha256((tmp_path / "out" / "train.bin").read_bytes()).hexdigest()
+    assert counts == {"tokens": 152, "bytes": 150, "sha256": digest}
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+class Interrupted(ByteTokenizer):
+    """Stops in the second document, as Ctrl-C would."""
+
+    def encode(self, text: str) -> Tokens:
+        if text.startswith("b"):
+            raise KeyboardInterrupt
+        return super().encode(text)
+
+
+@pytest.mark.parametrize("there_before", [False, True])
+def test_an_interruption_leaves_what_was_there(tmp_path: Path, there_before: bool) -> None:
+    out = tmp_path / "out"
+    if there_before:
+        write(out)
+    before = dict(contents(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        write(out, Interrupted())
+    assert dict(contents(tmp_path)) == before
+
+
+def contents(root: Path) -> Iterator[tuple[str, bytes]]:
+    return ((str(path), path.read_bytes()) for path in root.rglob("*") if path.is_file())
+
+
+def test_a_prepared_corpus_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    write_corpus(tmp_path / "out", {"train": ["x" * 70], "val": ["y" * 70]}, ByteTokenizer(), {}, progress=False)
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["splits"]["train"]["tokens"] == 71
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(BenchError, match=r"thesis\.tex"):
+        write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    with pytest.raises(BenchError, match="is a file"):
+        write(tmp_path / "out")
+
+
+def test_a_short_split_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="too short: its val split has 11 tokens, at least 65"):
+        write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
+    assert list(tmp_path.iterdir()) == []

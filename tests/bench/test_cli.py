@@ -1,0 +1,110 @@
+"""The command line, from the outside: exit codes, one-line errors, files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.cli import main
+
+QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["cmpare"], ["cmpare", "did you mean 'compare'"]),
+        (["prepare", "stdlb"], ["stdlb", "did you mean 'stdlib'"]),
+        (["prepare", "eurlex"], ["eurlex", "allowed: stdlib, text"]),
+        (["prepare", "stdlib", "--tokenizer", "gpt2"], ["gpt2", "allowed: byte, char"]),
+        (["prepare", "stdlib", "--ouy", "x"], ["--ouy", "did you mean '--out'"]),
+        (["prepare", "stdlib", "--input", "x"], ["--input", "prepare text"]),
+        (["prepare", "text"], ["--input FILE"]),
+        (["prepare", "text", "--input", "gone.txt"], ["gone.txt", "does not exist"]),
+        (["run"], ["CONFIG.yaml"]),
+        (["run", "e4m3.yml"], ["e4m3.yml", "did you mean 'e4m3.yaml'"]),
+        (["run", "e4m3.yaml", "--train.max_stps", "3"], ["train.max_stps", "train.max_steps"]),
+        (["run", "e4m3.yaml", "--train.max_steps", "three"], ["train.max_steps", "three"]),
+        (["run", "e4m3.yaml", "--model.format", "E4M9"], ["E4M9"]),
+        (["run", "e4m3.yaml", "--rule", "nearset"], ["nearset", "nearest"]),
+        (["run", "e4m3.yaml", "--name", "a/b"], ["--name", "a/b"]),
+        (["run", "bf16_baseline.yaml", "--data.dir", "gone"], ["gone", "prepare stdlib"]),
+        (["compare", "--fromats", "E4M3"], ["--fromats", "did you mean '--formats'"]),
+        (["compare", "--seeds", "0"], ["--seeds", "'0'", ">= 1"]),
+        (["compare", "--formats", ","], ["--formats", "','"]),
+        (["report"], ["RUNS"]),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    assert output.err.startswith("nanogpt-bench: error: ")
+    for part in parts:
+        assert part in output.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [[], ["prepare"], ["run"], ["compare"], ["report"]])
+def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    assert "examples:\n  nanogpt-bench " in capsys.readouterr().out
+
+
+def test_the_run_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = capsys.readouterr().out
+    assert "--train.max_steps" in text
+    assert "stiffness-anneal" in text
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "usage: nanogpt-bench" in capsys.readouterr().out
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys, nanogpt_bench.cli as c; c.main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_prepare_then_run(text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", "char", "--out", "data/fox"]) == 0
+    assert "data/fox" in capsys.readouterr().out
+    assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 0
+    assert "finished after 3 steps" in capsys.readouterr().out
+    assert json.loads(Path("runs/a/summary.json").read_text())["steps"] == 3
+    assert main(["run", "bf16_baseline.yaml", "--data.dir", "data/fox", "--name", "a", *QUICK]) == 2
+
+
+def test_runs_without_a_name_are_numbered(corpus_dir: Path) -> None:
+    for _ in range(2):
+        assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK]) == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["bf16_baseline", "bf16_baseline-2"]
+
+
+def test_a_failed_run_exits_with_1(corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wild = ["--rule=sgd", "--optimizer.lr=1e30", "--optimizer.grad_clip=0", "--train.max_steps=30"]
+    assert main(["run", "bf16_baseline", f"--data.dir={corpus_dir}", *QUICK, *wild]) == 1
+    assert "failed: train/loss is" in capsys.readouterr().out
+
+
+def test_the_default_corpus_is_prepared_on_the_fly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "bf16_baseline", *QUICK]) == 0
+    assert Path("data/stdlib/meta.json").is_file()
+    assert "preparing data/stdlib" in capsys.readouterr().err

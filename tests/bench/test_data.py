@@ -1,0 +1,89 @@
+"""Opening corpora and drawing batches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanogpt_bench.data import batch, eval_batches, load_corpus
+from nanogpt_bench.errors import BenchError
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+
+
+def test_a_batch_depends_on_seed_step_micro_step_and_rank_only() -> None:
+    draw = [batch(TOKENS, 8, 16, seed=1, step=5, micro_step=2, rank=3)[0] for _ in range(2)]
+    assert torch.equal(draw[0], draw[1])
+    others = [{"seed": 2}, {"step": 6}, {"micro_step": 3}, {"rank": 4}]
+    for change in others:
+        where = {"seed": 1, "step": 5, "micro_step": 2, "rank": 3, **change}
+        assert not torch.equal(draw[0], batch(TOKENS, 8, 16, **where)[0])
+
+
+def test_inputs_and_targets_are_consecutive_tokens() -> None:
+    x, y = batch(TOKENS, 32, 16, seed=0, step=0)
+    assert x.dtype == y.dtype == torch.int64
+    assert x.shape == y.shape == (32, 16)
+    assert torch.equal(x + 1, y)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_every_position_can_be_drawn_the_last_included() -> None:
+    starts = {int(row[0]) for step in range(200) for row in batch(TOKENS[:20], 8, 16, seed=0, step=step)[0]}
+    assert starts == {0, 1, 2, 3}
+
+
+def test_eval_batches_are_fixed_and_differ_among_themselves() -> None:
+    first, second = (eval_batches(TOKENS, 3, 4, 8, seed=7) for _ in range(2))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def cut_byte(folder: Path) -> None:
+    data = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(data[:-1])
+
+
+def cut_tokens(folder: Path) -> None:
+    data = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(data[:-10])
+
+
+def change_meta(folder: Path, **changes: object) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (cut_byte, "odd number"),
+        (cut_tokens, r"tokens, meta\.json says"),
+        (lambda folder: (folder / "val.bin").unlink(), r"val\.bin' does not exist"),
+        (lambda folder: (folder / "val.bin").write_bytes(b""), "is empty"),
+        (lambda folder: (folder / "meta.json").unlink(), r"no meta\.json; prepare it with"),
+        (lambda folder: (folder / "meta.json").write_text("{"), "is damaged"),
+        (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged"),
+        (lambda folder: change_meta(folder, splits={}), "is damaged"),
+        (lambda folder: change_meta(folder, vocab_size=3), "the vocabulary has 3"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, corpus_dir: Path, damage: Callable[[Path], object], reason: str) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(corpus_dir, folder)
+    load_corpus(folder, 16)
+    damage(folder)
+    with pytest.raises(BenchError, match=reason) as caught:
+        load_corpus(folder, 16)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_block_longer_than_the_text_is_refused(corpus_dir: Path) -> None:
+    with pytest.raises(BenchError, match="a block of 100000 needs 100001"):
+        load_corpus(corpus_dir, 100_000)

@@ -1,0 +1,78 @@
+"""The GPT: shapes, initial values, causality."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nanogpt_bench.model import GPT, SIZES, GPTShape, build_model
+
+SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
+
+
+def test_linear_layers_have_the_names_that_patterns_match() -> None:
+    names = {name for name, module in GPT(SMALL).named_modules() if isinstance(module, torch.nn.Linear)}
+    inside = {"attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"}
+    assert names == {f"blocks.{block}.{name}" for block in (0, 1) for name in inside} | {"lm_head"}
+
+
+def test_a_token_does_not_see_later_ones() -> None:
+    model = build_model(SMALL, seed=0)
+    tokens = torch.arange(16)[None]
+    changed = tokens.clone()
+    changed[0, 10] = 49
+    difference = (model(tokens) - model(changed)).detach().abs().amax(-1)[0]
+    assert float(difference[:10].max()) == 0.0
+    assert float(difference[10:].min()) > 0.0
+
+
+def test_initial_values_follow_gpt2() -> None:
+    model = build_model(GPTShape(n_layer=8, n_head=4, n_embd=256, block_size=64, vocab_size=300, bias=True), seed=0)
+    assert float(model.blocks[0].attn.qkv.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.blocks[3].mlp.proj.weight.detach().std()) == pytest.approx(0.02 / math.sqrt(16), rel=0.02)
+    assert float(model.token_embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.02)
+    assert float(model.blocks[0].mlp.fc.bias.detach().abs().max()) == 0.0
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+    tokens = torch.randint(0, 50, (8, 17), generator=torch.Generator().manual_seed(0))
+    loss = build_model(SMALL, seed=0).loss(tokens[:, :-1], tokens[:, 1:])
+    assert float(loss.detach()) == pytest.approx(math.log(50), abs=0.1)
+
+
+def test_the_seed_decides_and_the_global_generator_stays() -> None:
+    before = torch.get_rng_state()
+    one, same, other = (build_model(SMALL, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+def test_tying_shares_one_parameter() -> None:
+    tied = GPT(GPTShape(2, 2, 32, 16, vocab_size=50, tie_weights=True))
+    assert tied.lm_head.weight is tied.token_embedding.weight
+    total = sum(parameter.numel() for parameter in GPT(SMALL).parameters())
+    assert sum(parameter.numel() for parameter in tied.parameters()) == total - 50 * 32
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(True, True), (False, False)])
+def test_bias_switch(bias: bool, expected: bool) -> None:
+    model = GPT(GPTShape(1, 2, 8, 16, vocab_size=5, bias=bias))
+    assert any("bias" in name for name, _ in model.named_parameters()) is expected
+
+
+@pytest.mark.parametrize(("size", "millions"), [("0.8M", 0.8), ("10M", 10.7), ("50M", 50.8)])
+def test_named_sizes_count_what_they_say(size: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = GPT(SIZES[size])
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.1)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = build_model(GPTShape(1, 2, 32, 16, vocab_size=50, dropout=0.5), seed=0)
+    tokens = torch.arange(16)[None]
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))

@@ -1,0 +1,124 @@
+"""Resolving: rules, named sizes, short forms, and the combinations refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import format_summary, resolve, rule_name
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.shipped import find_config
+
+
+def arguments_of(rule: str) -> list[str]:
+    quantised = RULES[rule].storage != "float32"
+    return ["--rule", rule, *(["--model.format", "E4M3"] if quantised else [])]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
+    config = resolve(load_config(None, arguments_of(rule)))
+    entry = RULES[rule]
+    assert config.model.storage == entry.storage
+    assert config.optimizer.name == entry.optimizer
+    assert config.optimizer.writeback == entry.writeback
+    assert config.optimizer.lr == entry.lr
+    assert config.train.precision == entry.precision
+    assert (config.optimizer.stiffness, config.optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_resolved_configuration_resolves_to_itself(rule: str) -> None:
+    once = resolve(load_config(None, arguments_of(rule)))
+    assert resolve(once) == once
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rule_is_recognised_from_its_settings(rule: str) -> None:
+    config = resolve(load_config(None, arguments_of(rule)))
+    assert rule_name(dataclasses.replace(config, rule=None)) == rule
+
+
+def test_settings_of_one_s_own_are_called_custom() -> None:
+    config = load_config(
+        None, ["--model.format", "E4M3", "--optimizer.name", "StiffnessAdamW", "--optimizer.stiffness=2"]
+    )
+    assert rule_name(resolve(config)) == "custom"
+
+
+def test_the_short_format_replaces_the_pattern_for_everything() -> None:
+    config = load_config(None, ["--model.formats", "{'*': E5M2, lm_head: NONE}", "--model.format", "e4m3"])
+    assert resolve(config).model.formats == {"*": "E4M3", "lm_head": "none"}
+    assert format_summary(resolve(config)) == "*=E4M3,lm_head=none"
+
+
+def test_formats_that_are_all_none_are_a_float_run() -> None:
+    config = resolve(load_config(None, ["--model.format", "none"]))
+    assert (config.model.storage, format_summary(config), rule_name(config)) == ("float32", "none", "bf16-mixed")
+
+
+def test_explicit_numbers_win_over_the_named_size() -> None:
+    model = resolve(load_config(None, ["--model.size", "124M", "--model.n_layer", "2"])).model
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (2, 12, 768, 1024)
+
+
+def test_an_explicit_learning_rate_wins_over_the_rule() -> None:
+    config = load_config(None, [*arguments_of("riemannian"), "--optimizer.lr", "0.25"])
+    assert resolve(config).optimizer.lr == 0.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--rule", "nearset"], ["nearset", "did you mean 'nearest'"]),
+        (["--model.format", "E4M9"], ["model.formats", "E4M9", "E4M3"]),
+        (["--rule", "nearest"], ["nearest", "format"]),
+        (["--rule", "fp32", "--model.format", "E4M3"], ["fp32", "E4M3", "master"]),
+        (["--rule", "nearest", "--model.format", "E4M3", "--model.storage", "master"], ["model.storage", "grid"]),
+        (["--rule", "nearest", "--model.format", "E4M3", "--optimizer.writeback", "stochastic"], ["writeback"]),
+        (["--rule", "fp32", "--train.precision", "bf16-pure"], ["train.precision", "fp32"]),
+        (["--optimizer.name", "riemannian_adam"], ["riemannian_adam", "grid"]),
+        (["--optimizer.writeback", "nearest"], ["optimizer.writeback", "grid"]),
+        (["--optimizer.stiffness", "1"], ["optimizer.stiffness", "stiffness_adamw"]),
+        (["--optimizer.float_lr", "1"], ["optimizer.float_lr", "riemannian_adam"]),
+        (["--model.format", "E4M3", "--model.storage", "grid", "--optimizer.name", "sgd"], ["sgd", "adamw"]),
+        (["--model.format", "E4M3", "--train.precision", "bf16-pure"], ["bf16-pure", "bf16-mixed"]),
+        (["--model.n_embd", "130"], ["model.n_embd", "130", "132"]),
+    ],
+)
+def test_contradictions_are_refused_in_one_line(arguments: list[str], parts: list[str]) -> None:
+    with pytest.raises(BenchError) as caught:
+        resolve(load_config(None, arguments))
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def differing(one: object, other: object, prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for item in dataclasses.fields(one):  # type: ignore[arg-type]
+        left, right = getattr(one, item.name), getattr(other, item.name)
+        if dataclasses.is_dataclass(left):
+            found |= differing(left, right, f"{prefix}{item.name}.")
+        elif left != right:
+            found.add(prefix + item.name)
+    return found
+
+
+@pytest.mark.parametrize("name", ["e4m3.yaml", "e5m2.yaml"])
+def test_the_shipped_8_bit_configs_differ_from_the_baseline_in_format_and_storage_only(name: str) -> None:
+    baseline = resolve(load_config(find_config("bf16_baseline.yaml")))
+    other = resolve(load_config(find_config(name)))
+    assert baseline.seed == other.seed == 42
+    assert differing(baseline, other) == {"model.formats", "model.storage"}
+
+
+def test_the_anchor_has_nanogpt_s_settings() -> None:
+    config = resolve(load_config(find_config("nanogpt_cpu")))
+    assert rule_name(config) == "fp32"
+    assert config.optimizer.lr == 1e-3
+    assert config.optimizer.min_lr_ratio * config.optimizer.lr == pytest.approx(1e-4)
+    assert config.train.max_steps == 2000

@@ -1,0 +1,117 @@
+"""Configuration files and overrides: what is read, what is refused and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.settings import FIELDS, build_config, describe, load_config, to_yaml
+
+
+def test_yaml_and_overrides_meet_and_the_override_wins(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("seed: 3\ntrain:\n  max_steps: 10\n  batch_size: 2\noptimizer:\n  lr: 1e-2\n")
+    config = load_config(path, ["--train.max_steps", "20", "--model.format=E5M2"])
+    assert (config.seed, config.train.max_steps, config.train.batch_size) == (3, 20, 2)
+    assert config.optimizer.lr == 0.01
+    assert config.model.format == "E5M2"
+
+
+def test_nested_and_dotted_yaml_keys_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train.max_steps: 7\n")
+    assert load_config(path).train.max_steps == 7
+
+
+def test_layer_patterns_from_the_command_line() -> None:
+    config = load_config(None, ["--model.formats", "{attn: E4M3}", "--model.formats.mlp.fc", "E3M4"])
+    assert config.model.formats == {"attn": "E4M3", "mlp.fc": "E3M4"}
+
+
+def test_one_layer_pattern_leaves_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model:\n  formats:\n    attn: E4M3\n    mlp: E3M4\n")
+    config = load_config(path, ["--model.formats.mlp", "none", "--model.formats.blocks.0=E5M2"])
+    assert config.model.formats == {"attn": "E4M3", "mlp": "none", "blocks.0": "E5M2"}
+
+
+def test_null_clears_what_the_file_sets(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("optimizer:\n  lr: 0.1\n")
+    assert load_config(path, ["--optimizer.lr", "null"]).optimizer.lr is None
+
+
+@pytest.mark.parametrize("given", ["StiffnessAdamW", "stiffness-adamw", "stiffness_adamw"])
+def test_choices_are_read_in_any_case(given: str) -> None:
+    assert load_config(None, ["--optimizer.name", given]).optimizer.name == "stiffness_adamw"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--train.max_stps", "1"], ["train.max_stps", "did you mean 'train.max_steps'"]),
+        (["--max_steps", "1"], ["max_steps", "train.max_steps"]),
+        (["--train.zzz", "1"], ["train.zzz", "train.max_steps", "train.batch_size"]),
+        (["--train.max_steps", "many"], ["train.max_steps", "'many'", "whole number >= 1"]),
+        (["--train.max_steps", "1.5"], ["train.max_steps", "1.5", "whole number"]),
+        (["--train.max_steps", "0"], ["train.max_steps", "0", ">= 1"]),
+        (["--optimizer.lr", "nan"], ["optimizer.lr", "nan"]),
+        (["--optimizer.lr=-1"], ["optimizer.lr", "-1", "> 0"]),
+        (["--optimizer.beta1", "1"], ["optimizer.beta1", "1", "< 1"]),
+        (["--optimizer.schedule", "cosin"], ["optimizer.schedule", "'cosin'", "did you mean 'cosine'"]),
+        (["--model.bias", "perhaps"], ["model.bias", "'perhaps'", "true or false"]),
+        (["--model.formats", "7"], ["model.formats", "7", "mapping"]),
+        (["--seed"], ["--seed", "needs a value"]),
+        (["seed=3"], ["seed=3", "--section.key"]),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(arguments: list[str], parts: list[str]) -> None:
+    with pytest.raises(BenchError) as caught:
+        load_config(None, arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("train: 3\n", ["train", "3", "section"]),
+        ("train:\n  max_step: 3\n", ["train.max_step", "train.max_steps"]),
+        ("trian:\n  max_steps: 3\n", ["trian"]),
+        ("- 1\n- 2\n", ["keys and values"]),
+        ("a: [1\n", ["not YAML"]),
+        ("seed: !!python/object/apply:os.getcwd []\n", ["not YAML"]),
+    ],
+)
+def test_wrong_files_are_refused_in_one_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(BenchError) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    assert load_config(path) == Config()
+
+
+def test_the_written_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> None:
+    config = load_config(None, ["--model.formats", "{attn: E4M3}", "--optimizer.lr", "1e-4", "--optimizer.eps", "1e-9"])
+    path = tmp_path / "c.yaml"
+    path.write_text(to_yaml(config))
+    assert load_config(path) == config
+
+
+def test_every_setting_is_described_and_every_default_is_allowed() -> None:
+    text = describe()
+    assert all(f"--{key} " in text for key in FIELDS)
+    assert build_config({}) == Config()

@@ -1,0 +1,34 @@
+"""Finding configuration files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.shipped import FOLDER, find_config, shipped_configs
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_file_is_valid(name: str) -> None:
+    assert resolve(load_config(find_config(name))).train.max_steps == 2000
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e4m3.yaml", "configs/e4m3.yaml"])
+def test_a_shipped_file_is_found_by_its_name(name: str) -> None:
+    assert find_config(name) == FOLDER / "e4m3.yaml"
+
+
+def test_a_file_on_disk_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("e4m3.yaml").write_text("seed: 1\n")
+    assert load_config(find_config("e4m3.yaml")).seed == 1
+
+
+@pytest.mark.parametrize("name", ["e4m33.yaml", "elsewhere/e4m3.yaml"])
+def test_a_missing_file_is_named_with_the_nearest_shipped_one(name: str) -> None:
+    with pytest.raises(BenchError, match=r"does not exist; did you mean 'e4m3.yaml'\?"):
+        find_config(name)
