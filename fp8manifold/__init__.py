@@ -1,5 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
+from fp8manifold import optim
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
@@ -13,6 +14,7 @@ __all__ = [
     "decode",
     "encode",
     "from_chart",
+    "optim",
     "random_bits",
     "round_to_grid",
     "to_chart",

@@ -47,11 +47,12 @@ class UlpChart:
 
     ``lowest = emin`` is the format's own chart.  A higher ``lowest`` or a finite ``highest`` bounds the stiffness from
     below or above by a power of two and leaves the chart closed-form: it is the chart of a format with other ends.
+    The ends may be int tensors that broadcast against the points, one entry a channel.
     """
 
     mantissa_bits: int
-    lowest: int
-    highest: int
+    lowest: int | Tensor
+    highest: int | Tensor
 
     def stiffness(self, x: Tensor) -> Tensor:
         """``2^(e - M)``."""
@@ -59,36 +60,40 @@ class UlpChart:
 
     def forward(self, x: Tensor) -> Tensor:
         """``sign(x) [(e - lowest) 2^M + |x| / 2^(e - M)]``."""
-        power = self._power(x)
-        steps = x.abs() / (power * 2.0**-self.mantissa_bits)
-        return torch.copysign(self._codes_below(power) + steps, x)
+        power, sign = self._power(x), _sign(x)
+        steps = x * sign / (power * 2.0**-self.mantissa_bits)
+        return (self._codes_below(power) + steps) * sign
 
     def inverse(self, c: Tensor) -> Tensor:
         """``sign(c) (|c| - b 2^M) 2^(lowest + b - M)`` with ``b`` the binade that holds ``c``."""
-        per_binade = 2.0**self.mantissa_bits
-        magnitude = c.abs()
-        index = ((magnitude.detach() / per_binade).floor() - 1).clamp(0, self.highest - self.lowest)
+        per_binade, sign = 2.0**self.mantissa_bits, _sign(c)
+        magnitude = c * sign
+        index = ((magnitude.detach() / per_binade).floor() - 1).clamp(min=0)
+        index = torch.clamp(index, max=self.highest - self.lowest)
         fields = float_bits(c.dtype)
         exponent = index.nan_to_num(0.0).to(fields.integer) + (self.lowest - self.mantissa_bits + fields.bias)
         spacing = (exponent << fields.mantissa_bits).view(c.dtype)
-        return torch.copysign((magnitude - index * per_binade) * spacing, c)
+        return (magnitude - index * per_binade) * spacing * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
         """Move by ``steps``: whole steps are counted in integers, so only the fraction is rounded."""
-        power = self._power(x)
-        position = x.abs() / (power * 2.0**-self.mantissa_bits)
+        power, sign = self._power(x), _sign(x)
+        position = x * sign / (power * 2.0**-self.mantissa_bits)
         whole = position.detach().floor()
-        outward = steps * torch.copysign(torch.ones_like(x), x)
-        fraction = (position - whole) + outward
+        fraction = (position - whole) + steps * sign
         moved = fraction.detach().floor()
         start = self._codes_below(power) + whole + moved
         value, neighbour = self.inverse(start), self.inverse(start + 1)
-        shifted = value + (fraction - moved) * (neighbour - value)
-        return shifted * torch.copysign(torch.ones_like(x), x)
+        return (value + (fraction - moved) * (neighbour - value)) * sign
 
     def _power(self, x: Tensor) -> Tensor:
         power = binade(x.detach(), self.lowest)
-        return power.clamp(max=2.0**self.highest)
+        highest = self.highest
+        return (
+            torch.minimum(power, torch.ldexp(power.new_ones(()), highest))
+            if isinstance(highest, Tensor)
+            else (power.clamp(max=2.0**highest))
+        )
 
     def _codes_below(self, power: Tensor) -> Tensor:
         """``(e - lowest) 2^M``: the steps below the binade, short of those its own mantissa counts."""
@@ -110,13 +115,18 @@ class LogChart:
 
     def forward(self, x: Tensor) -> Tensor:
         """``2^M (1 + ln(|x| / 2^emin))`` above the smallest normal, ``2^M |x| / 2^emin`` below."""
-        ratio = x.abs() * 2.0**-self.lowest
-        return torch.copysign((ratio.clamp(max=1.0) + ratio.clamp(min=1.0).log()) * 2.0**self.mantissa_bits, x)
+        sign = _sign(x)
+        ratio = x * sign * 2.0**-self.lowest
+        # clamp on both sides of 1 would count the derivative at 1 twice
+        steps = torch.where(ratio > 1, 1 + torch.where(ratio > 1, ratio, 1.0).log(), ratio)
+        return steps * sign * 2.0**self.mantissa_bits
 
     def inverse(self, c: Tensor) -> Tensor:
         """``2^emin exp(|c| / 2^M - 1)``, linear below one."""
-        ratio = c.abs() * 2.0**-self.mantissa_bits
-        return torch.copysign(ratio.clamp(max=1.0) * (ratio.clamp(min=1.0) - 1).exp() * 2.0**self.lowest, c)
+        sign = _sign(c)
+        ratio = c * sign * 2.0**-self.mantissa_bits
+        value = torch.where(ratio > 1, (torch.where(ratio > 1, ratio, 1.0) - 1).exp(), ratio)
+        return value * sign * 2.0**self.lowest
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
         """Through the coordinate."""
@@ -146,7 +156,7 @@ class EuclideanChart:
 class TabulatedChart:
     """The chart of any positive function: its value midway between two neighbours of the grid holds between them.
 
-    That makes every law of the manifold exact, whatever the function; beyond the largest value the last gap goes on.
+    That makes every law of the manifold exact, whatever the function; at the largest value and beyond its own holds.
     """
 
     def __init__(self, function: Callable[[Tensor, FloatFormat], Any], fmt: FloatFormat) -> None:
@@ -156,13 +166,10 @@ class TabulatedChart:
     def _table(self) -> tuple[Tensor, Tensor, Tensor]:
         """Knots, coordinates of the knots, stiffness of the gap above each knot, in float64."""
         knots = torch.tensor([v for v in self._format.values if v >= 0], dtype=torch.float64).unique()
-        middle = (knots[1:] + knots[:-1]) / 2
-        gaps = torch.as_tensor(self._function(middle, self._format), dtype=torch.float64).expand(middle.shape)
-        if not bool((gaps.isfinite() & (gaps > 0)).all()):
-            bad = gaps[~(gaps.isfinite() & (gaps > 0))][0].item()
-            raise ValueError(f"metric function gave a stiffness of {bad}: it must be finite and positive everywhere")
-        coordinates = torch.cat([gaps.new_zeros(1), (knots.diff() / gaps).cumsum(0)])
-        return knots[:-1], coordinates[:-1], gaps.clone()
+        at = torch.cat([(knots[1:] + knots[:-1]) / 2, knots[-1:]])
+        gaps = _checked_gaps(self._function(at.clone(), self._format), at)
+        coordinates = torch.cat([gaps.new_zeros(1), (knots.diff() / gaps[:-1]).cumsum(0)])
+        return knots, coordinates, gaps
 
     def stiffness(self, x: Tensor) -> Tensor:
         """The function's value at the middle of the gap that holds ``x``."""
@@ -172,14 +179,14 @@ class TabulatedChart:
     def forward(self, x: Tensor) -> Tensor:
         """The sum of gap widths over their stiffness."""
         knots, coordinates, gaps = self._tables(x)
-        gap = _gap(knots, x)
-        return torch.copysign(coordinates[gap] + (x.abs() - knots[gap]) / gaps[gap], x)
+        gap, sign = _gap(knots, x), _sign(x)
+        return (coordinates[gap] + (x * sign - knots[gap]) / gaps[gap]) * sign
 
     def inverse(self, c: Tensor) -> Tensor:
         """The way back through the table."""
         knots, coordinates, gaps = self._tables(c)
-        gap = _gap(coordinates, c)
-        return torch.copysign(knots[gap] + (c.abs() - coordinates[gap]) * gaps[gap], c)
+        gap, sign = _gap(coordinates, c), _sign(c)
+        return (knots[gap] + (c * sign - coordinates[gap]) * gaps[gap]) * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
         """Through the coordinate."""
@@ -193,6 +200,8 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
     """The chart of a metric over a format, in units of the scale."""
     if callable(metric):
         return TabulatedChart(metric, fmt)
+    if not isinstance(metric, str):
+        raise TypeError(f"metric must be a name or a function S(x, fmt), not {type(metric).__name__}: {metric!r}")
     check_choice("metric", metric, METRICS)
     if metric == "ulp":
         return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
@@ -201,3 +210,20 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
 
 def _gap(knots: Tensor, x: Tensor) -> Tensor:
     return (torch.searchsorted(knots, x.detach().abs().contiguous(), right=True) - 1).clamp(0, len(knots) - 1)
+
+
+def _sign(x: Tensor) -> Tensor:
+    """+-1 by the sign bit, a constant to autograd: ``abs`` and ``copysign`` have derivative 0 at zero, a chart 1/S."""
+    return torch.copysign(torch.ones_like(x), x.detach())
+
+
+def _checked_gaps(given: Any, at: Tensor) -> Tensor:
+    if not isinstance(given, Tensor | int | float):
+        raise TypeError(f"metric function gave a {type(given).__name__}: it must give a tensor or a number")
+    gaps = torch.as_tensor(given, dtype=torch.float64).detach()
+    if gaps.shape not in (at.shape, ()):
+        raise ValueError(f"metric function gave shape {tuple(gaps.shape)} for x of shape {tuple(at.shape)}")
+    if not bool((gaps.isfinite() & (gaps > 0)).all()):
+        bad = gaps[~(gaps.isfinite() & (gaps > 0))][0].item() if gaps.ndim else gaps.item()
+        raise ValueError(f"metric function gave a stiffness of {bad}: it must be finite and positive everywhere")
+    return gaps.expand(at.shape).clone()

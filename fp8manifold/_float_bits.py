@@ -1,6 +1,7 @@
 """The bit fields of the floats we compute in: what makes powers of two exact without a logarithm."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,6 +9,9 @@ from torch import Tensor
 from fp8manifold.formats import FloatFormat
 
 __all__ = ["FloatBits", "binade", "check_holds", "float_bits", "working_dtype"]
+
+
+Exponent = TypeVar("Exponent", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class FloatBits:
     exponent_mask: int
     sign_mask: int
 
-    def power_of_two(self, exponent: int) -> int:
+    def power_of_two(self, exponent: Exponent) -> Exponent:
         """The bit pattern of ``2^exponent``."""
         return (exponent + self.bias) << self.mantissa_bits
 
@@ -61,8 +65,10 @@ def check_holds(dtype: torch.dtype, fmt: FloatFormat) -> None:
         )
 
 
-def binade(x: Tensor, lowest: int) -> Tensor:
+def binade(x: Tensor, lowest: int | Tensor) -> Tensor:
     """``2^max(floor(log2|x|), lowest)`` of a float32 or float64 tensor, exactly; Inf for Inf and NaN."""
     fields = _FIELDS[x.dtype]
     bits = x.view(fields.integer) & fields.exponent_mask
+    if isinstance(lowest, Tensor):
+        return torch.maximum(bits, fields.power_of_two(lowest.to(fields.integer))).view(x.dtype)
     return bits.clamp_min_(fields.power_of_two(lowest)).view(x.dtype)

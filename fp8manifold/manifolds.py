@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric, chart_of
 from fp8manifold._checks import check_choice, check_int
+from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
 
@@ -69,21 +70,24 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.format = as_format(fmt)
         self.metric = metric
         self._chart = chart_of(self.format, metric)
+        self._steps_to_end = float(self._chart.forward(torch.tensor(self.format.max, dtype=torch.float64)))
         self.register_buffer("scale", _checked_scale(scale))
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
         """One ULP at ``x``, in value; of the shape of ``x`` and the scale together."""
-        scale = self._scale(x)
-        return self._chart.stiffness(self._inside(x / scale)) * scale
+        wide, scale = self._working(x)
+        return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
 
     def to_chart(self, x: Tensor) -> Tensor:
         """The coordinate of ``x``: steps from zero."""
-        return self._chart.forward(self._inside(x / self._scale(x)))
+        wide, scale = self._working(x)
+        return self._chart.forward(self._inside(wide / scale)).to(x.dtype)
 
     def from_chart(self, c: Tensor) -> Tensor:
         """The point at a coordinate, ``+-s max`` beyond the ends."""
-        return self._inside(self._chart.inverse(c)) * self._scale(c)
+        wide, scale = self._working(c, "c")
+        return (self._inside(self._chart.inverse(wide)) * scale).to(c.dtype)
 
     def inner(self, x: Tensor, u: Tensor, v: Tensor | None = None, *, keepdim: bool = False) -> Tensor:
         """``u v / S(x)^2``, element by element (``keepdim`` changes nothing, as ``ndim`` is 0)."""
@@ -110,12 +114,13 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the interval."""
-        scale = self._scale(x)
+        scale = self._scale_for(x)
         return torch.minimum(torch.maximum(x, -scale * self.format.max), scale * self.format.max)
 
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for bit, where ``u`` is 0."""
-        return torch.where(u == 0, x, self._expmap(x, u))
+        still = x - (u.detach() - u)  # x to the bit where u is 0, with derivative 1 to u
+        return torch.where(u == 0, still, self._expmap(x, u))
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """The exponential map."""
@@ -158,15 +163,21 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return f"{self.format.name}, scale={scale}, metric={metric}"
 
     def _expmap(self, x: Tensor, u: Tensor) -> Tensor:
-        scale = self._scale(x)
-        inside = self._inside(x / scale)
-        steps = u / (self._chart.stiffness(inside) * scale)
-        return self._inside(self._chart.shift(inside, steps)) * scale
+        wide, scale = self._working(x)
+        inside = self._inside(wide / scale)
+        beyond = 2 * self._steps_to_end + 1  # past either end from anywhere, and far from overflow
+        steps = (u / (self._chart.stiffness(inside) * scale)).clamp(-beyond, beyond)
+        return (self._inside(self._chart.shift(inside, steps)) * scale).to(x.dtype)
 
     def _inside(self, x: Tensor) -> Tensor:
         return x.clamp(-self.format.max, self.format.max)
 
-    def _scale(self, x: Tensor) -> Tensor:
+    def _working(self, x: Tensor, name: str = "x") -> tuple[Tensor, Tensor]:
+        """``x`` and the scale in the dtype that the chart is computed in."""
+        work = working_dtype(x, name)
+        return x.to(work), self.scale.to(work)
+
+    def _scale_for(self, x: Tensor) -> Tensor:
         return self.scale.to(x.dtype)
 
     def _scale_like(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
@@ -184,7 +195,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return False, f"{name} has shape {shape}, which the scale of shape {tuple(self.scale.shape)} does not fit"
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
-        limit = self._scale(x) * self.format.max
+        limit = self._scale_for(x) * self.format.max
         if bool((x.abs() <= limit * (1 + rtol) + atol).all()):
             return True, None
         return False, f"a value is NaN or lies beyond scale * {self.format.max:g}"
@@ -267,13 +278,13 @@ class FP8Manifold(StiffnessManifold):
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the grid (ties to the even code)."""
-        scale = self._scale(x)
+        scale = self._scale_for(x)
         return round_to_grid(x / scale, self.format) * scale
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u`` is 0."""
         moved = self._expmap(x, u) if self.retraction == "exponential" else x + u
-        scale = self._scale(x)
+        scale = self._scale_for(x)
         return torch.where(u == 0, x, self.round(moved / scale) * scale)
 
     def round(self, x: Tensor) -> Tensor:
