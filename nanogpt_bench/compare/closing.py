@@ -9,18 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from nanogpt_bench.report.results import Result, findings
-from nanogpt_bench.report.tables import COLUMNS, to_markdown
+from nanogpt_bench.report.tables import COLUMNS, to_text
 from nanogpt_bench.report.verdict import Outcome
 
 STYLES = {Outcome.WITHIN: "green", Outcome.OUTSIDE: "red", Outcome.FAILED: "red", Outcome.REFERENCE: "bold"}
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
-    """Print the table, as Markdown where there is no terminal, and a sentence on every row of nearest rounding."""
+    """Print the table, in plain text where there is no terminal, and a sentence on every row of nearest rounding."""
     if console.is_terminal:
         console.print(_table(results))
     else:
-        print(to_markdown(results))
+        print(to_text(results))
     for sentence in findings(results):
         console.print(Text(sentence), soft_wrap=True)
     console.print()

@@ -89,6 +89,8 @@ class Record:
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story."""
         self._write_summary(run, "failed", {"kind": error["kind"], "message": _one_line(error["message"])})
+        if error.get("traceback"):
+            write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
     def note_interruption(self) -> None:
         """Mark as stopped what had begun and could not write its own summary in time."""

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,7 @@ def _stop(*_: Any) -> NoReturn:
 
 
 def _serve(job: dict[str, Any], answers: TextIO) -> None:
+    from nanogpt_bench.errors import BenchError
     from nanogpt_bench.settings import build_config
     from nanogpt_bench.train import run
 
@@ -59,7 +61,9 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever it is, it ends this row and not the others
-        _send(answers, {"kind": "failed", "error": {"kind": type(error).__name__, "message": str(error)}})
+        trace = "" if isinstance(error, BenchError) else traceback.format_exc()
+        error_data = {"kind": type(error).__name__, "message": str(error), "traceback": trace}
+        _send(answers, {"kind": "failed", "error": error_data})
     else:
         _send(answers, {"kind": "done"})
 

@@ -62,49 +62,6 @@ def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     return Chart("stall", "Stall by step", "", traces, layout, wide=True) if lines else None
 
 
-def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
-    """The final validation loss above the reference's, a bar a row."""
-    others = [result for result in results if not result.reference and result.gap is not None]
-    if not others:
-        return None
-    spreads = [result.gap.spread if result.gap else None for result in others]
-    trace = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [escape(result.row.label) for result in others],
-        "x": [result.gap.mean if result.gap else None for result in others],
-        "text": [f"{result.gap.mean:+.3f}" if result.gap else "" for result in others],
-        "textposition": "outside",
-        "cliponaxis": False,
-        "marker": {
-            "color": [colour(looks[result.row.label]) for result in others],
-            "pattern": _patterns(others, looks),
-        },
-        "hovertemplate": "%{y}: %{x:+.4f} nats<extra></extra>",
-    }
-    if any(spreads):
-        trace["error_x"] = {"type": "data", "array": spreads, "color": "@ink", "thickness": 1.2}
-        # The whisker and the number would lie on each other.
-        trace["textposition"] = "inside"
-    layout = _axes("nats per token above the reference", "")
-    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "type": "category"}
-    layout["xaxis"] |= {"range": _bar_range(others), "zeroline": True}
-    return Chart("gap", "Gap to the reference", "", [trace], layout, height=110 + 34 * len(others), wide=True)
-
-
-def _bar_range(results: Sequence[Result]) -> list[float]:
-    """An axis with room for the numbers at the ends of the bars."""
-    ends = [result.gap.mean + sign * (result.gap.spread or 0) for result in results if result.gap for sign in (-1, 1)]
-    low, high = min(0.0, *ends), max(0.0, *ends)
-    room = 0.22 * (high - low or 1.0)
-    return [low - room if low < 0 else 0.0, high + room]
-
-
-def _patterns(results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Any]:
-    """Bars of a second format are hatched: what the dash is to a line."""
-    return {"shape": ["" if looks[result.row.label].dash == "solid" else "/" for result in results], "size": 6}
-
-
 def histogram_charts(results: Sequence[Result], looks: Mapping[str, Look]) -> list[Chart]:
     """Where on the grid each row's weights ended, over the grid's codes."""
     return [

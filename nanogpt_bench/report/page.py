@@ -13,12 +13,13 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from nanogpt_bench.report import charts
+from nanogpt_bench.report.bars import gap_bars
 from nanogpt_bench.report.charts import Chart
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.palette import COLOURS, INK, Look
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.tables import COLUMNS
-from nanogpt_bench.report.verdict import Outcome, Thresholds, describe_ending
+from nanogpt_bench.report.verdict import Thresholds, describe_ending
 
 RELOAD_SECONDS = 15
 # Nothing but what is in the page itself may run or be shown: a report from elsewhere can't call home.
@@ -70,7 +71,6 @@ def render(page: Page) -> str:
 def _all_charts(page: Page) -> dict[str, Chart]:
     rows = [result.row for result in page.results]
     found: list[Chart | None] = [
-        charts.gap_chart(page.results, page.looks),
         *charts.loss_charts(rows, page.looks),
         charts.stall_chart(rows, page.looks),
         *charts.histogram_charts(page.results, page.looks),
@@ -114,8 +114,7 @@ def _results_section(page: Page) -> str:
         + (f'<ul class="findings">{sentences}</ul>' if sentences else "")
         + f'<div class="scroll">{_table(page.results)}</div>'
         + f'<p class="muted">{escape(_table_note(page))}</p>'
-        + (_figures([chart]) if (chart := charts.gap_chart(page.results, page.looks)) else "")
-        + "</section>"
+        + f"{gap_bars(page.results, page.looks)}</section>"
     )
 
 
@@ -207,10 +206,9 @@ def _keys(page: Page, drawn: Mapping[str, Chart], only: str = "") -> str:
 
 
 def _key(label: str, look: Look) -> str:
-    name = "ink" if look.colour is None else f"c{look.colour}"
     sample = (
         '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
-        f'style="stroke:var(--{name})" stroke-dasharray="{SVG_DASHES[look.dash]}"/></svg>'
+        f'style="stroke:var({look.variable})" stroke-dasharray="{SVG_DASHES[look.dash]}"/></svg>'
     )
     text = escape(label)
     return (
@@ -223,10 +221,8 @@ def _endings_section(page: Page) -> str:
     runs = [run for result in page.results for run in result.row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]
-    items += [
-        f"{r.row.label}: not run" for r in page.results if not r.row.runs and r.verdict.outcome is not Outcome.FAILED
-    ]
-    if not items:
+    items += [f"{result.row.label}: not run" for result in page.results if not result.row.runs]
+    if page.running or not items:
         return ""
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return f'<section id="endings"><h2>Failures and gaps in the record</h2><ul>{listed}</ul></section>'

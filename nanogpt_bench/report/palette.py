@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from nanogpt_bench.report.results import Row
 
-# Okabe and Ito's set without yellow and black, then three of Tol's muted set; (light page, dark page).
+# Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
 COLOURS = (
     ("#D55E00", "#F2853D"),
     ("#0072B2", "#56A9E0"),
     ("#009E73", "#33C79B"),
     ("#B8578F", "#E08BBB"),
-    ("#B07700", "#E6A82E"),
+    ("#E69F00", "#F0E442"),
     ("#1F9BC9", "#7FD0F0"),
     ("#6F4BB0", "#AE92E6"),
     ("#7A6A3A", "#C9B46E"),
@@ -53,24 +53,42 @@ class Look:
     marker: str
     width: float
 
+    @property
+    def variable(self) -> str:
+        """The page's CSS variable that holds the colour in the theme shown."""
+        return "--ink" if self.colour is None else f"--c{self.colour}"
+
     def hex(self, *, dark: bool = False) -> str:
         pair = INK if self.colour is None else COLOURS[self.colour]
         return pair[dark]
 
 
 def looks(rows: Sequence[Row], reference: Row | None) -> dict[str, Look]:
-    """The look of every row by label: the reference in ink, the others by rule and format."""
+    """The look of every row by label: the reference in ink, the others by rule and format, no two alike."""
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
-    rules = sorted({row.rule for row in rows}, key=_rule_place)
-    spare = [rule for rule in rules if rule not in RULE_ORDER]
     chosen: dict[str, Look] = {}
+    taken: set[tuple[int, int]] = set()
     for row in rows:
-        place = _rule_place(row.rule)[0] + (spare.index(row.rule) if row.rule in spare else 0)
+        width = 2.0 if len(row.runs) < 2 else 1.2  # several seeds lie close to each other
+        if row is reference:
+            chosen[row.label] = Look(None, "solid", "circle", 0.9 * width)
+            continue
         form = formats.index(row.format) if row.format != "none" else 0
-        look = Look(place % len(COLOURS), DASHES[form % len(DASHES)], MARKERS[form % len(MARKERS)], 2.0)
-        chosen[row.label] = Look(None, "solid", "circle", 1.8) if row is reference else look
+        colour, dash = _free(_rule_place(row.rule), form % len(DASHES), taken)
+        taken.add((colour, dash))
+        chosen[row.label] = Look(colour, DASHES[dash], MARKERS[dash], width)
     return chosen
 
 
-def _rule_place(rule: str) -> tuple[int, str]:
-    return (RULE_ORDER.index(rule) if rule in RULE_ORDER else len(RULE_ORDER), rule)
+def _rule_place(rule: str) -> int:
+    return RULE_ORDER.index(rule) % len(COLOURS) if rule in RULE_ORDER else len(COLOURS) - 1
+
+
+def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
+    """The pair wanted, else another dash of that colour, else another colour; with all taken, the pair again."""
+    for c in range(len(COLOURS)):
+        for d in range(len(DASHES)):
+            pair = ((colour + c) % len(COLOURS), (dash + d) % len(DASHES))
+            if pair not in taken:
+                return pair
+    return colour, dash

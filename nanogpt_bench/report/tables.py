@@ -101,10 +101,19 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
 }
 
 
+def to_text(results: Sequence[Result]) -> str:
+    """The table in plain text, columns lined up."""
+    return _padded(results, lambda text: text)
+
+
 def to_markdown(results: Sequence[Result]) -> str:
     """A GitHub table, columns padded so that it reads as plain text too."""
+    return _padded(results, _markdown_cell)
+
+
+def _padded(results: Sequence[Result], cell: Callable[[str], str]) -> str:
     lines = [[column.heading for column in COLUMNS]]
-    lines += [[_markdown_cell(column.cell(result)) for column in COLUMNS] for result in results]
+    lines += [[cell(column.cell(result)) for column in COLUMNS] for result in results]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     rule = ["-" * (w - 1) + ":" if c.numeric else "-" * w for c, w in zip(COLUMNS, widths, strict=True)]
     lines.insert(1, rule)

@@ -9,6 +9,8 @@ from enum import StrEnum
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report.load import Run
 
+LONGEST_MESSAGE = 160
+
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -88,6 +90,7 @@ def describe_ending(run: Run) -> str:
     step = failure.get("step", run.last_step)
     where = f" at step {step}" if step is not None else ""
     message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
+    message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
     verb = {"failed": "failed", "stopped": "stopped"}.get(run.status, "unfinished")
     return f"{verb}{where}" + (f": {message}" if message else "")
 

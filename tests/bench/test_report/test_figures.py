@@ -1,0 +1,109 @@
+"""Pictures are drawn for whatever data there is, and odd names don't stop them."""
+
+from __future__ import annotations
+
+import math
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from nanogpt_bench.report.curves import MAX_POINTS, decimate, smooth
+from nanogpt_bench.report.figures import loss_curves, weight_histograms, write_figures
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.palette import COLOURS, looks
+from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.series import grid_histograms, lines, loss_range
+
+
+def prepared(paths):
+    rows = group_rows([load_run(path) for path in paths])
+    reference = find_reference(rows)
+    return measure(rows, reference), looks(rows, reference)
+
+
+def test_every_figure_is_a_png_and_an_svg_that_shows_something(tmp_path, write_comparison):
+    results, chosen = prepared(write_comparison(tmp_path / "runs"))
+    written = write_figures(results, chosen, tmp_path / "figures")
+    assert {path.name for path in written} == {
+        f"{name}.{kind}" for name in ("loss_curves", "gap", "stall", "weights") for kind in ("png", "svg")
+    }
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == sorted(path.name for path in written)
+    for path in written:
+        if path.suffix == ".png":
+            assert np.unique(imread(path).reshape(-1, 4), axis=0).shape[0] > 50
+        else:
+            assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
+
+
+def test_float_runs_alone_have_no_stall_and_no_grid(tmp_path, write_run):
+    results, chosen = prepared([write_run(tmp_path / "runs" / "a")])
+    written = write_figures(results, chosen, tmp_path / "figures")
+    assert {path.stem for path in written} == {"loss_curves"}
+
+
+@pytest.mark.parametrize("name", ["_hidden", "$x$ and $", "<script>alert(1)</script>", "日本語", "n" * 300])
+def test_names_are_drawn_as_text(tmp_path, write_run, name):
+    paths = [
+        write_run(tmp_path / "runs" / str(lr), rule="fp32", lr=lr, name=f"{name}{i}")
+        for i, lr in enumerate((1e-3, 1e-4))
+    ]
+    results, chosen = prepared(paths)
+    write_figures(results, chosen, tmp_path / "figures")
+    text = "".join(ElementTree.parse(tmp_path / "figures" / "loss_curves.svg").getroot().itertext())
+    assert name[:20] in text
+
+
+def test_a_run_without_records_is_left_out(tmp_path, write_run):
+    whole, empty = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
+    (empty / "metrics.jsonl").write_text("")
+    results, chosen = prepared([whole, empty])
+    drawn = loss_curves([result.row for result in results], chosen)
+    assert [len(axes.lines) for axes in drawn.axes] == [1, 1]
+    assert weight_histograms(results, chosen) is None
+
+
+def test_curves_keep_their_ends_and_stay_small(tmp_path, write_run):
+    (result,), _ = prepared([write_run(tmp_path / "a", steps=3000)])
+    (line,) = lines([result.row], "train/loss")
+    assert len(line.xs) == MAX_POINTS
+    assert (line.xs[0], line.xs[-1]) == (0, 3000)
+    assert decimate(10_000, 500)[-1] == 9_999
+    with pytest.raises(ValueError, match="limit = 1"):
+        decimate(10, 1)
+
+
+def test_smoothing_is_unbiased_and_keeps_gaps():
+    assert smooth([3.0] * 5, 10) == pytest.approx([3.0] * 5)
+    assert smooth([1.0, None, 3.0], 1) == [1.0, None, 3.0]
+    middle = smooth([0.0, 1.0] * 200, 40)[-1]
+    assert 0.45 < middle < 0.55
+
+
+def test_the_loss_axis_leaves_out_the_first_descent(tmp_path, write_run):
+    (result,), _ = prepared([write_run(tmp_path / "a")])
+    low, high = loss_range(lines([result.row], "val/loss"))
+    assert low < 2.1 < high < math.log(256)
+
+
+def test_histograms_add_up_over_layers(tmp_path, write_run):
+    results, _ = prepared([write_run(tmp_path / "a", rule="nearest", fmt="E7M0")])
+    (histogram,) = grid_histograms(results)
+    assert histogram.layers == 2
+    assert sum(histogram.shares) == pytest.approx(1.0)
+    assert len(histogram.values) == 255  # both zeros are one value
+    assert histogram.values[histogram.positions.index(0)] == 0.0
+
+
+def test_rows_differ_in_colour_or_dash(tmp_path, write_comparison):
+    _, chosen = prepared(write_comparison(tmp_path))
+    assert len({(look.colour, look.dash) for look in chosen.values()}) == len(chosen)
+    assert chosen["E4M3 nearest"].colour == chosen["E7M0 nearest"].colour
+    assert chosen["bf16-mixed"].colour is None
+    assert len(set(COLOURS)) == len(COLOURS)
+
+
+def test_rows_of_one_rule_and_format_differ_too(tmp_path, write_run):
+    _, chosen = prepared([write_run(tmp_path / str(i), rule="sgd", lr=10.0**-i) for i in range(1, 9)])
+    assert len({(look.colour, look.dash) for look in chosen.values()}) == 8

@@ -1,0 +1,99 @@
+"""Run folders are read whatever state an interruption left them in, and what is missing is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.load import find_runs, load_run
+
+
+def test_a_whole_run_is_read_without_notes(tmp_path, write_run):
+    run = load_run(write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5, seed=7))
+    assert (run.name, run.rule, run.format, run.seed, run.status) == ("a", "nearest", "E4M3", 7, "finished")
+    assert run.notes == ()
+    assert run.number("final_val_loss") == 2.5
+    assert run.last_step == 200
+    assert set(run.weights) == {"blocks.0.mlp.fc", "lm_head"}
+
+
+def test_a_truncated_last_line_costs_that_line_only(tmp_path, write_run):
+    folder = write_run(tmp_path / "a")
+    whole = (folder / "metrics.jsonl").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(whole[:-25])
+    run = load_run(folder)
+    assert run.last_step == 199
+    assert run.notes == ("metrics.jsonl: the last line is cut off; the 200 whole records were read",)
+
+
+def test_a_line_cut_inside_a_character_is_read_too(tmp_path, write_run):
+    folder = write_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 201, "note": "ü'.encode()[:-1])
+    assert load_run(folder).last_step == 200
+
+
+def test_damaged_and_repeated_lines_are_named(tmp_path, write_run):
+    folder = write_run(tmp_path / "a")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([lines[0], "{oops", lines[1], lines[1], lines[2]]) + "\n")
+    run = load_run(folder)
+    assert [record["step"] for record in run.metrics] == [0, 1, 2]
+    assert [note.split(":")[1].split()[1] for note in run.notes] == ["2", "4"]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json"])
+def test_a_missing_file_is_named(tmp_path, write_run, name):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
+    (folder / name).unlink()
+    assert load_run(folder).notes == (f"{name} is missing",)
+
+
+@pytest.mark.parametrize(("name", "text"), [("summary.json", "[1]"), ("config.yaml", "a: [b"), ("weights.json", "{")])
+def test_a_damaged_file_is_named(tmp_path, write_run, name, text):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
+    (folder / name).write_text(text)
+    (note,) = load_run(folder).notes
+    assert note.startswith(name)
+
+
+def test_without_a_summary_the_records_speak(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3", final=2.5)
+    (folder / "summary.json").unlink()
+    run = load_run(folder)
+    assert run.status == "incomplete"
+    assert run.format == "E4M3"
+    assert run.number("final_val_loss") == pytest.approx(2.5)
+    assert run.number("stall") == pytest.approx(0.81)
+    assert run.stall_metric == "stall/update_lost"
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path, write_run):
+    folder = write_run(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text('{"step": 0, "train/loss": 1.5}\n{"step": 1, "train/loss": NaN}\n')
+    assert load_run(folder).curve("train/loss") == ([0.0, 1.0], [1.5, None])
+
+
+def test_a_histogram_that_does_not_fit_together_is_left_out(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
+    (folder / "weights.json").write_text(json.dumps({"x": {"format": "E4M3", "values": [0, 1], "counts": [3]}}))
+    run = load_run(folder)
+    assert run.weights == {}
+    assert "layer x" in run.notes[0]
+
+
+def test_a_folder_of_runs_stands_for_its_runs(tmp_path, write_run):
+    second, first = write_run(tmp_path / "c" / "02-b"), write_run(tmp_path / "c" / "01-a")
+    (tmp_path / "c" / "corpus").mkdir()
+    assert find_runs([tmp_path / "c", second]) == [first, second]
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "file.txt"])
+def test_what_is_no_run_folder_is_refused_by_name(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.txt").write_text("x")
+    with pytest.raises(BenchError, match=name):
+        find_runs([Path(tmp_path / name)])

@@ -1,0 +1,69 @@
+"""CSV, Markdown and LaTeX carry the same table, and text from a run can't break any of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.results import find_reference, findings, group_rows, measure
+from nanogpt_bench.report.tables import COLUMNS, to_csv, to_latex, to_markdown, to_text
+
+
+def measured(paths):
+    rows = group_rows([load_run(path) for path in paths])
+    return measure(rows, find_reference(rows))
+
+
+@pytest.fixture
+def results(tmp_path, write_comparison):
+    return measured(write_comparison(tmp_path))
+
+
+def test_csv_reads_back_to_the_numbers(results):
+    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert [line["run"] for line in lines][:4] == ["bf16-mixed", "fp32", "E4M3 master", "E4M3 nearest"]
+    assert float(lines[3]["final_val_loss"]) == results[3].final_val_loss.mean
+    assert float(lines[3]["gap"]) == pytest.approx(0.45)
+    assert float(lines[3]["stall"]) == pytest.approx(0.81)
+    assert lines[0]["stall"] == lines[0]["gap_spread"] == ""
+    assert lines[3]["verdict"] == "outside 10%; stall 81%"
+
+
+def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
+    lines = to_markdown(results).splitlines()
+    assert len(lines) == 2 + len(results)
+    assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {len(COLUMNS) + 2}
+    assert len({len(line) for line in lines}) == 1
+    assert "+0.450 (+21.4%)" in lines[5]
+    assert "93.0% (code)" in lines[4]
+
+
+def test_seeds_give_a_spread(tmp_path, write_comparison):
+    text = to_text(measured(write_comparison(tmp_path, seeds=3)))
+    assert "2.110 ± 0.010" in text
+
+
+def test_text_from_a_run_is_escaped(tmp_path, write_run):
+    failure = {"kind": "x", "message": "50% | a_b & <i> \\ $1 {x} #~^", "step": 1}
+    results = measured([write_run(tmp_path / "a", status="failed", failure=failure)])
+    assert r"50% \| a\_b & \<i\> \\" in to_markdown(results)
+    latex = to_latex(results)
+    assert r"50\% | a\_b \& \textless{}i\textgreater{} \textbackslash{} \$1 \{x\} \#" in latex
+    assert latex.count(" & ") == 2 * (len(COLUMNS) - 1)
+
+
+def test_unknown_numbers_are_dashes(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", final_val_loss=None, best_val_loss=float("nan"), bytes_per_parameter=None)
+    (result,) = measured([folder])
+    assert [column.cell(result) for column in COLUMNS[1:6]] == ["-"] * 5
+
+
+def test_findings_tell_the_measured_gap_of_nearest_rounding(results):
+    first, second = findings(results)
+    assert first.startswith("E4M3 nearest: +0.450 nats (+21.4%)")
+    assert "E4M3 stochastic: +0.030 nats (+1.4%)" in first
+    assert second.startswith("E7M0 nearest: +0.920 nats")

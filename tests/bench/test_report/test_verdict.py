@@ -1,0 +1,92 @@
+"""The verdict says what happened: thresholds decide, failures come first, seeds are counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.verdict import Outcome, Thresholds, judge
+
+
+@pytest.fixture
+def run(tmp_path, write_run):
+    """Makes a run with the summary changed as asked."""
+    made = iter(range(100))
+    return lambda **changes: load_run(write_run(tmp_path / f"run{next(made)}", **changes))
+
+
+@pytest.mark.parametrize(
+    ("share", "within", "outcome", "text"),
+    [
+        (-0.05, 0.10, Outcome.WITHIN, "within 10%"),
+        (0.10, 0.10, Outcome.WITHIN, "within 10%"),
+        (0.1001, 0.10, Outcome.OUTSIDE, "outside 10%"),
+        (0.04, 0.025, Outcome.OUTSIDE, "outside 2.5%"),
+    ],
+)
+def test_the_loss_threshold(run, share, within, outcome, text):
+    verdict = judge([run()], share, None, thresholds=Thresholds(within=within))
+    assert (verdict.outcome, verdict.text) == (outcome, text)
+
+
+def test_stall_is_named_where_the_loss_is_short_of_the_reference(run):
+    limits = Thresholds(stall=0.5)
+    assert judge([run()], 0.3, 0.5, thresholds=limits).text == "outside 10%; stall 50%"
+    assert judge([run()], 0.3, 0.49, thresholds=limits).text == "outside 10%"
+    assert judge([run()], 0.01, 0.9, thresholds=limits).text == "within 10%"
+
+
+def test_a_failure_outranks_the_loss(run):
+    failed = run(status="failed", failure={"kind": "nan", "message": "train/loss is nan\nat once", "step": 37})
+    verdict = judge([failed], 0.01, None)
+    assert (verdict.outcome, verdict.text) == (Outcome.FAILED, "failed at step 37: train/loss is nan at once")
+
+
+def test_failed_seeds_are_counted(run):
+    failed = run(status="failed", failure={"kind": "crash", "message": "gone", "step": None})
+    assert judge([run(), failed, run()], None, None).text == "failed: gone (1 of 3 seeds)"
+
+
+def test_a_run_that_stopped_early_is_unfinished(run):
+    verdict = judge([run(status="stopped")], 0.01, None)
+    assert (verdict.outcome, verdict.text) == (Outcome.UNFINISHED, "stopped at step 200")
+
+
+def test_no_runs_and_no_reference(run):
+    assert judge([], None, None).text == "not run"
+    assert judge([run()], None, None).text == "no finished reference"
+    assert judge([], None, None, running=True).text == "waiting"
+
+
+@pytest.mark.parametrize("limits", [{"within": 0.0}, {"within": float("nan")}, {"stall": 0.0}, {"stall": 1.5}])
+def test_thresholds_out_of_range_are_refused_by_name(limits):
+    (name,) = limits
+    with pytest.raises(BenchError, match=name):
+        Thresholds(**limits)
+
+
+def test_seeds_are_paired_with_the_reference_of_the_same_seed(tmp_path, write_run):
+    for seed, (base, other) in enumerate([(2.0, 2.2), (2.4, 2.5)]):
+        write_run(tmp_path / f"a{seed}", final=base, seed=seed)
+        write_run(tmp_path / f"b{seed}", rule="nearest", fmt="E4M3", final=other, seed=seed)
+    rows = group_rows([load_run(path) for path in sorted(tmp_path.iterdir())])
+    reference, nearest = measure(rows, find_reference(rows))
+    assert [row.label for row in rows] == ["bf16-mixed", "E4M3 nearest"]
+    assert nearest.gap.mean == pytest.approx(0.15)
+    assert nearest.gap.spread == pytest.approx(0.0707, abs=1e-4)  # that of the differences 0.2 and 0.1
+    assert nearest.gap_share == pytest.approx(0.15 / 2.2)
+    assert reference.verdict.outcome is Outcome.REFERENCE
+
+
+def test_a_run_that_ended_early_has_no_gap(tmp_path, write_run):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", status="stopped")]
+    rows = group_rows([load_run(path) for path in paths])
+    assert measure(rows, rows[0])[1].gap is None
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_rows_of_their_own(tmp_path, write_run):
+    paths = [write_run(tmp_path / name, rule="fp32", lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-3))]
+    rows = group_rows([load_run(path) for path in paths])
+    assert [row.label for row in rows] == ["fp32 (slow)", "fp32 (fast)"]
