@@ -1,0 +1,238 @@
+"""The main job end to end on a few steps, and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.compare import pool as pool_module
+from nanogpt_bench.compare.demonstration import RELATIVE_COST, Demonstration
+from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
+from nanogpt_bench.compare.pool import Pool
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report import report
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.settings import build_config
+
+COMMAND = (sys.executable, "-m", "nanogpt_bench.cli", "compare")
+
+
+def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=150, check=False)
+
+
+def read_table(folder: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines()))
+
+
+# What is planned
+
+
+def test_without_arguments_the_nine_rows_in_order():
+    assert choose_rows(None, None, Demonstration()) == (
+        ("bf16-mixed", "none"),
+        ("fp32", "none"),
+        ("master", "E4M3"),
+        ("nearest", "E4M3"),
+        ("stochastic", "E4M3"),
+        ("riemannian", "E4M3"),
+        ("stiffness-anneal", "E4M3"),
+        ("nearest", "E7M0"),
+        ("stochastic", "E7M0"),
+    )
+
+
+def test_formats_cross_rules_and_the_reference_comes_first():
+    rows = choose_rows(["e4m3", "E7M0", "E4M3"], ["nearest", "fp32", "stochastic"], Demonstration())
+    assert rows == (
+        ("bf16-mixed", "none"),
+        ("fp32", "none"),
+        ("nearest", "E4M3"),
+        ("stochastic", "E4M3"),
+        ("nearest", "E7M0"),
+        ("stochastic", "E7M0"),
+    )
+
+
+def test_all_means_every_rule_once():
+    rows = choose_rows(None, ["all"], Demonstration())
+    assert {rule for rule, _ in rows} == set(RULES)
+    assert len(rows) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("formats", "rules", "named", "suggested"),
+    [(["E4M33"], None, "E4M33", "E4M3"), (None, ["nearst"], "nearst", "nearest"), (["none"], None, "none", "")],
+)
+def test_wrong_names_are_answered_with_the_nearest(formats, rules, named, suggested):
+    with pytest.raises(BenchError) as error:
+        choose_rows(formats, rules, Demonstration())
+    assert named in str(error.value)
+    assert suggested in str(error.value).replace(named, "")
+    assert "\n" not in str(error.value)
+
+
+def test_seeds_and_data_are_shared_by_all_rows():
+    demonstration = Demonstration()
+    planned = plan_runs(demonstration.rows, demonstration, seeds=2, max_steps=50, data_dir=Path("corpus"))
+    assert len({run.name for run in planned}) == len(planned) == 18
+    configs = [build_config(run.settings) for run in planned]
+    for config in configs:
+        assert config.train.max_steps == 50
+        assert config.data.dir == "corpus"
+        assert config.data.seed is None  # follows the run's seed
+    assert [config.seed for config in configs] == [42, 43] * 9
+    assert len({(config.train.batch_size, config.eval.seed, config.eval.interval) for config in configs}) == 1
+
+
+def test_the_longest_runs_start_first():
+    demonstration = Demonstration()
+    planned = plan_runs(demonstration.rows, demonstration, seeds=1, max_steps=5, data_dir=Path("c"))
+    costs = [planned[index].cost for index in longest_first(planned)]
+    assert costs == sorted(costs, reverse=True)
+    assert set(RELATIVE_COST) <= set(RULES)
+
+
+# The worker processes
+
+STUB = """
+import json, os, sys
+for line in sys.stdin:
+    job = json.loads(line)
+    if job.get("die"):
+        print("out of memory", file=sys.stderr)
+        os._exit(9)
+    print(json.dumps({"kind": "progress", "pid": os.getpid()}), flush=True)
+    print(json.dumps({"kind": "done"}), flush=True)
+"""
+
+
+@pytest.fixture
+def _stub_workers(monkeypatch):
+    monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_workers_are_used_again_and_all_jobs_end():
+    with Pool(2) as pool:
+        events = [event for event in pool.run([{} for _ in range(6)], [5, 0, 1, 2, 3, 4]) if event.job is not None]
+    assert [event.job for event in events if event.kind == "started"] == [5, 0, 1, 2, 3, 4]
+    assert sorted(event.job for event in events if event.kind == "done") == list(range(6))
+    assert len({event.data["pid"] for event in events if event.kind == "progress"}) <= 2
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_worker_that_dies_fails_its_job_and_no_other():
+    jobs = [{}, {"die": True}, {}, {"die": True}, {}]
+    with Pool(1) as pool:
+        ends = {event.job: event for event in pool.run(jobs, range(5)) if event.kind in ("done", "failed")}
+    assert {job: event.kind for job, event in ends.items()} == dict(
+        enumerate(["done", "failed", "done", "failed", "done"])
+    )
+    assert ends[1].data["error"]["message"] == "worker process ended with exit code 9: out of memory"
+
+
+# The command
+
+
+def test_a_comparison_from_start_to_report(tmp_path):
+    done = run_cli("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert lines[-1] == str(Path("out") / "report.html")
+    assert any(line.startswith("E4M3 nearest: ") and "nats" in line for line in lines)
+    out = tmp_path / "out"
+    assert {path.name for path in out.iterdir()} == {
+        *(
+            f"0{i}-{name}-seed{seed}"
+            for i, name in ((1, "bf16-mixed"), (2, "fp32"), (3, "E4M3-nearest"))
+            for seed in (42, 43)
+        ),
+        *("corpus", "figures", "compare.json", "report.html", "results.csv", "table.md", "table.tex"),
+    }
+    table = read_table(out)
+    assert [line["run"] for line in table] == ["bf16-mixed", "fp32", "E4M3 nearest"]
+    assert [line["seeds"] for line in table] == ["2", "2", "2"]
+    assert table[0]["verdict"] == "reference"
+    assert 0 <= float(table[2]["stall"]) <= 1
+    manifest = json.loads((out / "compare.json").read_text(encoding="utf-8"))
+    assert manifest["baseline"] == "bf16-mixed"
+    assert [row["label"] for row in manifest["rows"]] == ["bf16-mixed", "fp32", "E4M3 nearest"]
+    assert {status for row in manifest["rows"] for status in row["status"].values()} == {"finished"}
+    # The folder alone tells the same story again.
+    report([out], out=tmp_path / "again")
+    assert (tmp_path / "again" / "results.csv").read_bytes() == (out / "results.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "suggested"),
+    [
+        (("--rules", "stochastik"), "stochastik", "stochastic"),
+        (("--formats", "E4N3"), "E4N3", "E4M3"),
+        (("--max-step", "5"), "--max-step", "--max-steps"),
+        (("--seeds", "0"), "--seeds", "1"),
+        (("--data.dir", "absent"), "absent", "prepare stdlib"),
+    ],
+)
+def test_bad_arguments_end_with_2_and_leave_nothing(tmp_path, arguments, named, suggested):
+    done = run_cli(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert named in line
+    assert suggested in line
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_in_use_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("x")
+    done = run_cli("--out", "out", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'out' is not empty" in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path):
+    process = subprocess.Popen(
+        [*COMMAND, "--max-steps", "5000", "--out", "out"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        metrics = tmp_path / "out" / "01-bf16-mixed" / "metrics.jsonl"
+        _wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130, stderr
+        assert stdout.strip().splitlines()[-1] == str(Path("out") / "report.html")
+        summary = json.loads((tmp_path / "out" / "01-bf16-mixed" / "summary.json").read_text())
+        assert summary["status"] == "stopped"
+        table = {line["run"]: line for line in read_table(tmp_path / "out")}
+        assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
+        assert table["E7M0 stochastic"]["verdict"] == "not run"
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)  # nobody of the group is left
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _wait_until(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.1)
