@@ -120,7 +120,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
     def expmap(self, x: Tensor, u: Tensor) -> Tensor:
         """``u / S(x)`` steps from ``x``, stopping at the ends; ``x`` itself, bit for bit, where ``u`` is 0."""
         still = x - (u.detach() - u)  # x to the bit where u is 0, with derivative 1 to u
-        return torch.where(u == 0, still, self._expmap(x, u))
+        return torch.where(u == 0, still, (self._moved(x, u) * self._working(x)[1]).to(x.dtype))
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """The exponential map."""
@@ -144,6 +144,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         """Points uniform in the metric's own volume: every step between neighbours is as likely."""
         top = self.to_chart(self._scale_like(dtype, device) * self.format.max)
         uniform = torch.rand(*size, dtype=dtype, device=device) * 2 - 1
+        self._assert_check_shape(uniform.shape, "x")
         return geoopt.ManifoldTensor(self.projx(self.from_chart(uniform * top)), manifold=self)
 
     def origin(
@@ -162,12 +163,13 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         metric = getattr(self.metric, "__name__", self.metric)
         return f"{self.format.name}, scale={scale}, metric={metric}"
 
-    def _expmap(self, x: Tensor, u: Tensor) -> Tensor:
+    def _moved(self, x: Tensor, u: Tensor) -> Tensor:
+        """``exp_x(u)`` in units of the scale, in the dtype that the chart is computed in."""
         wide, scale = self._working(x)
         inside = self._inside(wide / scale)
         beyond = 2 * self._steps_to_end + 1  # past either end from anywhere, and far from overflow
         steps = (u / (self._chart.stiffness(inside) * scale)).clamp(-beyond, beyond)
-        return (self._inside(self._chart.shift(inside, steps)) * scale).to(x.dtype)
+        return self._inside(self._chart.shift(inside, steps))
 
     def _inside(self, x: Tensor) -> Tensor:
         return x.clamp(-self.format.max, self.format.max)
@@ -178,6 +180,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return x.to(work), self.scale.to(work)
 
     def _scale_for(self, x: Tensor) -> Tensor:
+        working_dtype(x)  # refuses integers, which would truncate the scale
         return self.scale.to(x.dtype)
 
     def _scale_like(self, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
@@ -278,14 +281,14 @@ class FP8Manifold(StiffnessManifold):
 
     def projx(self, x: Tensor) -> Tensor:
         """The nearest point of the grid (ties to the even code)."""
-        scale = self._scale_for(x)
-        return round_to_grid(x / scale, self.format) * scale
+        wide, scale = self._working(x)
+        return (round_to_grid(wide / scale, self.format) * scale).to(x.dtype)
 
     def retr(self, x: Tensor, u: Tensor) -> Tensor:
         """``round(exp_x(u))``: on the grid, and ``x`` itself, bit for bit, where ``u`` is 0."""
-        moved = self._expmap(x, u) if self.retraction == "exponential" else x + u
-        scale = self._scale_for(x)
-        return torch.where(u == 0, x, self.round(moved / scale) * scale)
+        wide, scale = self._working(x)
+        moved = self._moved(x, u) if self.retraction == "exponential" else (wide + u) / scale
+        return torch.where(u == 0, x, (self.round(moved) * scale).to(x.dtype))
 
     def round(self, x: Tensor) -> Tensor:
         """Round, in units of the scale and in the manifold's own mode; a stochastic rounding advances ``counter``."""
