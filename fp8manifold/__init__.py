@@ -1,22 +1,35 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import optim
+from fp8manifold import monitor, optim
+from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.nn import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 from fp8manifold.random_bits import random_bits
+from fp8manifold.scaling import SaturationWarning, Scale, amax_scale, storage_scale
 
 __all__ = [
     "NAMED_FORMATS",
     "FP8Manifold",
     "FloatFormat",
+    "LayerSpec",
+    "QuantizedLinear",
+    "SaturationWarning",
+    "Scale",
     "StiffnessManifold",
+    "amax_scale",
     "decode",
+    "dequantize_model",
     "encode",
+    "fake_quantize",
     "from_chart",
+    "monitor",
     "optim",
+    "quantize_model",
     "random_bits",
     "round_to_grid",
+    "storage_scale",
     "to_chart",
     "ulp",
 ]

@@ -1,0 +1,206 @@
+"""StiffnessWrapper: any torch optimizer, with its updates or gradients scaled by the stiffness field."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fp8manifold._charts import Metric, chart_of
+from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._float_bits import working_dtype
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._base import own_manifold
+from fp8manifold.optim._field import power_of_ratio, reference_stiffness
+from fp8manifold.optim._schedules import Schedule, scheduled
+from fp8manifold.optim._writeback import WRITEBACKS, write_back
+
+__all__ = ["StiffnessWrapper"]
+
+
+class StiffnessWrapper(torch.optim.Optimizer):
+    """Scale what another optimizer does, element by element, by its weights' stiffness.
+
+    .. math:: w \\leftarrow \\mathrm{round}(w + f \\, \\Delta), \\qquad
+              f = scale(t) \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^{exponent}
+
+    where ``Delta`` is the wrapped optimizer's own update (``on="update"``), or ``f`` multiplies its gradient
+    (``on="gradient"``; the gradients themselves are left as they were).  A parameter on an
+    :class:`~fp8manifold.FP8Manifold` is written back to its grid once, after the step; an ordinary parameter has no
+    stiffness and takes ``f = scale(t)``.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``; its groups, state and learning rate stay its own.
+        scale: a number, or a function of the number of steps taken.
+        exponent: a number, or a function of the number of steps taken.
+        on: ``update`` or ``gradient``.
+        metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
+        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.
+
+    Raises:
+        TypeError: ``optimizer`` is not a torch optimizer, or an option of another type.
+        ValueError: an option out of range.
+
+    Warns:
+        UserWarning: ``on="gradient"`` around an optimizer that divides by a running root mean square of the gradient
+            (Adam and its kin): there a factor cancels, a scalar one exactly and an element-wise one but for its
+            changes, so it does next to nothing.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = fm.quantize_model(torch.nn.Linear(4, 1), "E4M3", storage="grid")
+        >>> optimizer = StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=0.1), exponent=1.0)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> bool((model.manifold.projx(model.weight) == model.weight).all())
+        True
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Schedule = 1.0,
+        exponent: Schedule = 0.0,
+        on: Literal["update", "gradient"] = "update",
+        *,
+        metric: Metric = "ulp",
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        writeback: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        check_choice("on", on, ("update", "gradient"))
+        if writeback is not None:
+            check_choice("writeback", writeback, WRITEBACKS)
+        check_number("damping", damping, 0.0, 1.0)
+        check_number("clip", clip, 1.0)
+        check_int("refresh_every", refresh_every, 1, 2**62)
+        check_int("seed", seed, 0, 2**64 - 1)
+        chart_of(FloatFormat(4, 3), metric)
+        scheduled("scale", scale, 0, 0.0, float("inf"))
+        scheduled("exponent", exponent, 0, -8.0, 8.0)
+        if on == "gradient" and "betas" in optimizer.defaults:
+            warnings.warn(
+                f"a stiffness factor on the gradient of {type(optimizer).__name__} cancels in its normalisation: "
+                "use on='update'",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.optimizer = optimizer
+        self.scale, self.exponent, self.on = scale, exponent, on
+        self.metric, self.damping, self.clip, self.refresh_every = metric, damping, clip, refresh_every
+        self.writeback, self.seed = writeback, seed
+        self.steps_taken = 0
+        self.references: dict[Tensor, float] = {}
+        self.__setstate__({"defaults": dict(optimizer.defaults)})  # torch's hooks, without groups of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, the step count and the reference stiffness of each parameter."""
+        references = [self.references.get(p) for p in self._parameters()]
+        return {"optimizer": self.optimizer.state_dict(), "steps_taken": self.steps_taken, "references": references}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: the state of another kind of optimizer.
+        """
+        if missing := {"optimizer", "steps_taken", "references"} - state_dict.keys():
+            raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.steps_taken = int(state_dict["steps_taken"])
+        pairs = zip(self._parameters(), state_dict["references"], strict=True)
+        self.references = {p: reference for p, reference in pairs if reference is not None}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the wrapped optimizer, scaled and written back.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            What the wrapped optimizer returns.
+        """
+        before = [p.detach().clone() for p in self._parameters()]
+        factors = [self._factor(p) for p in self._parameters()]
+        if self.on == "update":
+            result = self.optimizer.step(closure)
+        else:
+            result = self._step_on_scaled_gradients(factors, closure)
+            factors = [1.0] * len(factors)
+        for stream, (parameter, old, factor) in enumerate(zip(self._parameters(), before, factors, strict=True)):
+            self._finish(parameter, old, factor, stream)
+        self.steps_taken += 1
+        return result
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _factor(self, parameter: Tensor) -> Tensor | float:
+        scale = scheduled("scale", self.scale, self.steps_taken, 0.0, float("inf"))
+        exponent = scheduled("exponent", self.exponent, self.steps_taken, -8.0, 8.0)
+        manifold = own_manifold(parameter)
+        if manifold is None or exponent == 0 or not parameter.numel():
+            return scale
+        x = parameter.detach().to(working_dtype(parameter))
+        unit = manifold.scale.to(x.dtype)
+        stiffness = chart_of(manifold.format, self.metric).stiffness(x / unit) * unit
+        if parameter not in self.references or self.steps_taken % self.refresh_every == 0:
+            self.references[parameter] = reference_stiffness(stiffness)
+        return power_of_ratio(stiffness, self.references[parameter], exponent, self.damping, self.clip) * scale
+
+    def _step_on_scaled_gradients(self, factors: list[Tensor | float], closure: Callable[[], Any] | None) -> Any:
+        kept: dict[Tensor, Tensor | None] = {}
+
+        def scale_gradients() -> None:
+            for parameter, factor in zip(self._parameters(), factors, strict=True):
+                kept[parameter] = parameter.grad
+                if parameter.grad is not None:
+                    parameter.grad = (parameter.grad * factor).to(parameter.grad.dtype)
+
+        def scaled_closure() -> Any:
+            assert closure is not None
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
+            with torch.enable_grad():
+                loss = closure()
+            scale_gradients()
+            return loss
+
+        if closure is None:
+            scale_gradients()
+        result = self.optimizer.step(None if closure is None else scaled_closure)
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+        return result
+
+    def _finish(self, parameter: Tensor, old: Tensor, factor: Tensor | float, stream: int) -> None:
+        """Scale what has moved and round it to the grid; what has not moved stays, bit for bit."""
+        if parameter.grad is None:
+            return
+        work = working_dtype(parameter)
+        target = old.to(work) + (parameter.detach().to(work) - old.to(work)) * factor
+        manifold = own_manifold(parameter)
+        if manifold is not None:
+            rounding: str = self.writeback or getattr(manifold, "rounding", "nearest")
+            target = write_back(target, manifold, rounding, seed=self.seed, step=self.steps_taken, stream=stream)
+        parameter.copy_(target)

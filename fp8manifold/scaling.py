@@ -1,0 +1,194 @@
+"""Scales: how a tensor of any size is laid over a format's range.  Everywhere, value = scale * grid point."""
+
+import math
+import warnings
+from typing import Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._checks import check_choice, check_number
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
+
+__all__ = [
+    "GRANULARITIES",
+    "POLICIES",
+    "Granularity",
+    "Policy",
+    "SaturationWarning",
+    "Scale",
+    "amax_scale",
+    "storage_scale",
+]
+
+Granularity = Literal["tensor", "channel"]
+Policy = Literal["dynamic", "static"]
+GRANULARITIES: Final = ("tensor", "channel")
+POLICIES: Final = ("dynamic", "static")
+
+_DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
+
+
+class SaturationWarning(UserWarning):
+    """A frozen scale no longer covers the values it scales."""
+
+
+def amax_scale(
+    x: Tensor, fmt: FormatLike, granularity: Granularity = "tensor", *, axis: int = 0, pow2: bool = False
+) -> Tensor:
+    """The scale that takes the largest magnitude to the largest value of the format.
+
+    .. math:: s = \\max|x| / max
+
+    Args:
+        x: float tensor of any shape.
+        fmt: a format or its name.
+        granularity: one scale for the ``tensor``, or one for each ``channel``, an index of ``axis``.
+        axis: the channel axis.
+        pow2: round up to a power of two, so that scaling is exact.
+
+    Returns:
+        float32 tensor that broadcasts against ``x``.  It is 1 where the magnitude is 0 or not finite, and for an empty
+        tensor.
+
+    Raises:
+        ValueError: an unknown granularity, or an axis that ``x`` does not have.
+
+    Example:
+        >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()
+        [2.0, 1.0]
+
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning), whose scaling factor is the reciprocal.
+    """
+    fmt = as_format(fmt)
+    amax = _amax(x, granularity, axis)
+    scale = (amax / fmt.max).clamp(min=2.0**-126)
+    if pow2:
+        scale = _power_of_two_above(scale)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def storage_scale(
+    w: Tensor, fmt: FormatLike, granularity: Granularity = "channel", *, headroom: float = 16.0, axis: int = 0
+) -> Tensor:
+    """The power-of-two scale of weights that are stored on the grid.
+
+    The largest weight may grow by ``headroom`` before it saturates.  A format of more than 40 binades is not pushed
+    to its top: the largest weight is placed at most 40 binades above the smallest spacing, where nothing is lost and
+    squares of the stiffness stay within float32.
+
+    Args:
+        w, fmt, granularity, axis: as in :func:`amax_scale`.
+        headroom: at least 1.
+
+    Returns:
+        float32 tensor of powers of two that broadcasts against ``w``; 1 where all weights are 0.
+
+    Raises:
+        ValueError: as :func:`amax_scale`, a headroom below 1, or weights that are not finite.
+
+    Example:
+        >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
+        True
+    """
+    fmt = as_format(fmt)
+    check_number("headroom", headroom, 1.0)
+    amax = _amax(w, granularity, axis)
+    if not bool(amax.isfinite().all()):
+        raise ValueError(f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}")
+    top = min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
+    return torch.where(amax > 0, _power_of_two_above((amax / top).clamp(min=2.0**-126)), 1.0)
+
+
+class Scale(nn.Module):
+    """The amax scale of one tensor through training: computed anew (``dynamic``) or frozen (``static``).
+
+    Args:
+        fmt: a format or its name.
+        granularity, axis, pow2: as in :func:`amax_scale`.
+        policy: ``dynamic`` measures every tensor; ``static`` keeps the scale of the first one it sees, and warns with
+            :class:`SaturationWarning` when a later one exceeds it.
+
+    The last scale is in the buffer ``value`` (part of ``state_dict``), for logging.
+
+    Raises:
+        ValueError: an unknown granularity or policy.
+
+    Example:
+        >>> scale = Scale("E4M3", policy="static")
+        >>> scale(torch.tensor([448.0])).item(), scale(torch.tensor([44.8])).item()
+        (1.0, 1.0)
+    """
+
+    value: Tensor
+    frozen: Tensor
+
+    def __init__(
+        self,
+        fmt: FormatLike,
+        granularity: Granularity = "tensor",
+        policy: Policy = "dynamic",
+        *,
+        axis: int = 0,
+        pow2: bool = False,
+    ) -> None:
+        super().__init__()
+        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("policy", policy, POLICIES)
+        self.format: FloatFormat = as_format(fmt)
+        self.granularity, self.policy, self.axis, self.pow2 = granularity, policy, axis, pow2
+        self.register_buffer("value", torch.ones(()))
+        self.register_buffer("frozen", torch.tensor(False))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale for ``x``."""
+        if self.policy == "dynamic":
+            self.value = amax_scale(x, self.format, self.granularity, axis=self.axis, pow2=self.pow2)
+        elif not bool(self.frozen):
+            self.value = amax_scale(x, self.format, self.granularity, axis=self.axis, pow2=self.pow2)
+            self.frozen.fill_(True)
+        else:
+            self._warn_if_saturated(x)
+        return self.value
+
+    def extra_repr(self) -> str:
+        """Format, granularity and policy."""
+        return f"{self.format.name}, {self.granularity}, {self.policy}"
+
+    def _warn_if_saturated(self, x: Tensor) -> None:
+        limit = self.value * self.format.max
+        amax = _amax(x, self.granularity, self.axis)
+        if bool((amax > limit).any()):
+            worst = (amax / limit).max().item()
+            warnings.warn(
+                f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
+                SaturationWarning,
+                stacklevel=3,
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        """Take the saved shape: a scale that has seen no tensor yet does not know its own."""
+        saved = state_dict.get(prefix + "value")
+        if saved is not None:
+            self.value = torch.empty_like(saved, device=self.value.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
+    check_choice("granularity", granularity, GRANULARITIES)
+    magnitude = x.detach().float().abs()
+    if granularity == "tensor":
+        return magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    if not -x.dim() <= axis < x.dim():
+        raise ValueError(f"axis={axis} is out of range for a tensor of shape {tuple(x.shape)}")
+    others = [d for d in range(x.dim()) if d != axis % x.dim()]
+    if not x.numel():
+        shape = [x.shape[d] if d == axis % x.dim() else 1 for d in range(x.dim())]
+        return magnitude.new_zeros(shape)
+    return magnitude.amax(dim=others, keepdim=True) if others else magnitude
+
+
+def _power_of_two_above(x: Tensor) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.ones_like(x), torch.where(mantissa == 0.5, exponent - 1, exponent))
