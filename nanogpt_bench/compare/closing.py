@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +29,8 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 def _table(results: Sequence[Result]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in COLUMNS:
-        table.add_column(column.heading, justify="right" if column.numeric else "left", no_wrap=column.heading == "run")
+        justify: JustifyMethod = "right" if column.numeric else "left"
+        table.add_column(column.heading, justify=justify, no_wrap=column is COLUMNS[0], overflow="fold")
     for result in results:
         table.add_row(*(Text(column.cell(result)) for column in COLUMNS), style=STYLES.get(result.verdict.outcome, ""))
     return table

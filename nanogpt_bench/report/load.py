@@ -122,10 +122,8 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     Raises:
         BenchError: a path does not exist, or neither is a run folder nor holds one.
     """
-    found: list[Path] = []
-    for path in paths:
-        found.extend(run for run in _runs_at(path) if run not in found)
-    return found
+    found = {run.resolve(): run for path in paths for run in _runs_at(path)}
+    return list(found.values())
 
 
 def _runs_at(path: Path) -> list[Path]:

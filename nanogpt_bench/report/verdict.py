@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -88,8 +89,9 @@ def describe_ending(run: Run) -> str:
     """How a run that did not finish ended: its failure or its last step, in words."""
     failure = run.failure or {}
     step = failure.get("step", run.last_step)
-    where = f" at step {step}" if step is not None else ""
     message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
+    said = re.search(rf"\bstep {step}\b", message)
+    where = "" if step is None or said else f" at step {step}"
     message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
     verb = {"failed": "failed", "stopped": "stopped"}.get(run.status, "unfinished")
     return f"{verb}{where}" + (f": {message}" if message else "")
