@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +56,9 @@ def cpp_compiler() -> None:
     """torch.compile on the CPU needs a C++ compiler."""
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler, and there is none here")
+    with warnings.catch_warnings():  # Inductor's own imports use what torch has deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

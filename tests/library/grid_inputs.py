@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import itertools
+from functools import cache
 
-import fp8manifold as fm
 import numpy as np
 import oracle
 import torch
 from numpy.typing import NDArray
 from oracle import Format
+
+import fp8manifold as fm
 
 Float64 = NDArray[np.float64]
 
@@ -21,7 +23,7 @@ ODD_NAMES = [
     for m in range(8 - e)
     for suffix in LAYOUT_SUFFIXES
     if not (e == 1 and m == 0 and suffix in ("IEEE", "FN"))
-] + [f"P3109_8P{p}{suffix}" for p in range(1, 8) for suffix in ("", "F")]
+] + [f"P3109_{k}P{p}{suffix}" for k, p in ((3, 1), (5, 2), (6, 3), (7, 6)) for suffix in ("", "F")]
 
 
 def distinct(formats: list[fm.FloatFormat]) -> dict[str, fm.FloatFormat]:
@@ -29,7 +31,19 @@ def distinct(formats: list[fm.FloatFormat]) -> dict[str, fm.FloatFormat]:
 
 
 NAMED = distinct(list(fm.NAMED_FORMATS.values()))
-ODD = distinct([fm.FloatFormat.from_string(name) for name in ODD_NAMES])
+#: The lowest and the highest bias that each format can have, and one in between.
+ODD_BIASES = [
+    fm.FloatFormat(e, m, bias=bias)
+    for (e, m), biases in {
+        (4, 3): (-26, 10, 100),
+        (7, 0): (27, 103),
+        (5, 2): (-25, 101),
+        (1, 6): (-29, 97),
+        (1, 0): (-23, 103),
+    }.items()
+    for bias in biases
+]
+ODD = distinct([fm.FloatFormat.from_string(name) for name in ODD_NAMES] + ODD_BIASES)
 ODD = {name: fmt for name, fmt in ODD.items() if name not in NAMED}
 
 #: Magnitudes at which float32, float16 and bfloat16 themselves change behaviour.
@@ -43,7 +57,7 @@ EDGES = [
 def midpoints_and_codes(fmt: Format) -> Float64:
     """Every magnitude, every midpoint, and four steps past the top as if the codes went on."""
     codes = [float(oracle.magnitude(m, fmt)) for m in range(oracle.max_code(fmt) + 5)]
-    middles = [(low + high) / 2 for low, high in zip(codes, codes[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
     return np.array(sorted(codes + middles))
 
 
@@ -54,14 +68,14 @@ def both_neighbours(x: Float64, dtype: type[np.floating]) -> Float64:
     return np.concatenate(around).astype(np.float64)
 
 
-@lru_cache(maxsize=None)
+@cache
 def critical(fmt: Format) -> Float64:
-    """Codes and midpoints +-1 float32 ULP, the edges of float32 and specials; both signs; all float32 values."""
+    """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all are float32 values."""
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), EDGES])
     return np.concatenate([positive, -positive, [np.nan]])
 
 
-@lru_cache(maxsize=None)
+@cache
 def critical64(fmt: Format) -> Float64:
     """The same with float64 neighbours, and what only float64 holds."""
     only64 = [5e-324, 2.0**-1022, 2.0**-150, 1e300, float(np.finfo(np.float64).max), 1.0625 + 2.0**-40]
@@ -69,21 +83,30 @@ def critical64(fmt: Format) -> Float64:
     return np.concatenate([critical(fmt), positive, -positive])
 
 
-@lru_cache(maxsize=None)
+@cache
 def every_16_bit(dtype: torch.dtype) -> torch.Tensor:
     """All 2^16 bit patterns."""
     patterns = np.arange(-(2**15), 2**15, dtype=np.int32).astype(np.int16)
     return torch.from_numpy(patterns).view(dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def random_float32(count: int = 1_000_000, seed: int = 20261121) -> torch.Tensor:
     """Random float32 bit patterns, ordered so that table look-ups are fast."""
     patterns = np.random.default_rng(seed).integers(0, 2**32, size=count, dtype=np.uint32)
     return torch.from_numpy(np.sort(patterns).view(np.int32)).view(torch.float32)
 
 
-@lru_cache(maxsize=None)
+@cache
+def random_float64(top: float, count: int = 100_000, seed: int = 8) -> torch.Tensor:
+    """float64 bit patterns over the whole of float64, and values with 53 random bits near the format."""
+    generator = np.random.default_rng(seed)
+    patterns = generator.integers(0, 2**64, size=count // 2, dtype=np.uint64).view(np.float64)
+    near = np.exp2(generator.uniform(-40, 1, count // 2)) * top * generator.choice([-1.0, 1.0], count // 2)
+    return torch.from_numpy(np.sort(np.concatenate([patterns, near])))
+
+
+@cache
 def random_in_range(top: float, count: int = 100_000, seed: int = 7) -> torch.Tensor:
     """float32 values log-uniform over the 40 binades that end a little above top, both signs."""
     generator = np.random.default_rng(seed)
@@ -92,4 +115,6 @@ def random_in_range(top: float, count: int = 100_000, seed: int = 7) -> torch.Te
 
 
 def float16_holds(fmt: Format) -> bool:
-    return float(oracle.magnitude(oracle.max_code(fmt), fmt)) <= 65504.0
+    values = np.array(oracle.finite_values(fmt))
+    with np.errstate(over="ignore"):
+        return np.array_equal(values.astype(np.float16), values)

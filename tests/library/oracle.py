@@ -158,9 +158,7 @@ def round_value(
     return -rounded if negative else rounded
 
 
-def round_magnitude(
-    a: float, negative: bool, fmt: Format, rounding: str, overflow: str, draw: int | None
-) -> float:
+def round_magnitude(a: float, negative: bool, fmt: Format, rounding: str, overflow: str, draw: int | None) -> float:
     if math.isinf(a):
         return overflow_value(True, negative, fmt, rounding, overflow)
     code, f = divmod(chart(a, fmt), 1)

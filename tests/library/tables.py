@@ -1,15 +1,16 @@
 """Step functions tabulated from the scalar oracle, for sweeps too long for it.
 
-Rounding is monotone, so between two neighbouring values there is exactly one smallest float64 that goes to the
-upper one. Each table holds these thresholds, found by asking the oracle; test_grid_exact checks the tables
-against the oracle point by point.
+Rounding is monotone, so between two neighbouring values there is exactly one smallest float64 that goes to
+the upper one. Each table holds these thresholds, found by asking the oracle; test_grid_exact checks the
+tables against the oracle point by point.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import oracle
@@ -57,7 +58,7 @@ def threshold(low: float, high: float, fmt: Format, rounding: str, overflow: str
     return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > before)
 
 
-@lru_cache(maxsize=None)
+@cache
 def steps(fmt: Format, rounding: str, overflow: str) -> Steps:
     """The rounding of every float64 as a table (deterministic modes)."""
     top = oracle.max_code(fmt)
@@ -66,7 +67,7 @@ def steps(fmt: Format, rounding: str, overflow: str) -> Steps:
     points = [-p for p in reversed(ends[1:])] + ends
     thresholds: list[float] = []
     values = [oracle.round_value(-math.inf, fmt, rounding, overflow)]
-    for low, high in zip(points, points[1:], strict=False):
+    for low, high in itertools.pairwise(points):
         if rank(high, fmt, rounding, overflow) > rank(low, fmt, rounding, overflow):
             thresholds.append(threshold(low, high, fmt, rounding, overflow))
             values.append(oracle.round_value(thresholds[-1], fmt, rounding, overflow))
@@ -96,7 +97,7 @@ class StochasticSteps:
         return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
 
 
-@lru_cache(maxsize=None)
+@cache
 def stochastic_steps(fmt: Format, overflow: str) -> StochasticSteps:
     top = oracle.max_code(fmt)
     magnitudes = np.array([float(oracle.magnitude(m, fmt)) for m in range(top + 2)])

@@ -6,7 +6,6 @@ import itertools
 import math
 from fractions import Fraction
 
-import fp8manifold as fm
 import numpy as np
 import oracle
 import pytest
@@ -19,11 +18,14 @@ from grid_inputs import (
     every_16_bit,
     float16_holds,
     random_float32,
+    random_float64,
     random_in_range,
 )
 from numpy.typing import NDArray
 from oracle import DETERMINISTIC, OVERFLOWS, ROUNDINGS
 from tables import Int64, StochasticSteps, steps, stochastic_steps
+
+import fp8manifold as fm
 
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 odd = pytest.mark.parametrize("fmt", ODD.values(), ids=ODD)
@@ -80,9 +82,7 @@ def test_stochastic_table_agrees_with_the_oracle(fmt: fm.FloatFormat, overflow: 
     x, table = critical64(fmt), stochastic_steps(fmt, overflow)
     for draws in critical_draws(x, table)[:2]:
         pairs = zip(x, draws, strict=True)
-        expected = np.array(
-            [oracle.round_value(float(v), fmt, "stochastic", overflow, int(r)) for v, r in pairs]
-        )
+        expected = np.array([oracle.round_value(float(v), fmt, "stochastic", overflow, int(r)) for v, r in pairs])
         np.testing.assert_array_equal(table(x, draws), expected)
 
 
@@ -102,7 +102,7 @@ def test_critical_points_float32(fmt, rounding, overflow, compare_bits) -> None:
 @overflow
 def test_critical_points_float64(fmt, rounding, overflow, compare_bits) -> None:
     """Rounded once: the float64 neighbours of a midpoint go to opposite sides."""
-    x = torch.from_numpy(critical64(fmt))
+    x = torch.cat([torch.from_numpy(critical64(fmt)), random_float64(fmt.max)])
     expected = steps(fmt, rounding, overflow)(as_float64(x))
     compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
 
@@ -180,6 +180,11 @@ def test_stochastic_every_16_bit_pattern(fmt, overflow, dtype, compare_bits) -> 
 @overflow
 def test_stochastic_a_million_random_float32_patterns(fmt, overflow, compare_bits) -> None:
     x = torch.cat([random_float32(), random_in_range(fmt.max)])
+    check_random_draws(x, fmt, overflow, compare_bits)
+    check_random_draws(random_float64(fmt.max), fmt, overflow, compare_bits)
+
+
+def check_random_draws(x: torch.Tensor, fmt: fm.FloatFormat, overflow: str, compare_bits) -> None:
     draws = np.random.default_rng(5).integers(0, oracle.DRAW_RANGE, len(x))
     expected = stochastic_steps(fmt, overflow)(as_float64(x), draws)
     ours = fm.round_to_grid(x, fmt, "stochastic", overflow, bits=bits_tensor(draws))
@@ -205,9 +210,7 @@ def test_stochastic_with_a_seed_uses_random_bits(fmt, compare_bits) -> None:
     compare_bits(fm.round_to_grid(x, fmt, "stochastic", **key), expected, x, fmt.name)
     key["offset"] = 0
     without_offset = fm.round_to_grid(x, fmt, "stochastic", seed=11, step=5, stream=3)
-    expected = stochastic_steps(fmt, "saturate")(
-        as_float64(x), fm.random_bits(x.shape, **key).numpy().astype(np.int64)
-    )
+    expected = stochastic_steps(fmt, "saturate")(as_float64(x), fm.random_bits(x.shape, **key).numpy().astype(np.int64))
     compare_bits(without_offset, expected, x, fmt.name)
 
 
@@ -269,10 +272,8 @@ def test_decode_of_encode_is_round_to_grid(fmt, compare_bits) -> None:
         for mode, policy in itertools.product(ROUNDINGS, OVERFLOWS):
             key = {"seed": 9, "step": 2, "stream": 1} if mode == "stochastic" else {}
             codes = fm.encode(x, fmt, rounding=mode, overflow=policy, **key)
-            rounded = fm.round_to_grid(x, fmt, mode, policy, **key)
-            compare_bits(
-                fm.decode(codes, fmt, x.dtype), as_float64(rounded), x, f"{fmt.name} {mode} {policy}"
-            )
+            rounded = as_float64(fm.round_to_grid(x, fmt, mode, policy, **key))
+            compare_bits(fm.decode(codes, fmt, x.dtype), as_float64(rounded), x, f"{fmt.name} {mode} {policy}")
 
 
 @named

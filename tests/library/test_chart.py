@@ -1,0 +1,197 @@
+"""ulp, to_chart and from_chart: the code as a coordinate."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_holds, random_in_range
+
+import fp8manifold as fm
+
+ALL = NAMED | ODD
+named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
+every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)
+
+
+def dtypes(fmt: fm.FloatFormat) -> list[torch.dtype]:
+    return [torch.float64, torch.float32, torch.bfloat16] + [torch.float16] * float16_holds(fmt)
+
+
+def grid(fmt: fm.FloatFormat, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """All finite values and their signed integer codes."""
+    codes = range(oracle.max_code(fmt) + 1)
+    values = torch.tensor([float(oracle.magnitude(m, fmt)) for m in codes], dtype=torch.float64)
+    signed = torch.tensor(codes, dtype=torch.float64)
+    return torch.cat([-values, values]).to(dtype), torch.cat([-signed, signed]).to(dtype)
+
+
+def finite_in_range(x: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
+    return x[x.abs() <= fmt.max]
+
+
+def rounded_once(values: list[Fraction], dtype: type[np.floating]) -> np.ndarray:
+    """Exact values to float64, and on to dtype (float64 has 29 bits to spare over float32)."""
+    return np.array([float(v) for v in values]).astype(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ ulp
+@every
+def test_ulp_is_the_gap_to_the_next_value(fmt, compare_bits) -> None:
+    """At every code, away from zero; at the top, the gap to the code that would come next."""
+    codes = range(oracle.max_code(fmt) + 1)
+    gaps = np.array([float(oracle.magnitude(m + 1, fmt) - oracle.magnitude(m, fmt)) for m in codes])
+    for dtype in dtypes(fmt):
+        values, _ = grid(fmt, dtype)
+        compare_bits(fm.ulp(values, fmt), np.concatenate([gaps, gaps]), values, fmt.name)
+
+
+@named
+def test_ulp_everywhere(fmt, compare_bits) -> None:
+    """S(x) = 2^(e(x) - M) at every critical point; constant beyond max; NaN at NaN."""
+    for x in (torch.from_numpy(critical(fmt)).float(), torch.from_numpy(critical64(fmt))):
+        expected = [oracle.ulp(min(abs(v), fmt.max), fmt) if v == v else math.nan for v in x.tolist()]
+        compare_bits(fm.ulp(x, fmt), np.array([float(v) for v in expected]), x, fmt.name)
+
+
+@named
+def test_ulp_steps_exactly_at_powers_of_two(fmt) -> None:
+    """One float32 below 2^k belongs to the binade below: where a rounded log2 would be wrong."""
+    exponents = torch.arange(-126, 127, dtype=torch.float64)
+    edge = torch.exp2(exponents).float()
+    below = torch.nextafter(edge, torch.zeros(()))
+    for x, exponent in ((edge, exponents), (below, exponents - 1)):
+        inside = x <= fmt.max
+        expected = torch.exp2(exponent.clamp(min=fmt.emin) - fmt.mantissa_bits)
+        assert torch.equal(fm.ulp(x, fmt)[inside].double(), expected[inside])
+
+
+# -------------------------------------------------------------------------------------------- to_chart
+@every
+def test_chart_of_a_grid_point_is_its_signed_code(fmt, compare_bits) -> None:
+    for dtype in dtypes(fmt):
+        values, codes = grid(fmt, dtype)
+        compare_bits(fm.to_chart(values, fmt), codes.double().numpy(), values, fmt.name)
+        compare_bits(fm.from_chart(codes, fmt), values.double().numpy(), codes, fmt.name)
+
+
+@named
+def test_chart_is_the_definition_float32(fmt, compare_bits) -> None:
+    """Correctly rounded to float32 at every critical point inside the range."""
+    x = finite_in_range(torch.from_numpy(critical(fmt)).float(), fmt)
+    expected = rounded_once([oracle.chart(v, fmt) for v in x.tolist()], np.float32)
+    expected = np.where(expected == 0, np.copysign(expected, x.numpy()), expected)
+    compare_bits(fm.to_chart(x, fmt), expected, x, fmt.name)
+
+
+@named
+def test_chart_is_the_definition_float64(fmt, compare_bits) -> None:
+    x = finite_in_range(torch.from_numpy(critical64(fmt)), fmt)
+    expected = rounded_once([oracle.chart(v, fmt) for v in x.tolist()], np.float64)
+    expected = np.where(expected == 0, np.copysign(expected, x.numpy()), expected)
+    compare_bits(fm.to_chart(x, fmt), expected, x, fmt.name)
+
+
+@named
+def test_chart_increases(fmt) -> None:
+    """Never down; strictly up, in float64, between any two neighbouring critical points."""
+    x = finite_in_range(torch.from_numpy(critical(fmt)), fmt).unique()
+    assert (fm.to_chart(x, fmt).diff() > 0).all()
+    assert (fm.to_chart(x.float(), fmt).diff() >= 0).all()
+
+
+@named
+def test_chart_is_continuous(fmt) -> None:
+    """Across every code, a change of one float64 ULP moves the chart by hardly anything."""
+    values, codes = grid(fmt, torch.float64)
+    for direction in (torch.inf, -torch.inf):
+        beside = finite_in_range(torch.nextafter(values, torch.tensor(direction, dtype=torch.float64)), fmt)
+        inside = torch.nextafter(values, torch.tensor(direction, dtype=torch.float64)).abs() <= fmt.max
+        assert (fm.to_chart(beside, fmt) - codes[inside]).abs().max() < 1e-13
+
+
+@named
+def test_chart_has_slope_one_over_ulp(fmt) -> None:
+    """phi' = 1/S: a quarter of an ulp outwards from a code is a quarter of a step."""
+    values, codes = grid(fmt, torch.float64)
+    outward = torch.where(values.signbit(), -1.0, 1.0)
+    inner = codes.abs() < oracle.max_code(fmt)
+    moved = fm.to_chart(values + 0.25 * outward * fm.ulp(values, fmt), fmt)
+    assert torch.equal(moved[inner], (codes + 0.25 * outward)[inner])
+
+
+# ------------------------------------------------------------------------------------------ from_chart
+@named
+def test_from_chart_is_the_definition(fmt, compare_bits) -> None:
+    """Linear between the values of the codes: at every eighth of a step, in float32 and float64."""
+    c = torch.arange(-8 * oracle.max_code(fmt), 8 * oracle.max_code(fmt) + 1, dtype=torch.float64) / 8
+    expected = np.array([float(oracle.chart_inverse(v, fmt)) for v in c.tolist()])
+    compare_bits(fm.from_chart(c, fmt), expected, c, fmt.name)
+    compare_bits(fm.from_chart(c.float(), fmt), expected, c.float(), fmt.name)
+
+
+@named
+def test_chart_and_its_inverse_undo_each_other(fmt) -> None:
+    x = finite_in_range(torch.cat([torch.from_numpy(critical(fmt)), random_in_range(fmt.max, 20_000).double()]), fmt)
+    back = fm.from_chart(fm.to_chart(x, fmt), fmt)
+    ulps = (back - x).abs() / fm.ulp(x, fmt)
+    assert ulps.max() <= 2.0**-45
+    c = torch.linspace(-oracle.max_code(fmt), oracle.max_code(fmt), 20_001, dtype=torch.float64)
+    assert (fm.to_chart(fm.from_chart(c, fmt), fmt) - c).abs().max() <= 2.0**-44
+
+
+@named
+def test_round_trip_of_float32_is_within_its_resolution(fmt) -> None:
+    x = random_in_range(fmt.max / 2, 20_000)
+    c = fm.to_chart(x, fmt)
+    resolution = torch.finfo(torch.float32).eps * c.abs().clamp(min=1e-30)
+    assert ((fm.from_chart(c, fmt) - x).abs() / fm.ulp(x, fmt) <= resolution).all()
+
+
+@named
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_dtypes_are_float64_rounded_once(fmt, dtype, compare_bits) -> None:
+    if dtype == torch.float16 and not float16_holds(fmt):
+        for function in (fm.ulp, fm.to_chart, fm.from_chart):
+            with pytest.raises(TypeError, match="float16"):
+                function(torch.ones(3, dtype=dtype), fmt)
+        return
+    x = every_16_bit(dtype)
+    for function in (fm.ulp, fm.to_chart, fm.from_chart):
+        expected = function(x.double(), fmt).to(dtype).double().numpy()
+        compare_bits(function(x, fmt), expected, x, f"{fmt.name} {function.__name__}")
+
+
+# ---------------------------------------------------------------------------------- ends, zeros and NaN
+@named
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_ends_zero_and_nan(fmt, dtype) -> None:
+    top, end = oracle.max_code(fmt), [math.inf, -math.inf, math.nan, 0.0, -0.0]
+    chart = fm.to_chart(torch.tensor(end, dtype=dtype), fmt)
+    assert chart[:2].tolist() == [top, -top]
+    assert chart[2].isnan()
+    assert chart[3:].tolist() == [0.0, 0.0]
+    beyond = fm.to_chart(torch.tensor([fmt.max * 1.5, -fmt.max * 3], dtype=dtype), fmt)
+    assert beyond.tolist() == [top, -top]
+    back = fm.from_chart(torch.tensor([*end, top + 0.5, -1e9], dtype=dtype), fmt)
+    assert back[[0, 1, 3, 4, 5, 6]].tolist() == [fmt.max, -fmt.max, 0.0, 0.0, fmt.max, -fmt.max]
+    assert back[2].isnan()
+
+
+@pytest.mark.parametrize("function", [fm.ulp, fm.to_chart, fm.from_chart])
+def test_shapes_strides_and_bad_types(function) -> None:
+    x = torch.linspace(-3, 3, 60).reshape(3, 4, 5)
+    whole = function(x, "E4M3")
+    assert torch.equal(function(x.permute(2, 0, 1), "E4M3"), whole.permute(2, 0, 1))
+    assert torch.equal(function(x[:, ::2], "E4M3"), whole[:, ::2])
+    assert function(x[1, 2, 3], "E4M3").shape == ()
+    assert function(x[:0], "E4M3").shape == (0, 4, 5)
+    assert torch.equal(function(x.clone().requires_grad_(), "E4M3").detach(), whole)
+    with pytest.raises(TypeError, match="int32"):
+        function(torch.ones(3, dtype=torch.int32), "E4M3")
+    with pytest.raises(ValueError, match="E4N3"):
+        function(x, "E4N3")

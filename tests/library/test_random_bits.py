@@ -1,0 +1,335 @@
+"""The counter-based random bits: uniform, uncorrelated along every coordinate, and a function of the key alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import fp8manifold as fm
+
+N = 1 << 20
+BITS = 24
+RANGE = 1 << BITS
+#: |correlation| of n independent pairs is below this but for one case in 16,000. All inputs are fixed.
+BOUND = 4 / math.sqrt(N)
+WORDS = ("seed", "step", "stream")
+KEYS = [
+    {"seed": 0},
+    {"seed": 1},
+    {"seed": 2**63 + 11, "step": 3, "stream": 2},
+    {"seed": 123, "step": 99_999, "stream": 147, "offset": 2**32 - N // 2},
+    {"seed": 7, "step": 2**40, "stream": 2**35, "offset": 2**50 + 3},
+]
+LAGS = (1, 2, 3, 4, 7, 8, 16, 31, 64, 127, 128, 129, 256, 512, 768, 1000, 1024, 4096, 65535, 65536, 131072)
+every_key = pytest.mark.parametrize("key", KEYS, ids=str)
+
+
+def draws(n: int = N, **key: int) -> NDArray[np.int64]:
+    return fm.random_bits((n,), **{"seed": 0, **key}).numpy().astype(np.int64)
+
+
+def correlation(a: NDArray[np.int64], b: NDArray[np.int64]) -> float:
+    """Of uniform draws, whose mean and variance are known."""
+    mean, variance = (RANGE - 1) / 2, (RANGE**2 - 1) / 12
+    return float(np.mean((a - mean) * (b - mean)) / variance)
+
+
+def bit_correlations(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Of each of the 24 bits with itself."""
+    different = a ^ b
+    return np.array([1 - 2 * np.mean(different >> bit & 1) for bit in range(BITS)])
+
+
+def assert_independent(a: NDArray[np.int64], b: NDArray[np.int64], context: str) -> None:
+    """Values and single bits uncorrelated; equal draws as rare as chance has them."""
+    bound = 4 / math.sqrt(len(a))
+    assert abs(correlation(a, b)) < bound, context
+    assert abs(bit_correlations(a, b)).max() < 1.25 * bound, context  # the largest of 24
+    expected = len(a) / RANGE
+    assert (a == b).sum() <= expected + 6 * math.sqrt(expected) + 4, context
+
+
+def chi_square_sigmas(counts: NDArray[np.int64]) -> float:
+    """How many standard deviations chi-square is from its mean under a uniform distribution."""
+    expected, freedom = counts.sum() / len(counts), len(counts) - 1
+    chi_square = float(((counts - expected) ** 2).sum() / expected)
+    return (chi_square - freedom) / math.sqrt(2 * freedom)
+
+
+# ------------------------------------------------------------------------------------------ one stream
+@every_key
+def test_range_and_dtype(key: dict[str, int]) -> None:
+    ours = fm.random_bits((N,), **key)
+    assert ours.dtype == torch.int32
+    assert ours.min() >= 0
+    assert ours.max() < RANGE
+    assert ours.max() > RANGE - 2**9
+    assert ours.min() < 2**9
+
+
+@every_key
+def test_each_bit_is_uniform(key: dict[str, int]) -> None:
+    x = draws(**key)
+    ones = np.array([np.mean(x >> bit & 1) for bit in range(BITS)])
+    assert abs(2 * ones - 1).max() < 1.25 * BOUND
+
+
+@every_key
+def test_bits_of_a_draw_are_independent(key: dict[str, int]) -> None:
+    signs = np.stack([1.0 - 2 * (draws(**key) >> bit & 1) for bit in range(BITS)])
+    correlations = signs @ signs.T / N
+    assert abs(correlations - np.eye(BITS)).max() < 1.3 * BOUND  # the largest of 276
+
+
+@every_key
+def test_bytes_are_uniform(key: dict[str, int]) -> None:
+    x = draws(**key)
+    for shift in (0, 4, 8, 12, 16):
+        assert abs(chi_square_sigmas(np.bincount(x >> shift & 255, minlength=256))) < 4.5
+    for shift in (0, 8, 12):
+        assert abs(chi_square_sigmas(np.bincount(x >> shift & 4095, minlength=4096))) < 4.5
+
+
+@every_key
+def test_pairs_and_triples_are_uniform(key: dict[str, int]) -> None:
+    """The top bits of successive draws fill the square and the cube."""
+    x = draws(**key)
+    pairs = (x[:-1] >> 18) << 6 | x[1:] >> 18
+    triples = (x[:-2] >> 20) << 8 | (x[1:-1] >> 20) << 4 | x[2:] >> 20
+    low_pairs = (x[:-1] & 63) << 6 | x[1:] & 63
+    for cells in (pairs, triples, low_pairs):
+        assert abs(chi_square_sigmas(np.bincount(cells, minlength=4096))) < 4.5
+
+
+@every_key
+def test_moments(key: dict[str, int]) -> None:
+    u = (draws(**key) + 0.5) / RANGE
+    for power in (1, 2, 3, 4):
+        sigma = math.sqrt((1 / (2 * power + 1) - 1 / (power + 1) ** 2) / N)
+        assert abs(np.mean(u**power) - 1 / (power + 1)) < 4 * sigma
+
+
+@every_key
+def test_lags_are_uncorrelated(key: dict[str, int]) -> None:
+    x = draws(**key)
+    for lag in LAGS:
+        assert_independent(x[lag:], x[:-lag], f"lag {lag}")
+
+
+@every_key
+def test_xor_lags_are_uncorrelated(key: dict[str, int]) -> None:
+    """Elements whose indices differ in one bit."""
+    x, index = draws(**key), np.arange(N)
+    for bit in range(20):
+        clear = index[index >> bit & 1 == 0]  # every pair once
+        assert_independent(x[clear], x[clear | 1 << bit], f"index bit {bit}")
+
+
+@every_key
+def test_draws_repeat_as_often_as_chance_has_them(key: dict[str, int]) -> None:
+    """2^20 independent draws out of 2^24 leave RANGE * (1 - exp(-1/16)) distinct values."""
+    rate = N / RANGE
+    expected = RANGE * (1 - math.exp(-rate))
+    sigma = math.sqrt(RANGE * math.exp(-rate) * (1 - (1 + rate) * math.exp(-rate)))
+    assert abs(len(np.unique(draws(**key))) - expected) < 5 * sigma
+
+
+# ------------------------------------------------------------------------------ one stream and another
+CHANGES = ((0, 1), (1, 1), (7, 1), (41, 1), (0, 2), (0, 16), (0, 256), (5, 2**16), (3, 2**31), (9, 2**32))
+NEIGHBOURS = [({word: value}, {word: value + change}) for word in WORDS for value, change in CHANGES]
+NEIGHBOURS += [({"seed": 3, "step": 1}, {"seed": 3, "stream": 1}), ({"seed": 1, "step": 0}, {"seed": 0, "step": 1})]
+neighbours = pytest.mark.parametrize(("one", "other"), NEIGHBOURS, ids=str)
+#: For the tests that compare two streams in many alignments: consecutive keys, and two keys exchanged.
+consecutive = pytest.mark.parametrize(
+    ("one", "other"), NEIGHBOURS[:30:10] + NEIGHBOURS[3:30:10] + NEIGHBOURS[30:], ids=str
+)
+
+
+@neighbours
+def test_neighbouring_keys_are_uncorrelated(one: dict[str, int], other: dict[str, int]) -> None:
+    assert_independent(draws(**one), draws(**other), f"{one} {other}")
+
+
+@consecutive
+def test_one_stream_is_no_shift_of_another(one: dict[str, int], other: dict[str, int]) -> None:
+    """Not by any small number of elements, nor by a power of two, forwards or backwards."""
+    a, b = draws(**one), draws(**other)
+    for shift in (*range(1, 17), *(1 << k for k in range(5, 18))):
+        assert_independent(a[shift:], b[:-shift], f"shift {shift}")
+        assert_independent(b[shift:], a[:-shift], f"shift -{shift}")
+
+
+@consecutive
+def test_one_stream_is_no_xor_permutation_of_another(one: dict[str, int], other: dict[str, int]) -> None:
+    a, b, index = draws(**one), draws(**other), np.arange(N)
+    for mask in (*range(1, 16), *(1 << k for k in range(4, 20)), N - 1):
+        assert_independent(a, b[index ^ mask], f"index ^ {mask}")
+
+
+@consecutive
+def test_one_stream_is_no_permutation_of_another(one: dict[str, int], other: dict[str, int]) -> None:
+    """As sets, two streams share what chance gives: whatever the order, and whatever constant is xored in."""
+    a, b = np.unique(draws(**one)), np.unique(draws(**other))
+    expected = len(a) * len(b) / RANGE
+    for mask in (0, RANGE - 1, 1, 1 << 23):
+        assert abs(len(np.intersect1d(a, b ^ mask, assume_unique=True)) - expected) < 5 * math.sqrt(expected)
+
+
+@neighbours
+def test_the_difference_of_two_streams_is_no_constant(one: dict[str, int], other: dict[str, int]) -> None:
+    """Neither their sum, difference nor xor favours any value: not shifted noise."""
+    a, b = draws(**one), draws(**other)
+    for combined in ((a - b) % RANGE, (a + b) % RANGE, a ^ b):
+        for shift in (0, 12):
+            assert abs(chi_square_sigmas(np.bincount(combined >> shift & 4095, minlength=4096))) < 4.5
+
+
+def test_every_bit_of_every_key_word_changes_half_of_the_bits() -> None:
+    """Avalanche: one flipped bit of a key or of the high half of the offset flips 12 of 24 bits on average."""
+    n = 4096
+    base = {"seed": 0x1234_5678_9ABC_DEF0, "step": 20_000, "stream": 37, "offset": 12_345}
+    original = draws(n, **base)
+    for word, bit in itertools.product(base, range(64)):
+        flipped = draws(n, **(base | {word: base[word] ^ (1 << bit)}))
+        changed = np.mean([(original ^ flipped) >> k & 1 for k in range(BITS)])
+        assert abs(changed - 0.5) < 5 * 0.5 / math.sqrt(n * BITS), (word, bit)
+
+
+def test_many_small_keys_give_unrelated_draws() -> None:
+    """Along (seed, step, stream) at one element: each key word is a coordinate as good as the index."""
+    for word in WORDS:
+        along = np.array([draws(1, **{word: value})[0] for value in range(1 << 14)])
+        assert abs(correlation(along[1:], along[:-1])) < 4 / math.sqrt(len(along))
+        assert abs(chi_square_sigmas(np.bincount(along >> 16, minlength=256))) < 4.5
+        assert abs(chi_square_sigmas(np.bincount(along & 255, minlength=256))) < 4.5
+
+
+def test_no_two_of_many_keys_share_a_sequence() -> None:
+    """6^3 keys, the first 64 draws of each at every alignment: no run of three draws occurs twice."""
+    runs: set[tuple[int, ...]] = set()
+    keys = list(itertools.product(range(6), repeat=3))
+    for key in keys:
+        x = draws(66, **dict(zip(WORDS, key, strict=True))).tolist()
+        runs |= {tuple(x[i : i + 3]) for i in range(64)}
+    assert len(runs) == 64 * len(keys)
+
+
+def test_sums_over_streams_are_as_spread_as_independent_ones() -> None:
+    """The mean of 256 streams at each element has the variance of a mean of 256 independent draws."""
+    streams = np.stack([draws(1 << 12, seed=5, step=2, stream=s) for s in range(256)])
+    mean, variance = (RANGE - 1) / 2, (RANGE**2 - 1) / 12
+    z = (streams.mean(axis=0) - mean) / math.sqrt(variance / 256)
+    assert abs(z.mean()) < 4 / math.sqrt(len(z))
+    assert abs(z.var() - 1) < 4 * math.sqrt(2 / len(z))
+
+
+# ------------------------------------------------------------------------- a function of the key alone
+@pytest.mark.parametrize("offset", [0, 5, 65_536, 2**32 - 1000, 2**32, 2**32 + 77, 2**53, 2**62])
+def test_parts_are_cut_from_the_whole(offset: int) -> None:
+    key = {"seed": 8, "step": 4, "stream": 6}
+    whole = fm.random_bits((200_000,), **key, offset=offset)
+    for start, stop in ((0, 1), (1, 2), (0, 65_536), (65_535, 65_537), (999, 1001), (777, 131_073), (131_072, 200_000)):
+        part = fm.random_bits((stop - start,), **key, offset=offset + start)
+        assert torch.equal(part, whole[start:stop])
+
+
+def test_shape_is_row_major() -> None:
+    flat = fm.random_bits((24,), seed=3)
+    assert torch.equal(fm.random_bits((2, 3, 4), seed=3), flat.reshape(2, 3, 4))
+    assert fm.random_bits((), seed=3) == flat[0]
+    assert fm.random_bits((0,), seed=3).shape == (0,)
+    assert fm.random_bits((3, 0), seed=3).shape == (3, 0)
+    assert torch.equal(fm.random_bits(torch.Size([4]), seed=3), flat[:4])
+
+
+def test_high_offsets_are_not_low_ones() -> None:
+    low = draws(offset=0)
+    for offset in (2**32, 2**33, 2**40, 2**63):
+        assert_independent(low, draws(offset=offset), f"offset {offset}")
+
+
+def test_an_answer_is_not_a_view_of_a_cache() -> None:
+    first = fm.random_bits((1000,), seed=1)
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(fm.random_bits((1000,), seed=1), kept)
+
+
+def test_global_random_state_is_neither_used_nor_changed() -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = fm.random_bits((1000,), seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(999)
+    assert torch.equal(fm.random_bits((1000,), seed=1), first)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_number_of_threads_does_not_matter(threads: int) -> None:
+    before = torch.get_num_threads()
+    expected = fm.random_bits((N,), seed=6)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(fm.random_bits((N,), seed=6), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("word", ["seed", "step", "stream", "offset"])
+def test_words_out_of_range_are_named(word: str) -> None:
+    key = {"seed": 0}
+    for value in (-1, 2**64):
+        with pytest.raises(ValueError, match=rf"{word}={value}"):
+            fm.random_bits((3,), **(key | {word: value}))
+    for value in (1.5, "1", None, True):
+        with pytest.raises(TypeError, match=word):
+            fm.random_bits((3,), **(key | {word: value}))  # type: ignore[arg-type]
+    assert fm.random_bits((3,), **(key | {word: 2**64 - 1})).shape == (3,)
+
+
+def test_the_seed_is_required() -> None:
+    with pytest.raises(TypeError, match="seed"):
+        fm.random_bits((3,))  # type: ignore[call-arg]
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.parametrize("n", [1, 1000, 100_000])
+def test_compiled_is_eager(n: int) -> None:
+    def draw() -> torch.Tensor:
+        return fm.random_bits((n,), seed=42, step=17, stream=5, offset=2**32 - 500)
+
+    assert torch.equal(torch.compile(draw)(), draw())
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+def test_compiled_is_eager_when_the_step_changes() -> None:
+    """From the second value on, torch.compile treats the step as a symbol."""
+
+    def draw(step: int) -> torch.Tensor:
+        return fm.random_bits((1000,), seed=42, step=step, stream=5)
+
+    compiled = torch.compile(draw)
+    for step in (0, 1, 2, 3, 2**33):
+        assert torch.equal(compiled(step), draw(step))
+
+
+# ------------------------------------------------------------------------------------ for all time
+GOLDEN: list[tuple[dict[str, int], list[int]]] = [
+    ({"seed": 0}, [6670574, 10070138, 7652464, 12498536, 6841553, 1862877]),
+    ({"seed": 1, "step": 2, "stream": 3}, [8809687, 13808414, 15682877, 16037148, 163626, 15996505]),
+    (
+        {"seed": 2**64 - 1, "step": 10**6, "stream": 147, "offset": 2**32 - 3},
+        [12665533, 7238182, 10391066, 13974059, 3406891, 12186137],
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "expected"), GOLDEN, ids=str)
+def test_pinned_values(key: dict[str, int], expected: list[int]) -> None:
+    """Runs are to be repeated in later releases too: these never change."""
+    assert fm.random_bits((len(expected),), **key).tolist() == expected
