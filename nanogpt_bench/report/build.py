@@ -81,7 +81,7 @@ def facts_of(runs: Sequence[Run]) -> dict[str, str]:
         "Machine": _listed(_machine(run.environment) for run in runs),
         "Date": _dates(runs),
         "Corpus": _listed(_corpus(run.environment) for run in runs),
-        "Model": _listed(_model(run) for run in runs),
+        "Model": _model(runs),
         "Steps": _listed(run.summary.get("steps") for run in runs),
         "Versions": _listed(_versions(run.environment) for run in runs),
         "Runs": str(len(runs)),
@@ -98,7 +98,7 @@ def _listed(values: Any, most: int = 4) -> str:
 def _machine(environment: Mapping[str, Any]) -> str:
     parts = [environment.get("gpu"), environment.get("cpu"), environment.get("platform")]
     threads = environment.get("threads")
-    return ", ".join(str(part) for part in [*parts, f"{threads} thread(s) a run" if threads else None] if part)
+    return ", ".join(str(part) for part in [*parts, f"threads a run: {threads}" if threads else None] if part)
 
 
 def _dates(runs: Sequence[Run]) -> str:
@@ -113,7 +113,7 @@ def _corpus(environment: Mapping[str, Any]) -> str:
     if not isinstance(corpus, Mapping):
         return ""
     source = corpus.get("source")
-    text = ", ".join(f"{k} {v}" for k, v in source.items()) if isinstance(source, Mapping) else str(source or "")
+    text = ", ".join(f"{k}: {v}" for k, v in source.items()) if isinstance(source, Mapping) else str(source or "")
     splits = corpus.get("splits")
     sizes = [
         f"{name} {part['tokens']:,} tokens"
@@ -123,11 +123,15 @@ def _corpus(environment: Mapping[str, Any]) -> str:
     return "; ".join(part for part in (text, ", ".join(sizes)) if part)
 
 
-def _model(run: Run) -> str:
-    parameters, quantized = run.number("parameters"), run.number("quantized_parameters")
-    if parameters is None:
-        return ""
-    return f"{parameters:,.0f} parameters" + (f" ({quantized:,.0f} quantised)" if quantized else "")
+def _model(runs: Sequence[Run]) -> str:
+    """The parameters, and how many of them are quantised where some are."""
+    whole = _listed(f"{n:,.0f}" for run in runs if (n := run.number("parameters")) is not None)
+    part = _listed(f"{n:,.0f}" for run in runs if (n := run.number("quantized_parameters")))
+    return (
+        f"{whole} parameters" + (f", {part} of them quantised in the rows with a format" if part else "")
+        if whole
+        else ""
+    )
 
 
 def _versions(environment: Mapping[str, Any]) -> str:

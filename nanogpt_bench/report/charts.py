@@ -48,7 +48,7 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if lines:
                 layout = _axes(axis, "nats per token") | _range(series.loss_range(lines))
-                traces = [_trace(line, looks[line.label]) for line in lines]
+                traces = [_trace(line, looks[line.label], marked=not smoothed) for line in lines]
                 charts.append(Chart(f"{name}-{axis}", f"{title} {words}", caption, traces, layout))
     return charts
 
@@ -58,7 +58,7 @@ def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     lines = series.stall_lines(rows)
     layout = _axes("step", "share of weights")
     layout["yaxis"] |= {"range": [-0.02, 1.04], "tickformat": ".0%"}
-    traces = [_trace(line, looks[line.label]) for line in lines]
+    traces = [_trace(line, looks[line.label], marked=True) for line in lines]
     return Chart("stall", "Stall by step", "", traces, layout, wide=True) if lines else None
 
 
@@ -81,18 +81,20 @@ def _histogram_chart(place: int, histogram: series.GridHistogram, look: Look) ->
     }
     marked, texts = series.position_ticks(histogram, 2)
     layout = _axes("value in units of the row's scale", "share of weights") | {"bargap": 0}
-    layout["xaxis"] |= {"tickvals": marked, "ticktext": texts, "showgrid": False}
+    reach = 1.02 * max(abs(histogram.positions[0]), abs(histogram.positions[-1]))
+    layout["xaxis"] |= {"tickvals": marked, "ticktext": texts, "tickangle": 0, "showgrid": False}
+    layout["xaxis"]["range"] = [-reach, reach]
     layout["yaxis"] |= {"tickformat": "~%", "nticks": 5}
     layers = "1 layer" if histogram.layers == 1 else f"{histogram.layers} layers"
     caption = f"{histogram.weights:,} weights of {layers}, {histogram.format}."
     return Chart(f"weights-{place}", histogram.label, caption, [trace], layout, height=270)
 
 
-def _trace(line: series.Line, look: Look) -> dict[str, Any]:
+def _trace(line: series.Line, look: Look, *, marked: bool) -> dict[str, Any]:
     seed = f" · seed {line.seed}" if line.seed is not None else ""
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(line.xs) <= MARKED_POINTS else "lines",
+        "mode": "lines+markers" if marked and len(line.xs) <= MARKED_POINTS else "lines",
         "x": line.xs,
         "y": line.ys,
         "name": escape(line.label + seed),
