@@ -1,0 +1,221 @@
+"""The figures of the geometry page.  Everything in them is computed by the library when the pages are built."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import fp8manifold as fm
+
+# Okabe and Ito's colours, told apart under every common colour blindness; each also has a line style of its own.
+LOOKS = {
+    "E1M6": {"color": "#555555", "linestyle": (0, (1, 1.2))},
+    "E3M4": {"color": "#E69F00", "linestyle": (0, (5, 1, 1, 1))},
+    "E4M3": {"color": "#0072B2", "linestyle": "-"},
+    "E5M2": {"color": "#009E73", "linestyle": (0, (6, 2))},
+    "E7M0": {"color": "#D55E00", "linestyle": (0, (3, 1.2))},
+}
+NEAREST, STOCHASTIC, EXACT = "#D55E00", "#0072B2", "#222222"
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "svg.hashsalt": "fp8manifold",
+    "svg.fonttype": "path",
+}
+
+
+def normal_weights(sd: float, n: int = 20_000) -> torch.Tensor:
+    """A made-up layer: normally distributed weights, the same ones in every figure."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(0)) * sd
+
+
+def grid_manifold(weights: torch.Tensor, name: str) -> fm.FP8Manifold:
+    """The manifold that quantize_model would store these weights on: a power-of-two scale with headroom."""
+    return fm.FP8Manifold(name, fm.storage_scale(weights, name, "tensor"))
+
+
+def number_line() -> Figure:
+    """Where the values of four formats lie, and the chart that numbers them."""
+    figure, (line, chart) = plt.subplots(1, 2, figsize=(10, 4.2), width_ratios=(1.25, 1), layout="constrained")
+    names = ("E1M6", "E4M3", "E5M2", "E7M0")
+    for row, name in enumerate(names):
+        fmt = fm.FloatFormat.from_string(name)
+        inside = [v for v in fmt.values if 0 <= v <= 4]
+        line.vlines(inside, -row - 0.32, -row + 0.32, color=LOOKS[name]["color"], linewidth=0.9)
+        x = torch.linspace(-4, 4, 4001, dtype=torch.float64)
+        chart.plot(x, fm.to_chart(x, fmt), label=name, **LOOKS[name])
+    line.set(yticks=range(0, -len(names), -1), yticklabels=names, xlabel="value", xlim=(-0.05, 4.05))
+    line.set_title("representable values from 0 to 4: one tick each")
+    line.spines["left"].set_visible(False)
+    line.tick_params(left=False)
+    chart.set(xlabel="value w", ylabel="code φ(w)", xticks=range(-4, 5, 2))
+    chart.set_title("the chart: value to signed code")
+    chart.legend(loc="upper left", handlelength=3.2)
+    return figure
+
+
+def stiffness() -> Figure:
+    """The spacing as a staircase, and how unevenly it falls over the weights of a layer."""
+    figure, (stairs, bars) = plt.subplots(1, 2, figsize=(10, 4.0), width_ratios=(1.25, 1), layout="constrained")
+    weights = normal_weights(0.05)
+    names = ("E1M6", "E3M4", "E4M3", "E5M2", "E7M0")
+    x = torch.logspace(-4.5, 0.15, 3000, dtype=torch.float64)
+    spreads = []
+    for name in names:
+        manifold = grid_manifold(weights, name)
+        stairs.plot(x, manifold.stiffness(x), label=name, **LOOKS[name])
+        spreads.append(manifold.stiffness(weights).log2().std().item())
+    stairs.set(xscale="log", yscale="log", xlabel="size of the weight |w|", ylabel="one ULP, S(w)")
+    stairs.set_title("stiffness: the spacing at a weight")
+    stairs.legend(loc="lower right", handlelength=3.2)
+    drawn = bars.barh(names, spreads, color=[LOOKS[name]["color"] for name in names], height=0.6)
+    bars.bar_label(drawn, [f"{spread:.2f}" for spread in spreads], padding=4)
+    bars.invert_yaxis()
+    bars.set(xlabel="standard deviation of log₂ S, in binades", xlim=(0, 1.2 * max(spreads)))
+    bars.set_title("warp over weights from N(0, 0.05²)")
+    return figure
+
+
+def moving() -> Figure:
+    """The probability of moving, and where a weight gets to under a steady small update."""
+    figure, (chance, drift) = plt.subplots(1, 2, figsize=(10, 4.0), layout="constrained")
+    _probability(chance)
+    _drift(drift)
+    return figure
+
+
+def _probability(axes: Axes) -> None:
+    """Share of 4000 write-backs that changed the weight, against the requested update in ULPs."""
+    sizes = torch.linspace(0, 1.2, 121)
+    weight, ulp = 1.25, fm.ulp(torch.tensor(1.25), "E4M3").item()
+    target = (weight + ulp * sizes).expand(4000, -1)
+    inward = 1 - fm.ulp(torch.tensor(1.0), "E4M3").item() * sizes
+    axes.plot(sizes, (fm.round_to_grid(target[0], "E4M3") != weight).float(), color=NEAREST, label="nearest")
+    axes.plot(
+        sizes,
+        (fm.round_to_grid(inward, "E4M3") != 1).float(),
+        color=NEAREST,
+        linestyle=":",
+        label="nearest, shrinking from a power of two",
+    )
+    moved = fm.round_to_grid(target, "E4M3", "stochastic", seed=0) != weight
+    axes.plot(sizes, moved.float().mean(0), color=STOCHASTIC, linestyle=(0, (6, 1.5)), label="stochastic")
+    axes.set(xlabel="requested update |u| / S, in ULPs", ylabel="probability of moving", ylim=(-0.04, 1.45))
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_title("one step of an E4M3 weight")
+    axes.legend(loc="upper left")
+
+
+def _drift(axes: Axes, steps: int = 200, update: float = 0.005, copies: int = 400) -> None:
+    """A weight at 1 asked to grow by 0.005 (0.04 ULP) two hundred times."""
+    paths = torch.empty(steps + 1, copies)
+    paths[0] = 1
+    stuck = torch.ones(steps + 1)
+    for t in range(steps):
+        paths[t + 1] = fm.round_to_grid(paths[t] + update, "E4M3", "stochastic", seed=0, step=t)
+        stuck[t + 1] = fm.round_to_grid(stuck[t : t + 1] + update, "E4M3")
+    axes.plot(paths[:, 0], color=STOCHASTIC, linewidth=1, alpha=0.75, label="stochastic, one weight")
+    axes.plot(paths.mean(1), color=STOCHASTIC, linestyle=(0, (6, 1.5)), label=f"stochastic, mean of {copies}")
+    axes.plot([0, steps], [1, 1 + steps * update], color=EXACT, linestyle=":", label="without rounding")
+    axes.plot(stuck, color=NEAREST, label="nearest")
+    axes.set(xlabel="steps", ylabel="weight", ylim=(0.93, 2.55))
+    axes.set_title("200 updates of +0.005, each 0.04 ULP")
+    axes.legend(loc="upper left")
+
+
+def stalled() -> Figure:
+    """Share of a layer's weights that nearest rounding freezes, against the learning rate."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.0), layout="constrained")
+    weights = normal_weights(0.05)
+    rates = torch.logspace(-4.5, -0.9, 181)
+    for name in ("E3M4", "E4M3", "E5M2", "E7M0"):
+        manifold = grid_manifold(weights, name)
+        before = manifold.projx(weights)
+        axes.plot(rates, [_lost(manifold, before, lr) for lr in rates.tolist()], label=name, **LOOKS[name])
+    axes.axvline(1e-3, color="#999999", linewidth=0.8)
+    axes.text(1.06e-3, 1.055, "lr 10⁻³", color="#555555", fontsize=9)
+    axes.set(xscale="log", xlabel="learning rate (Adam-like direction of size 1)", ylim=(-0.03, 1.12))
+    axes.set_ylabel("share of updates lost")
+    axes.set_title("nearest write-back, weights from N(0, 0.05²)")
+    axes.legend(loc="lower left", handlelength=3.2)
+    return figure
+
+
+def _lost(manifold: fm.FP8Manifold, before: torch.Tensor, lr: float) -> float:
+    """Share of the weights that a step of size lr, up or down at random, leaves where they were."""
+    signs = torch.randint(2, before.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    target = before - lr * signs
+    return fm.monitor.update_lost(before, target, manifold.projx(target))
+
+
+def crossing() -> Figure:
+    """A weight that has to change sign in E7M0, with and without the lower bound on the stiffness."""
+    figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+    bounds = {
+        "S / S_ref at least 2⁻⁸ (the default)": (2.0**-8, STOCHASTIC, "-"),
+        "no lower bound": (0.0, NEAREST, (0, (4, 1.5))),
+    }
+    for label, (damping, color, linestyle) in bounds.items():
+        axes.plot(_cross_zero(damping), color=color, linestyle=linestyle, label=label)
+    axes.axhline(0, color="#999999", linewidth=0.8)
+    axes.set_yscale("symlog", linthresh=2.0**-40, base=2)
+    ticks = {2.0**-2: "¼", 2.0**-14: "2⁻¹⁴", 2.0**-26: "2⁻²⁶"}
+    axes.set_yticks([*ticks, 0, *(-t for t in ticks)], [*ticks.values(), "0", *(f"−{t}" for t in ticks.values())])
+    axes.minorticks_off()
+    axes.set(xlabel="steps of StiffnessAdamW, k = 1", ylabel="weight (signed log scale)", ylim=(-1, 2**12))
+    axes.set_title("a weight pulled from +¼ to −¼ in E7M0")
+    axes.legend(loc="upper right")
+    return figure
+
+
+def _cross_zero(damping: float, steps: int = 300) -> list[float]:
+    """The path of the one weight of 64 that is pulled from +1/4 to -1/4; the others are at home at 1/4."""
+    import geoopt
+
+    goal = torch.full((64,), 0.25)
+    manifold = fm.FP8Manifold("E7M0", fm.storage_scale(goal, "E7M0", "tensor"))
+    weight = geoopt.ManifoldParameter(manifold.projx(goal), manifold=manifold)
+    optimizer = fm.optim.StiffnessAdamW([weight], lr=0.05, damping=damping)
+    goal[0] = -0.25
+    path = [0.25]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (weight - goal).abs().sum().backward()
+        optimizer.step()
+        path.append(weight[0].item())
+    return path
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "number-line": number_line,
+    "stiffness": stiffness,
+    "moving": moving,
+    "stalled": stalled,
+    "crossing": crossing,
+}
+
+
+def draw_all(folder: Path, suffix: str = "svg") -> None:
+    """Draw every figure into the folder."""
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        for name, draw in FIGURES.items():
+            figure = draw()
+            figure.savefig(folder / f"{name}.{suffix}", dpi=110, facecolor="white", metadata=_undated(suffix))
+            plt.close(figure)
+
+
+def _undated(suffix: str) -> dict[str, None] | None:
+    return {"Date": None} if suffix == "svg" else None
+
+

@@ -1,0 +1,94 @@
+"""Sphinx configuration: figures and tables are drawn by the library itself before every build."""
+
+import inspect
+import re
+import sys
+import warnings
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+GENERATED = HERE / "generated"
+sys.path.insert(0, str(HERE))
+
+# geoopt scripts one helper at import; nothing a user of it can change.
+warnings.filterwarnings("ignore", message="`torch.jit.script`")
+
+project = "fp8manifold"
+author = "the fp8manifold authors"
+project_copyright = "the fp8manifold authors"
+release = version = installed_version("fp8manifold")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "generated"]
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+nitpicky = True
+# Names of other projects, of typing's anonymous aliases, and of attributes that are documented in their class's text.
+# The build must not need a network, so there is no inventory to look them up in.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|geoopt|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
+    (r"py:.*", r"(float|int|str|bool|None|dict|list|tuple|object|cached_property|NoneType)"),
+    (r"py:data", r"LAYOUTS"),
+    (r"py:.*", r"(TypeError|ValueError|FloatingPointError|UserWarning|Callable|Mapping|Sequence|Iterable|Literal)"),
+    (
+        r"py:.*",
+        r"(fp8manifold\.[\w.]+\.)?(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
+        r"|Parameters|ScaleLike|Storage)",
+    ),
+]
+
+html_theme = "furo"
+html_title = "fp8manifold"
+html_static_path = ["_static"]
+html_css_files = ["figures.css"]
+html_show_sourcelink = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+
+def _generate(_app: Any) -> None:
+    """Draw the figures and write the tables that the pages include."""
+    from _figures import draw_all
+    from _tables import write_all
+
+    draw_all(GENERATED)
+    write_all(GENERATED)
+
+
+def _join_names(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
+    """Put a list of argument names that is broken after a comma on one line, as napoleon needs it."""
+    text = "\n".join(lines)
+    lines[:] = re.sub(r"^( {4}(?:\w+, )*\w+,)\n +((?:\w+, )*\w+: )", r"\1 \2", text, flags=re.MULTILINE).split("\n")
+
+
+def _keep_property(_app: Any, what: str, _name: str, obj: Any, _options: Any, lines: list[str]) -> None:
+    """Put back what napoleon takes for "type: description" in the one-line docstring of a property."""
+    if what == "property":
+        lines[:] = [*(inspect.getdoc(obj) or "").splitlines(), ""]
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Generate before any page is read; correct docstrings before and after napoleon (priority 500)."""
+    app.connect("builder-inited", _generate)
+    app.connect("autodoc-process-docstring", _join_names, priority=400)
+    app.connect("autodoc-process-docstring", _keep_property, priority=600)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
