@@ -45,7 +45,7 @@ def grid_manifold(weights: torch.Tensor, name: str) -> fm.FP8Manifold:
 
 def number_line() -> Figure:
     """Where the values of four formats lie, and the chart that numbers them."""
-    figure, (line, chart) = plt.subplots(1, 2, figsize=(10, 4.2), width_ratios=(1.25, 1), layout="constrained")
+    figure, (line, chart) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.25, 1), layout="constrained")
     names = ("E1M6", "E4M3", "E5M2", "E7M0")
     for row, name in enumerate(names):
         fmt = fm.FloatFormat.from_string(name)
@@ -65,7 +65,7 @@ def number_line() -> Figure:
 
 def stiffness() -> Figure:
     """The spacing as a staircase, and how unevenly it falls over the weights of a layer."""
-    figure, (stairs, bars) = plt.subplots(1, 2, figsize=(10, 4.0), width_ratios=(1.25, 1), layout="constrained")
+    figure, (stairs, bars) = plt.subplots(1, 2, figsize=(9, 4.0), width_ratios=(1.25, 1), layout="constrained")
     weights = normal_weights(0.05)
     names = ("E1M6", "E3M4", "E4M3", "E5M2", "E7M0")
     x = torch.logspace(-4.5, 0.15, 3000, dtype=torch.float64)
@@ -87,7 +87,7 @@ def stiffness() -> Figure:
 
 def moving() -> Figure:
     """The probability of moving, and where a weight gets to under a steady small update."""
-    figure, (chance, drift) = plt.subplots(1, 2, figsize=(10, 4.0), layout="constrained")
+    figure, (chance, drift) = plt.subplots(1, 2, figsize=(9, 4.0), layout="constrained")
     _probability(chance)
     _drift(drift)
     return figure
@@ -169,10 +169,10 @@ def crossing() -> Figure:
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=2.0**-40, base=2)
     ticks = {2.0**-2: "¼", 2.0**-14: "2⁻¹⁴", 2.0**-26: "2⁻²⁶"}
-    axes.set_yticks([*ticks, 0, *(-t for t in ticks)], [*ticks.values(), "0", *(f"−{t}" for t in ticks.values())])
+    axes.set_yticks([*ticks, 0, *(-t for t in ticks)], [*ticks.values(), "0", *(f"\u2212{t}" for t in ticks.values())])
     axes.minorticks_off()
     axes.set(xlabel="steps of StiffnessAdamW, k = 1", ylabel="weight (signed log scale)", ylim=(-1, 2**12))
-    axes.set_title("a weight pulled from +¼ to −¼ in E7M0")
+    axes.set_title("a weight pulled from +¼ to \u2212¼ in E7M0")
     axes.legend(loc="upper right")
     return figure
 
@@ -217,5 +217,3 @@ def draw_all(folder: Path, suffix: str = "svg") -> None:
 
 def _undated(suffix: str) -> dict[str, None] | None:
     return {"Date": None} if suffix == "svg" else None
-
-

@@ -1,0 +1,45 @@
+"""StiffnessAdamW on a small network whose hidden layers are 8-bit numbers, beside AdamW on float32 weights."""
+
+import math
+
+import torch
+from torch import nn
+
+import fp8manifold as fm
+
+STEPS = 600
+
+
+def network() -> nn.Sequential:
+    """One input, one output, two hidden layers; the same initial weights every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Fit two periods of a sine and return the mean squared error."""
+    x = torch.linspace(-1, 1, 256)[:, None]
+    y = torch.sin(2 * math.pi * x)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        return (model(x) - y).square().mean().item()
+
+
+def main() -> None:
+    """Train three ways and print the errors."""
+    model = network()
+    print(f"float32, AdamW:                    {train(model, torch.optim.AdamW(model.parameters(), lr=4e-3)):.5f}")
+    for writeback in ("nearest", "stochastic"):
+        model = fm.quantize_model(network(), "E4M3", storage="grid")
+        stiffness = fm.optim.anneal(1.0, 0.0, STEPS)
+        optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, stiffness=stiffness, writeback=writeback)
+        print(f"{f'E4M3, StiffnessAdamW, {writeback}:':<35}{train(model, optimizer):.5f}")
+
+
+if __name__ == "__main__":
+    main()

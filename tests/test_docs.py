@@ -1,0 +1,183 @@
+"""The documentation builds without a warning, its examples run, and what it says about the code is so."""
+
+import doctest
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fp8manifold as fm
+from nanogpt_bench.cli import build_parser, split_overrides
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.settings import FIELDS, parse_overrides
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.*"))]
+MAIN_JOB = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[bench]" && nanogpt-bench compare'
+TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest'
+# geoopt scripts one helper at import: the one warning that is let through.
+STRICT = ("-W", "error", "-W", "ignore:`torch.jit.script`")
+
+
+def run_python(arguments: Sequence[str | Path], cwd: Path) -> str:
+    """Run Python with warnings as errors, and return what it printed; fail with its output otherwise."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, *STRICT, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def bench_commands() -> list[str]:
+    """Every nanogpt-bench command line of the pages and the README."""
+    text = "\n".join("\n".join(blocks(page, "(?:console|sh)")) for page in PAGES if page.suffix == ".md")
+    return sorted(set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", text, re.MULTILINE)))
+
+
+def load(path: Path) -> ModuleType:
+    """Import a module of the documentation from its file."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages, from a copy of the sources, so that a build changes nothing in the checkout."""
+    folder = tmp_path_factory.mktemp("docs")
+    ignored = shutil.ignore_patterns("_build", "generated", "__pycache__")
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored)
+    shutil.copy(README, folder)
+    # Sphinx's own and its extensions' deprecations are not ours to see: its -W turns every warning of the build
+    # into a failure, -n every reference without a target.
+    build = ["-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html", "docs", "site"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *build]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+def documented(site: Path) -> set[str]:
+    """Names of the objects the site describes, from its inventory."""
+    content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    lines = zlib.decompress(content).decode().splitlines()
+    return {line.split()[0] for line in lines if " py:" in line}
+
+
+def test_the_site_describes_every_public_name(site: Path) -> None:
+    namespaces = {"fp8manifold": fm, "fp8manifold.optim": fm.optim, "fp8manifold.monitor": fm.monitor}
+    public = {f"{prefix}.{name}" for prefix, namespace in namespaces.items() for name in namespace.__all__}
+    assert public - documented(site) - namespaces.keys() == set()
+
+
+def test_the_figures_are_on_the_pages(site: Path) -> None:
+    figures = load(ROOT / "docs" / "_figures.py").FIGURES
+    geometry = (site / "geometry.html").read_text(encoding="utf-8")
+    for name in figures:
+        assert f"_images/{name}.svg" in geometry
+        assert (site / "_images" / f"{name}.svg").stat().st_size > 5000
+
+
+def test_the_tables_are_on_the_pages(site: Path) -> None:
+    bench = (site / "bench.html").read_text(encoding="utf-8")
+    missing = [name for name in [*RULES, *FIELDS] if f'<span class="pre">{name}</span>' not in bench]
+    # Long code words are broken at hyphens into several spans.
+    assert [name for name in missing if "-" not in name] == []
+    assert "57344" in (site / "geometry.html").read_text(encoding="utf-8")
+
+
+def test_no_page_loads_anything_but_mathjax_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', page.read_text("utf-8"))
+        assert [address for address in loaded if "mathjax" not in address] == [], page.name
+
+
+def test_the_doctests_of_the_table_writer_pass() -> None:
+    result = doctest.testmod(load(ROOT / "docs" / "_tables.py"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_readme_code_trains(tmp_path: Path) -> None:
+    geoopt_block, model_block = blocks(README, "python")
+    script = tmp_path / "readme.py"
+    check = "assert loss.item() < {bound}, loss\nprint('trained')\n"
+    first = "import torch\ntorch.manual_seed(0)\n" + geoopt_block + check.format(bound=1.0)
+    second = model_block + check.format(bound=0.5)
+    script.write_text(first + second, encoding="utf-8")
+    assert run_python([script], tmp_path).split() == ["trained", "trained"]
+
+
+def test_start_page_code_runs(tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    step = "\nmodel(torch.ones(4, 16)).sum().backward()\noptimizer.step()\nprint(type(model[0]).__name__)\n"
+    script.write_text("\n".join(blocks(ROOT / "docs" / "start.md", "python")) + step, encoding="utf-8")
+    assert run_python([script], tmp_path).strip() == "QuantizedLinear"
+
+
+def test_geoopt_example(tmp_path: Path) -> None:
+    printed = run_python([ROOT / "examples" / "geoopt_drop_in.py"], tmp_path)
+    last = {name: float(loss) for name, loss in re.findall(r"(\w+): loss [\d.]+ -> ([\d.]+)", printed)}
+    assert last["stochastic"] < 2
+    assert last["nearest"] > 2 * last["stochastic"]
+
+
+def test_stiffness_example(tmp_path: Path) -> None:
+    printed = run_python([ROOT / "examples" / "stiffness_adamw.py"], tmp_path)
+    float32, nearest, stochastic = map(float, re.findall(r": +([\d.]+)$", printed, re.MULTILINE))
+    assert float32 < stochastic < 0.02
+    assert nearest > 2 * stochastic
+
+
+def test_every_example_is_covered() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"geoopt_drop_in.py", "stiffness_adamw.py"}
+
+
+def test_readme_has_the_two_commands() -> None:
+    commands = [block.strip() for block in blocks(README, "sh")]
+    assert commands == [MAIN_JOB, TESTS]
+
+
+def test_readme_formats_are_the_librarys() -> None:
+    assert load(ROOT / "docs" / "_tables.py").formats_table() in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if not target.startswith("http")]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("command", bench_commands())
+def test_commands_of_the_pages_are_understood(command: str) -> None:
+    words, overrides = split_overrides(shlex.split(command)[1:])
+    parser, _ = build_parser()
+    args, unknown = parser.parse_known_args(words)
+    assert unknown == []
+    assert args.handler is not None
+    assert set(parse_overrides(overrides)) <= {*FIELDS, "rule"}
+
+
+def test_pages_know_nothing_of_the_machine_they_were_written_on() -> None:
+    for page in PAGES:
+        assert re.findall(r"/tmp/|/work/|/root/|/home/", page.read_text(encoding="utf-8")) == [], page.name
