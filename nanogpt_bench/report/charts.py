@@ -38,9 +38,9 @@ def colour(look: Look) -> str:
     return "@ink" if look.colour is None else f"@{look.colour}"
 
 
-def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
+def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
     """Validation and training loss, by step and by wall-clock; those without data are left out."""
-    charts = []
+    charts: list[Chart] = []
     for name, key, title in (("val", "val/loss", "Validation loss"), ("train", "train/loss", "Training loss")):
         for against, axis, words in ((series.BY_STEP, "step", "by step"), (series.BY_TIME, "seconds", "by wall-clock")):
             smoothed = key == "train/loss"
@@ -48,9 +48,23 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if lines:
                 layout = _axes(axis, "nats per token") | _range(series.loss_range(lines))
-                traces = [_trace(line, looks[line.label], marked=not smoothed) for line in lines]
+                traces = _traces(lines, looks, marked=not smoothed)
                 charts.append(Chart(f"{name}-{axis}", f"{title} {words}", caption, traces, layout))
+        if key == "val/loss":
+            charts += _close_chart(rows, looks, reference)
     return charts
+
+
+def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
+    """The validation loss magnified near the reference, where most rows lie on each other otherwise."""
+    lines = series.lines(rows, "val/loss")
+    limits = series.close_range(lines, reference)
+    if limits is None:
+        return []
+    traces = _traces(lines, looks, marked=True)
+    layout = _axes("step", "nats per token") | _range(limits)
+    caption = "Magnified: the scale ends where the reference was after a third of its steps."
+    return [Chart("val-close", "Validation loss near the reference", caption, traces, layout, wide=True)]
 
 
 def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
@@ -58,7 +72,7 @@ def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     lines = series.stall_lines(rows)
     layout = _axes("step", "share of weights")
     layout["yaxis"] |= {"range": [-0.02, 1.04], "tickformat": ".0%"}
-    traces = [_trace(line, looks[line.label], marked=True) for line in lines]
+    traces = _traces(lines, looks, marked=True)
     return Chart("stall", "Stall by step", "", traces, layout, wide=True) if lines else None
 
 
@@ -82,12 +96,24 @@ def _histogram_chart(place: int, histogram: series.GridHistogram, look: Look) ->
     marked, texts = series.position_ticks(histogram, 2)
     layout = _axes("value in units of the row's scale", "share of weights") | {"bargap": 0}
     reach = 1.02 * max(abs(histogram.positions[0]), abs(histogram.positions[-1]))
-    layout["xaxis"] |= {"tickvals": marked, "ticktext": texts, "tickangle": 0, "showgrid": False}
+    layout["xaxis"] |= {
+        "tickvals": marked,
+        "ticktext": texts,
+        "tickangle": 0,
+        "ticklabeloverflow": "allow",
+        "showgrid": False,
+    }
     layout["xaxis"]["range"] = [-reach, reach]
     layout["yaxis"] |= {"tickformat": "~%", "nticks": 5}
     layers = "1 layer" if histogram.layers == 1 else f"{histogram.layers} layers"
     caption = f"{histogram.weights:,} weights of {layers}, {histogram.format}."
     return Chart(f"weights-{place}", histogram.label, caption, [trace], layout, height=270)
+
+
+def _traces(lines: Sequence[series.Line], looks: Mapping[str, Look], *, marked: bool) -> list[dict[str, Any]]:
+    """One trace a line; the reference, in ink, comes last and so lies on top."""
+    ordered = sorted(lines, key=lambda line: looks[line.label].colour is None)
+    return [_trace(line, looks[line.label], marked=marked) for line in ordered]
 
 
 def _trace(line: series.Line, look: Look, *, marked: bool) -> dict[str, Any]:
@@ -112,7 +138,7 @@ def _axes(x: str, y: str) -> dict[str, Any]:
         "xaxis": {"title": {"text": x}, "automargin": True, "zeroline": False},
         "yaxis": {"title": {"text": y}, "automargin": True, "zeroline": False},
         "showlegend": False,
-        "margin": {"l": 8, "r": 12, "t": 10, "b": 8},
+        "margin": {"l": 8, "r": 20, "t": 10, "b": 8},
         "hovermode": "closest",
     }
 

@@ -44,10 +44,11 @@ def write_figures(results: Sequence[Result], looks: Mapping[str, Look], folder: 
     """Draw every figure there is data for into `folder`, as NAME.png and NAME.svg; returns the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [result.row for result in results]
+    reference = next((result.row.label for result in results if result.reference), None)
     written: list[Path] = []
     with _drawing():
         for name, drawn in (
-            ("loss_curves", loss_curves(rows, looks)),
+            ("loss_curves", loss_curves(rows, looks, reference)),
             ("gap", gap_bars(results, looks)),
             ("stall", stall_over_steps(rows, looks)),
             ("weights", weight_histograms(results, looks)),
@@ -75,17 +76,21 @@ def _save(drawn: Figure, stem: Path) -> list[Path]:
     return paths
 
 
-def loss_curves(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
-    """Validation and (smoothed) training loss over the steps, every row against the reference."""
+def loss_curves(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None = None) -> Figure | None:
+    """Validation loss, the same magnified near the reference, and (smoothed) training loss over the steps."""
     val, train = series.lines(rows, "val/loss"), series.lines(rows, "train/loss", smoothed=True)
     if not val and not train:
         return None
-    drawn = Figure(figsize=(12, 5.2), layout="constrained")
-    left, right = drawn.subplots(1, 2)
-    for axes, lines, title in ((left, val, "Validation loss"), (right, train, "Training loss, smoothed")):
+    close = series.close_range(val, reference)
+    panels = [("Validation loss", val, series.loss_range(val))]
+    panels += [("Validation loss near the reference", val, close)] if close else []
+    panels += [("Training loss, smoothed", train, series.loss_range(train))]
+    drawn = Figure(figsize=(5.2 * len(panels), 5.0), layout="constrained")
+    for axes, (title, lines, limits) in zip(drawn.subplots(1, len(panels)), panels, strict=True):
         _plot(axes, lines, looks, markers=lines is val)
         axes.set(title=title, xlabel="step", ylabel="nats per token")
-        axes.set_ylim(series.loss_range(lines))
+        if limits is not None:
+            axes.set_ylim(limits)
     _legend(drawn, [*val, *train], looks)
     return drawn
 
@@ -121,7 +126,13 @@ def _legend(drawn: Figure, lines: Sequence[series.Line], looks: Mapping[str, Loo
     """One legend under the axes, a row once however many seeds it has."""
     labels = list(dict.fromkeys(line.label for line in lines))
     keys = [Line2D([], [], linestyle=MATPLOTLIB_DASHES[looks[label].dash], **_pen(looks[label])) for label in labels]
-    drawn.legend(keys, [figure_label(label) for label in labels], loc="outside lower center", ncols=3, handlelength=3.2)
+    drawn.legend(
+        keys,
+        [figure_label(label) for label in labels],
+        loc="outside lower center",
+        ncols=3 if drawn.get_figwidth() < 12 else 5,
+        handlelength=3.2,
+    )
 
 
 def figure_label(label: str) -> str:
@@ -157,9 +168,9 @@ def _gap_bar(axes: Axes, place: int, result: Result, look: Look) -> None:
     hatch = None if look.dash == "solid" else "///"
     axes.barh(place, result.gap.mean, xerr=spread, height=0.62, color=look.hex(), hatch=hatch, edgecolor="white")
     end = max(0.0, result.gap.mean + (spread or 0.0))
-    share = f" ({result.gap_share:+.1%})" if result.gap_share is not None else ""
+    share = f" ({result.gap_share:+z.1%})" if result.gap_share is not None else ""
     axes.annotate(
-        f"{result.gap.mean:+.3f}{share}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10
+        f"{result.gap.mean:+z.3f}{share}", (end, place), (5, 0), textcoords="offset points", va="center", fontsize=10
     )
 
 

@@ -71,7 +71,7 @@ def render(page: Page) -> str:
 def _all_charts(page: Page) -> dict[str, Chart]:
     rows = [result.row for result in page.results]
     found: list[Chart | None] = [
-        *charts.loss_charts(rows, page.looks),
+        *charts.loss_charts(rows, page.looks, next((r.row.label for r in page.results if r.reference), None)),
         charts.stall_chart(rows, page.looks),
         *charts.histogram_charts(page.results, page.looks),
     ]

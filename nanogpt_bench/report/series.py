@@ -78,6 +78,20 @@ def loss_range(drawn: Sequence[Line]) -> tuple[float, float] | None:
     return bottom - margin, top + margin
 
 
+def close_range(drawn: Sequence[Line], reference: str | None) -> tuple[float, float] | None:
+    """The loss axis for telling apart the rows near the reference; None when there is no reference to be near to.
+
+    From the lowest loss of all to the reference's own a third of the way on.
+    """
+    own = [(x, y) for line in drawn if line.label == reference for x, y in zip(line.xs, line.ys, strict=True)]
+    late = [y for x, y in own if y is not None and x >= own[-1][0] / 3]
+    if not late:
+        return None
+    low = min(y for line in drawn for y in line.ys if y is not None)
+    margin = 0.06 * (max(late) - low) or 0.05
+    return low - margin, max(late) + margin
+
+
 def grid_histograms(results: Sequence[Result]) -> list[GridHistogram]:
     """The weights of every row's first run that has some on a grid, one histogram a format."""
     found = []

@@ -47,8 +47,8 @@ def format_gap(result: Result) -> str:
     if result.reference or result.gap is None:
         return "-"
     spread = f" ± {result.gap.spread:.3f}" if result.gap.spread is not None else ""
-    share = f" ({result.gap_share:+.1%})" if result.gap_share is not None else ""
-    return f"{result.gap.mean:+.3f}{spread}{share}"
+    share = f" ({result.gap_share:+z.1%})" if result.gap_share is not None else ""
+    return f"{result.gap.mean:+z.3f}{spread}{share}"
 
 
 def format_stall(result: Result) -> str:

@@ -14,7 +14,7 @@ from nanogpt_bench.report.figures import loss_curves, weight_histograms, write_f
 from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.palette import COLOURS, looks
 from nanogpt_bench.report.results import find_reference, group_rows, measure
-from nanogpt_bench.report.series import grid_histograms, lines, loss_range
+from nanogpt_bench.report.series import close_range, grid_histograms, lines, loss_range
 
 
 def prepared(paths):
@@ -59,8 +59,8 @@ def test_a_run_without_records_is_left_out(tmp_path, write_run):
     whole, empty = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
     (empty / "metrics.jsonl").write_text("")
     results, chosen = prepared([whole, empty])
-    drawn = loss_curves([result.row for result in results], chosen)
-    assert [len(axes.lines) for axes in drawn.axes] == [1, 1]
+    drawn = loss_curves([result.row for result in results], chosen, "bf16-mixed")
+    assert [len(axes.lines) for axes in drawn.axes] == [1, 1, 1]
     assert weight_histograms(results, chosen) is None
 
 
@@ -85,6 +85,14 @@ def test_the_loss_axis_leaves_out_the_first_descent(tmp_path, write_run):
     (result,), _ = prepared([write_run(tmp_path / "a")])
     low, high = loss_range(lines([result.row], "val/loss"))
     assert low < 2.1 < high < math.log(256)
+
+
+def test_the_magnified_axis_holds_the_end_of_the_reference_and_not_of_a_row_far_off(tmp_path, write_run):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="nearest", fmt="E7M0", final=4.5)]
+    drawn = lines(group_rows([load_run(path) for path in runs]), "val/loss")
+    low, high = close_range(drawn, "bf16-mixed")
+    assert low < 2.1 < high < 4.5
+    assert close_range(drawn, None) is None
 
 
 def test_histograms_add_up_over_layers(tmp_path, write_run):
