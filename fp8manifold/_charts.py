@@ -89,11 +89,9 @@ class UlpChart:
     def _power(self, x: Tensor) -> Tensor:
         power = binade(x.detach(), self.lowest)
         highest = self.highest
-        return (
-            torch.minimum(power, torch.ldexp(power.new_ones(()), highest))
-            if isinstance(highest, Tensor)
-            else (power.clamp(max=2.0**highest))
-        )
+        if isinstance(highest, Tensor):
+            return torch.minimum(power, torch.ldexp(torch.ones_like(highest, dtype=power.dtype), highest))
+        return power.clamp(max=2.0**highest)
 
     def _codes_below(self, power: Tensor) -> Tensor:
         """``(e - lowest) 2^M``: the steps below the binade, short of those its own mantissa counts."""

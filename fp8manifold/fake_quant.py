@@ -10,7 +10,7 @@ from fp8manifold._float_bits import working_dtype
 from fp8manifold._rounding import Rounding
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
-from fp8manifold.scaling import Granularity, amax_scale
+from fp8manifold.scaling import ROUNDING_OF_SCALES, Granularity, amax_scale
 
 __all__ = ["STE", "STES", "fake_quantize"]
 
@@ -81,7 +81,7 @@ class _FakeQuantize(torch.autograd.Function):
         work = working_dtype(x)
         units = x.to(work) / scale.to(work)
         if ste == "clipped":
-            ctx.save_for_backward(units.abs() <= fmt.max)
+            ctx.save_for_backward(units.abs() <= fmt.max * ROUNDING_OF_SCALES)
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
         return (round_to_grid(units, fmt, **options) * scale.to(work)).to(x.dtype)
@@ -93,7 +93,7 @@ class _FakeQuantize(torch.autograd.Function):
             gradient = torch.zeros_like(gradient)
         elif ctx.ste != "identity":
             (passes,) = ctx.saved_tensors
-            gradient = gradient * passes
+            gradient = gradient.masked_fill(~passes, 0.0)
         return gradient, None, None, None, None
 
 
@@ -105,6 +105,7 @@ def _as_scale(x: Tensor, scale: Tensor | float) -> Tensor:
         fits = False
     if not fits:
         raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}")
-    if not torch.compiler.is_compiling() and not bool((tensor > 0).all()):
-        raise ValueError(f"scale holds {tensor.min().item()}: every entry must be positive")
+    if not torch.compiler.is_compiling() and not bool(((tensor > 0) & tensor.isfinite()).all()):
+        bad = tensor[~((tensor > 0) & tensor.isfinite())][0].item() if tensor.dim() else tensor.item()
+        raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
     return tensor

@@ -128,7 +128,7 @@ class FloatFormat:
             raise ValueError(_unreadable(name, text, f" ({error})")) from None
         raise ValueError(_unreadable(name, text, ""))
 
-    @cached_property
+    @property
     def name(self) -> str:
         """The shortest spelling that :meth:`from_string` reads back as this format."""
         e, m = self.exponent_bits, self.mantissa_bits
@@ -160,12 +160,12 @@ class FloatFormat:
         """Exponent of the smallest normal number, which the subnormals share: ``1 - bias``."""
         return 1 - self.bias
 
-    @cached_property
+    @property
     def emax(self) -> int:
         """Exponent of the largest finite number."""
         return max(self.max_code >> self.mantissa_bits, 1) - self.bias
 
-    @cached_property
+    @property
     def max_code(self) -> int:
         """Code of the largest finite value, and so the number of steps from zero to it."""
         magnitudes = self.sign_bit
@@ -173,7 +173,7 @@ class FloatFormat:
             return magnitudes - (1 << self.mantissa_bits) - 1
         return magnitudes - (2 if self.layout in ("fn", "p3109e") else 1)
 
-    @cached_property
+    @property
     def nan_codes(self) -> tuple[int, ...]:
         """Codes that stand for NaN, ascending; empty where the layout has none."""
         if self.layout == "ieee":
@@ -184,14 +184,14 @@ class FloatFormat:
             return () if self.layout == "finite" else (self.sign_bit,)
         return (*positive, *(code + self.sign_bit for code in positive))
 
-    @cached_property
+    @property
     def nan_code(self) -> int | None:
         """The code a NaN is encoded to (the positive quiet NaN), or None."""
         if not self.nan_codes:
             return None
         return self.max_code + 1 + (1 << (self.mantissa_bits - 1)) if self.layout == "ieee" else self.nan_codes[0]
 
-    @cached_property
+    @property
     def inf_code(self) -> int | None:
         """Code of +Inf, or None where the layout has no Inf; -Inf has the sign bit set as well."""
         return self.max_code + 1 if self.layout in ("ieee", "p3109e") else None
@@ -236,7 +236,7 @@ class FloatFormat:
         """Number of codes that stand for a finite number (+0 and -0 are two codes)."""
         return len(self.values)
 
-    @cached_property
+    @property
     def max(self) -> float:
         """The largest finite value."""
         return self.decode_code(self.max_code)

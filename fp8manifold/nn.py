@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8manifold._checks import check_choice, check_int
+from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.fake_quant import STE, STES, fake_quantize
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
@@ -114,6 +114,7 @@ class QuantizedLinear(nn.Linear):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
+        check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.spec, self.storage = spec, storage
@@ -279,6 +280,9 @@ def _read_formats(formats: Formats, granularity: Granularity) -> dict[str, Layer
         formats = {"*": formats}
     if not formats:
         raise ValueError("formats is empty: give a format, or a mapping from layer pattern to format")
+    for pattern in formats:
+        if not isinstance(pattern, str):
+            raise TypeError(f"formats has the key {pattern!r}: a layer pattern must be a string")
     return {pattern: _read_spec(pattern, value, granularity) for pattern, value in formats.items()}
 
 
@@ -301,7 +305,7 @@ def _read_spec(pattern: str, value: object, granularity: Granularity) -> LayerSp
 
 def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
     """The spec of every layer to replace, by name, in the model's order."""
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, QuantizedLinear)]
     chosen: dict[str, str] = {}
     for pattern in sorted(specs, key=lambda p: len(p.replace("*", "").replace("?", ""))):
         matched = [name for name in names if _matches(pattern, name)]
@@ -312,12 +316,12 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
             raise ValueError(f"pattern {pattern!r} matches none of the {len(names)} linear layers{hint}")
         chosen.update(dict.fromkeys(matched, pattern))
     for name in chosen:
-        if isinstance(_linear_at(model, name), QuantizedLinear):
+        if isinstance(_linear_at(model, name), QuantizedLinear) and not specs[chosen[name]].quantizes_nothing:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
     return {
         name: specs[chosen[name]]
         for name in names
-        if name in chosen and not specs[chosen[name]].quantizes_nothing and type(_linear_at(model, name)) is nn.Linear
+        if name in chosen and not specs[chosen[name]].quantizes_nothing
     }
 
 
@@ -339,7 +343,7 @@ def _linear_at(model: nn.Module, name: str) -> nn.Linear:
 
 def _refuse_shared_weights(model: nn.Module, specs: dict[str, LayerSpec]) -> None:
     owners: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules():
+    for module_name, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(f"{module_name}.{name}".lstrip("."))
     for layer in specs:

@@ -26,6 +26,9 @@ Policy = Literal["dynamic", "static"]
 GRANULARITIES: Final = ("tensor", "channel")
 POLICIES: Final = ("dynamic", "static")
 
+ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
+"""Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
+
 _DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
 
 
@@ -157,7 +160,7 @@ class Scale(nn.Module):
         return f"{self.format.name}, {self.granularity}, {self.policy}"
 
     def _warn_if_saturated(self, x: Tensor) -> None:
-        limit = self.value * self.format.max
+        limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
         amax = _amax(x, self.granularity, self.axis)
         if bool((amax > limit).any()):
             worst = (amax / limit).max().item()

@@ -1,6 +1,7 @@
 """What our optimizers share: parameter kinds, checks, state layout, skipped steps and the observer of a step."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,7 +15,7 @@ from fp8manifold._float_bits import working_dtype
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._writeback import write_back
 
-__all__ = ["ManifoldOptimizer", "StepView", "check_betas", "manifold_of", "own_manifold", "reject_flags"]
+__all__ = ["ManifoldOptimizer", "StepView", "check_betas", "check_finite", "manifold_of", "own_manifold", "reject_flags"]
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 
@@ -61,10 +62,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         stabilize_every: int | None,
         reset_every: int | None,
     ) -> None:
-        check_choice("on_nonfinite", on_nonfinite, ("skip", "raise"))
-        for name, value in (("stabilize_every", stabilize_every), ("reset_every", reset_every)):
-            if value is not None:
-                check_int(name, value, 1, 2**62)
         options = {"on_nonfinite": on_nonfinite, "stabilize_every": stabilize_every, "reset_every": reset_every}
         super().__init__(params, defaults | options)
 
@@ -160,11 +157,18 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""
         lr = group["lr"]
-        check_number("lr", lr.item() if isinstance(lr, Tensor) else lr, 0.0)
-        check_number("weight_decay", group["weight_decay"], 0.0)
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
+        check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+        check_finite("weight_decay", group["weight_decay"])
         if "seed" in group:
             check_int("seed", group["seed"], 0, 2**64 - 1)
-        group.setdefault("initial_lr", lr)
+        check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
+        for name in ("stabilize_every", "reset_every"):
+            if group[name] is not None:
+                check_int(name, group[name], 1, 2**62)
+        reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
+        group.setdefault("start_lr", float(lr))
 
     def _step_parameter(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -229,6 +233,11 @@ def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
     """The parameter's manifold where it is one of this library's."""
     manifold = manifold_of(parameter)
     return manifold if isinstance(manifold, StiffnessManifold) else None
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number in [0, inf)."""
+    check_number(name, value, 0.0, math.inf, open_high=True)
 
 
 def check_betas(betas: Any) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fp8manifold.grid import round_to_grid
@@ -24,5 +25,9 @@ def write_back(
     scale = manifold.scale.to(target.dtype)
     if writeback == "nearest":
         return round_to_grid(target / scale, manifold.format) * scale
-    units = round_to_grid(target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream)
-    return units * scale
+    after = round_to_grid(target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream) * scale
+    if bool((torch.frexp(scale).mantissa == 0.5).all()):
+        return after
+    # dividing by any other scale puts points of the grid a hair off it, where a draw could move them
+    nearest = round_to_grid(target / scale, manifold.format) * scale
+    return torch.where(nearest == target, target, after)

@@ -15,6 +15,7 @@ from fp8manifold.optim._base import (
     ManifoldOptimizer,
     Parameters,
     check_betas,
+    check_finite,
     manifold_of,
     own_manifold,
     reject_flags,
@@ -37,11 +38,15 @@ class _Riemannian(ManifoldOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""
-        explicit = isinstance(param_group, dict) and param_group.get("lr") is not None
+        if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):
+            super().add_param_group(param_group)  # torch says what is wrong with it
+        if "stabilize" in param_group:
+            param_group["stabilize_every"] = param_group.pop("stabilize")
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
         own = [isinstance(p, Tensor) and own_manifold(p) is not None for p in tensors]
+        explicit = param_group.get("lr") is not None
         if param_group.get("lr", self.defaults["lr"]) is None:
             param_group["lr"] = _LR_OWN if any(own) else _LR_OTHER
         param_group["own_lr"] = explicit or self.defaults["lr"] is None
@@ -66,7 +71,7 @@ class _Riemannian(ManifoldOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if group["float_lr"] is not None:
-            check_number("float_lr", group["float_lr"], 0.0)
+            check_finite("float_lr", group["float_lr"])
         check_number("damping", group["damping"], 0.0, 1.0)
         check_number("clip", group["clip"], 1.0)
         check_int("refresh_every", group["refresh_every"], 1, 2**62)
@@ -86,7 +91,8 @@ class _Riemannian(ManifoldOptimizer):
         decay = group["weight_decay"] * _progress(group)
         start = before * (1 - decay) if decay else before
         limit = manifold.scale.to(before.dtype) * manifold.format.max
-        target = torch.minimum(torch.maximum(chart.shift(start / unit, steps) * unit, -limit), limit)
+        moved = torch.where(steps == 0, start, chart.shift(start / unit, steps) * unit)
+        target = torch.minimum(torch.maximum(moved, -limit), limit)
         self._write(group, parameter, state, target, manifold.stiffness(before))
 
     def _refresh(self, group: dict[str, Any], manifold: StiffnessManifold, x: Tensor, state: dict[str, Any]) -> None:
@@ -130,7 +136,7 @@ class RiemannianAdam(_Riemannian):
         params: parameters or groups.
         lr: ULPs a step on our manifolds; by default 0.5 there, and geoopt's 1e-3 for a group without any.
         betas, eps, weight_decay, amsgrad: as in geoopt; on our manifolds decay is decoupled, a fraction
-            ``weight_decay * lr / initial_lr`` of the weight a step.
+            ``weight_decay * lr / initial_lr`` of the weight a step, ``initial_lr`` being the one given here.
         stabilize: project every so many steps (geoopt's name of ``stabilize_every``).
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
@@ -215,7 +221,7 @@ class RiemannianAdam(_Riemannian):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_betas(group["betas"])
-        check_number("eps", group["eps"], 0.0)
+        check_finite("eps", group["eps"])
 
     def _direction(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], gradient: Tensor) -> Tensor:
         _make_averages(group, parameter, state)
@@ -332,7 +338,7 @@ class RiemannianSGD(_Riemannian):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_number("momentum", group["momentum"], 0.0)
+        check_finite("momentum", group["momentum"])
         check_number("dampening", group["dampening"], -math.inf)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
@@ -376,8 +382,11 @@ def _with_l2(gradient: Tensor, point: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _progress(group: dict[str, Any]) -> float:
-    """``lr / initial_lr``: how far a schedule has taken the learning rate from where it began."""
-    start = float(group["initial_lr"])
+    """``lr / initial_lr``: how far a schedule has taken the learning rate from what its group was made with.
+
+    A key of our own keeps that: schedulers write theirs, ``initial_lr``, and OneCycleLR puts the warm-up's start there.
+    """
+    start = float(group["start_lr"])
     return float(group["lr"]) / start if start else 1.0
 
 

@@ -14,6 +14,7 @@ from fp8manifold.optim._base import (
     ManifoldOptimizer,
     Parameters,
     check_betas,
+    check_finite,
     manifold_of,
     own_manifold,
     reject_flags,
@@ -133,7 +134,7 @@ class StiffnessAdamW(ManifoldOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_betas(group["betas"])
-        check_number("eps", group["eps"], 0.0)
+        check_finite("eps", group["eps"])
         check_number("damping", group["damping"], 0.0, 1.0)
         check_number("clip", group["clip"], 1.0)
         check_int("refresh_every", group["refresh_every"], 1, 2**62)

@@ -186,12 +186,13 @@ class StiffnessWrapper(torch.optim.Optimizer):
             scale_gradients()
             return loss
 
-        if closure is None:
-            scale_gradients()
-        result = self.optimizer.step(None if closure is None else scaled_closure)
-        for parameter, gradient in kept.items():
-            parameter.grad = gradient
-        return result
+        try:
+            if closure is None:
+                scale_gradients()
+            return self.optimizer.step(None if closure is None else scaled_closure)
+        finally:
+            for parameter, gradient in kept.items():
+                parameter.grad = gradient
 
     def _finish(self, parameter: Tensor, old: Tensor, factor: Tensor | float, stream: int) -> None:
         """Scale what has moved and round it to the grid; what has not moved stays, bit for bit."""
@@ -201,6 +202,6 @@ class StiffnessWrapper(torch.optim.Optimizer):
         target = old.to(work) + (parameter.detach().to(work) - old.to(work)) * factor
         manifold = own_manifold(parameter)
         if manifold is not None:
-            rounding: str = self.writeback or getattr(manifold, "rounding", "nearest")
+            rounding = self.writeback or str(getattr(manifold, "rounding", "nearest"))
             target = write_back(target, manifold, rounding, seed=self.seed, step=self.steps_taken, stream=stream)
         parameter.copy_(target)
