@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 from typing import Protocol
 
 ROUNDINGS = ("nearest", "toward_zero", "up", "down", "stochastic")
@@ -50,16 +51,19 @@ def nan_codes(fmt: Format) -> tuple[int, ...]:
     return tuple(magnitudes) + tuple(m + sign for m in magnitudes)
 
 
+@cache
 def max_code(fmt: Format) -> int:
     """The largest magnitude code that is a finite number."""
     specials = {*nan_codes(fmt), inf_code(fmt)}
     return max(m for m in range(sign_bit(fmt)) if m not in specials)
 
 
+@cache
 def has_negative_zero(fmt: Format) -> bool:
     return sign_bit(fmt) not in nan_codes(fmt)
 
 
+@cache
 def magnitude(code: int, fmt: Format) -> Fraction:
     """The value of a magnitude code if every code, at the top and past it, were a finite number."""
     field, mantissa = divmod(code, 2**fmt.mantissa_bits)

@@ -273,7 +273,7 @@ def test_decode_of_encode_is_round_to_grid(fmt, compare_bits) -> None:
             key = {"seed": 9, "step": 2, "stream": 1} if mode == "stochastic" else {}
             codes = fm.encode(x, fmt, rounding=mode, overflow=policy, **key)
             rounded = as_float64(fm.round_to_grid(x, fmt, mode, policy, **key))
-            compare_bits(fm.decode(codes, fmt, x.dtype), as_float64(rounded), x, f"{fmt.name} {mode} {policy}")
+            compare_bits(fm.decode(codes, fmt, x.dtype), rounded, x, f"{fmt.name} {mode} {policy}")
 
 
 @named
