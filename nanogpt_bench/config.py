@@ -61,10 +61,16 @@ class ModelConfig:
         None, "where quantised weights live; null: the rule's, or master when there are formats", choices=STORAGES
     )
     format: str | None = setting(None, "one format for every linear layer: short for formats: {'*': FORMAT}")
-    formats: dict[str, str] = field(
-        default_factory=dict, metadata=allowed("layer pattern -> format name, or none to leave the layer alone")
+    formats: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=allowed(
+            "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
+            "granularity (tensor, channel), policy (dynamic, static) and ste (identity, clipped, relu, none)"
+        ),
     )
-    headroom: float = setting(16.0, "grid storage: largest value over a row's initial amax", minimum=1.0)
+    headroom: float | None = setting(
+        None, "grid storage: largest value of the grid over a row's initial amax; null: 16", minimum=1.0
+    )
     granularity: str = setting("channel", "one weight scale a tensor or a row", choices=("tensor", "channel"))
 
 
@@ -72,21 +78,28 @@ class ModelConfig:
 class OptimizerConfig:
     """How a step is computed and written back."""
 
-    name: str | None = setting(None, "optimizer; null: the rule's, or adamw", choices=OPTIMIZERS)
+    name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS)
     lr: float | None = setting(
-        None, "peak learning rate (riemannian_adam: ULPs a step); null: the rule's, or 1e-3", above=0.0
+        None, "peak learning rate, in value (riemannian_adam: in ULPs a step); null: the rule's", above=0.0
     )
-    float_lr: float | None = setting(None, "riemannian_adam: learning rate of float parameters", above=0.0)
-    beta1: float = setting(0.9, "decay of the first moment", minimum=0.0, below=1.0)
-    beta2: float = setting(0.99, "decay of the second moment", minimum=0.0, below=1.0)
-    eps: float = setting(1e-8, "added to the root of the second moment", above=0.0)
-    momentum: float = setting(0.9, "sgd: momentum", minimum=0.0, below=1.0)
-    weight_decay: float = setting(0.1, "decoupled decay of parameters with two or more dimensions", minimum=0.0)
+    float_lr: float | None = setting(None, "riemannian_adam: learning rate of float parameters; null: 1e-3", above=0.0)
+    beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
+    beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
+    eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
+    momentum: float | None = setting(None, "sgd: momentum; null: 0.9", minimum=0.0, below=1.0)
+    weight_decay: float | None = setting(
+        None,
+        "decay of parameters with two or more dimensions: decoupled, times lr a step (riemannian_adam: times "
+        "float_lr, quantised weights only; sgd: added to the gradient); null: 0.1, for sgd 0",
+        minimum=0.0,
+    )
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0)
     writeback: str | None = setting(
         None, "grid storage: rounding of a step; null: the rule's", choices=("nearest", "stochastic")
     )
-    stiffness: float | None = setting(None, "stiffness_adamw: exponent k at the first step", minimum=0.0, maximum=4.0)
+    stiffness: float | None = setting(
+        None, "stiffness_adamw: exponent k at the first step; null: 1", minimum=0.0, maximum=4.0
+    )
     stiffness_end: float | None = setting(
         None, "stiffness_adamw: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
     )

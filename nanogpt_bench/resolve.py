@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.config import Config, ModelConfig
+from nanogpt_bench.config import Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.model import SIZES
 from nanogpt_bench.rules import RULES, Rule, rule
@@ -14,7 +14,14 @@ from nanogpt_bench.settings import get
 
 #: optimizers that exist on the grid only
 _GRID_ONLY = ("stiffness_adamw", "riemannian_adam")
-_DEFAULT_LR: dict[str | None, float] = {"adamw": 1e-3, "sgd": 0.1, "stiffness_adamw": 1e-3, "riemannian_adam": 0.5}
+_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+#: the options every optimizer takes, with their defaults; all others must be left out
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAM,
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
+    "stiffness_adamw": {**_ADAM, "stiffness": 1.0, "stiffness_end": None},
+    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
+}
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
@@ -65,13 +72,23 @@ def _fill_formats(model: ModelConfig) -> None:
     if model.format is not None:
         model.formats = {**model.formats, "*": model.format}
         model.format = None
-    model.formats = {pattern: format_name(name, pattern) for pattern, name in model.formats.items()}
-    if all(name == "none" for name in model.formats.values()):
+    model.formats = {pattern: _canonical(value, pattern) for pattern, value in model.formats.items()}
+    if all(value == "none" for value in model.formats.values()):
         model.formats = {}
 
 
-def format_name(name: str, pattern: str = "*") -> str:
-    """Return the canonical name of a format, or "none".
+def _canonical(value: Any, pattern: str) -> Any:
+    """Return a format or layer specification with its formats' canonical names."""
+    if not isinstance(value, dict):
+        return format_name(value, f"model.formats.{pattern}")
+    operands = {
+        key: format_name(value[key], f"model.formats.{pattern}") for key in ("weight", "activation") if value.get(key)
+    }
+    return {**value, **operands}
+
+
+def format_name(name: Any, key: str = "model.format") -> str:
+    """Return the canonical name of a format, or "none"; `key` is what an error names.
 
     >>> format_name("e4m3")
     'E4M3'
@@ -79,12 +96,12 @@ def format_name(name: str, pattern: str = "*") -> str:
     Raises:
         BenchError: no such format.
     """
-    if name.lower() == "none":
+    if name is None or str(name).lower() == "none":
         return "none"
     try:
         return fm.FloatFormat.from_string(name).name
     except (ValueError, TypeError) as error:
-        raise BenchError(f"model.formats.{pattern}: {one_line(error)}") from None
+        raise BenchError(f"{key}: {one_line(error)}") from None
 
 
 def _fill_rule(config: Config, preset: Rule) -> None:
@@ -96,12 +113,11 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage == "grid":
         _fill(optimizer, writeback=preset.writeback or "stochastic")
-    if optimizer.name == "stiffness_adamw" and optimizer.stiffness is None:
-        _fill(optimizer, stiffness=1.0 if preset.stiffness is None else preset.stiffness)
-        _fill(optimizer, stiffness_end=preset.stiffness_end)
-    if optimizer.name == "riemannian_adam":
-        _fill(optimizer, float_lr=preset.float_lr or _DEFAULT_LR["adamw"])
-    _fill(optimizer, lr=preset.lr if config.rule else _DEFAULT_LR[optimizer.name])
+        _fill(config.model, headroom=16.0)
+    _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end, float_lr=preset.float_lr)
+    if config.rule:
+        _fill(optimizer, lr=preset.lr)
+    _fill(optimizer, **_OPTIONS[optimizer.name or ""])
 
 
 def _default_storage(config: Config) -> str:
@@ -158,12 +174,20 @@ def _check_optimizer(config: Config) -> None:
         raise BenchError(
             f"optimizer.name: {optimizer.name!r} needs model.storage grid, not {storage!r}; allowed: adamw, sgd"
         )
-    if storage != "grid" and optimizer.writeback is not None:
-        raise BenchError(f"optimizer.writeback: {optimizer.writeback!r} needs model.storage grid, not {storage!r}")
-    if optimizer.name != "stiffness_adamw" and (optimizer.stiffness, optimizer.stiffness_end) != (None, None):
-        raise BenchError(f"optimizer.stiffness needs optimizer.name stiffness_adamw, not {optimizer.name!r}")
-    if optimizer.name != "riemannian_adam" and optimizer.float_lr is not None:
-        raise BenchError(f"optimizer.float_lr: {optimizer.float_lr!r} needs optimizer.name riemannian_adam")
+    for key in ("optimizer.writeback", "model.headroom"):
+        if storage != "grid" and get(config, key) is not None:
+            raise BenchError(f"{key}: {get(config, key)!r} needs model.storage grid, not {storage!r}")
+    _check_options(optimizer)
+
+
+def _check_options(optimizer: OptimizerConfig) -> None:
+    """Refuse an option that this optimizer would ignore."""
+    for option in sorted({option for options in _OPTIONS.values() for option in options}):
+        value, takers = getattr(optimizer, option), [name for name, known in _OPTIONS.items() if option in known]
+        if value is not None and optimizer.name not in takers:
+            raise BenchError(
+                f"optimizer.{option}: {value!r} is not an option of {optimizer.name}; it belongs to {', '.join(takers)}"
+            )
 
 
 def rule_name(config: Config) -> str:
@@ -184,12 +208,12 @@ def _follows(config: Config, entry: Rule) -> bool:
 
 
 def format_summary(config: Config) -> str:
-    """Return "none", the one format all layers share, or every pattern with its format.
+    """Return the one weight format all patterns share, "mixed" when they differ, "none" without any.
 
     >>> format_summary(Config())
     'none'
     """
-    formats = config.model.formats
-    if set(formats) == {"*"}:
-        return formats["*"]
-    return ",".join(f"{pattern}={name}" for pattern, name in formats.items()) or "none"
+    weights = {
+        value.get("weight") or "none" if isinstance(value, dict) else value for value in config.model.formats.values()
+    }
+    return "mixed" if len(weights) > 1 else next(iter(weights), "none")

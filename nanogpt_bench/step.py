@@ -17,9 +17,6 @@ from nanogpt_bench.optimizers import build_optimizer, stiffness_at
 from nanogpt_bench.schedule import lr_factor
 from nanogpt_bench.surgery import quantize
 
-#: param-group entries that follow the schedule
-_SCHEDULED = ("lr", "float_lr")
-
 
 def model_shape(config: Config, vocab_size: int) -> GPTShape:
     """Return the shape of a resolved configuration's model."""
@@ -45,13 +42,8 @@ class Trainer:
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(model, config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config)
-        self._peaks = [{key: group[key] for key in _SCHEDULED if group.get(key)} for group in self._groups]
-        self._parameters = [parameter for group in self._groups for parameter in group["params"]]
+        self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
     @property
     def tokens_per_step(self) -> int:
@@ -69,7 +61,7 @@ class Trainer:
         The weights stay as they are when the loss is not finite.
         """
         observers = list(observers)
-        factor = self._set_lr(step.number - 1)
+        lr = self._set_lr(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(step, observers)
         norm = self._clip()
@@ -77,7 +69,7 @@ class Trainer:
         step.record.update(
             {
                 "train/loss": loss,
-                "lr": (self.config.optimizer.lr or 0.0) * factor,
+                "lr": lr,
                 "grad/norm": norm,
                 "grad/clipped": int(0 < clip < norm),
             }
@@ -90,11 +82,11 @@ class Trainer:
         return loss
 
     def _set_lr(self, index: int) -> float:
-        factor = lr_factor(self.config.optimizer, index, self.config.train.max_steps)
-        for group, peaks in zip(self._groups, self._peaks, strict=True):
-            for key, peak in peaks.items():
-                group[key] = peak * factor
-        return factor
+        settings = self.config.optimizer
+        lr = (settings.lr or 0.0) * lr_factor(settings, index, self.config.train.max_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)

@@ -18,20 +18,22 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
     settings = config.model
     if settings.storage == "float32":
         return model
+    grid_only = {} if settings.headroom is None else {"headroom": settings.headroom}
     try:
         return fm.quantize_model(
             model,
             formats=dict(settings.formats),
             storage=settings.storage,
-            headroom=settings.headroom,
             granularity=settings.granularity,
             rounding=config.optimizer.writeback or "stochastic",
             seed=config.seed,
+            **grid_only,
         )
     except (ValueError, TypeError) as error:
         raise BenchError(f"model.formats: {one_line(error)}") from None
 
 
 def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:
-    """Return the quantised layers of a model by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
+    """Return the layers whose weights are quantised, by name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
+    return {name: layer for name, layer in layers.items() if layer.weight_format is not None}

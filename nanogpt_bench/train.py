@@ -103,10 +103,10 @@ def _start_folder(run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
     write_json(run_dir / "environment.json", facts)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
     """Write a JSON file so that a reader sees all of it or none."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -221,7 +221,7 @@ class _Run:
     def _finish(self) -> dict[str, Any]:
         self._close()
         self.outcome.seconds = perf_counter() - self.started
-        write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config))
+        write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
         summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.stall)
         write_json(self.run_dir / "summary.json", summary)
         return summary

@@ -52,7 +52,7 @@ def test_settings_of_one_s_own_are_called_custom() -> None:
 def test_the_short_format_replaces_the_pattern_for_everything() -> None:
     config = load_config(None, ["--model.formats", "{'*': E5M2, lm_head: NONE}", "--model.format", "e4m3"])
     assert resolve(config).model.formats == {"*": "E4M3", "lm_head": "none"}
-    assert format_summary(resolve(config)) == "*=E4M3,lm_head=none"
+    assert format_summary(resolve(config)) == "mixed"
 
 
 def test_formats_that_are_all_none_are_a_float_run() -> None:
@@ -83,6 +83,9 @@ def test_an_explicit_learning_rate_wins_over_the_rule() -> None:
         (["--optimizer.name", "riemannian_adam"], ["riemannian_adam", "grid"]),
         (["--optimizer.writeback", "nearest"], ["optimizer.writeback", "grid"]),
         (["--optimizer.stiffness", "1"], ["optimizer.stiffness", "stiffness_adamw"]),
+        (["--optimizer.momentum", "0.5"], ["optimizer.momentum", "0.5", "sgd"]),
+        (["--rule", "sgd", "--optimizer.beta1", "0.5"], ["optimizer.beta1", "sgd", "adamw"]),
+        (["--model.headroom", "4"], ["model.headroom", "4", "grid"]),
         (["--optimizer.float_lr", "1"], ["optimizer.float_lr", "riemannian_adam"]),
         (["--model.format", "E4M3", "--model.storage", "grid", "--optimizer.name", "sgd"], ["sgd", "adamw"]),
         (["--model.format", "E4M3", "--train.precision", "bf16-pure"], ["bf16-pure", "bf16-mixed"]),

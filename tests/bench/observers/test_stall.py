@@ -1,0 +1,84 @@
+"""The stall observer: what it counts on the grid and with master weights, and when it looks."""
+
+from __future__ import annotations
+
+import fp8manifold as fm
+import pytest
+import torch
+from torch import nn
+
+from nanogpt_bench.observers import StallObserver, Step
+from nanogpt_bench.surgery import quantized_layers
+
+
+def model_on(storage: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False))
+    return fm.quantize_model(model, "E4M3", storage)
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, observer: StallObserver, number: int) -> Step:
+    step = Step(number, model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    observer.before_step(step)
+    optimizer.step()
+    observer.after_step(step)
+    return step
+
+
+@pytest.mark.parametrize(("lr", "stalled"), [(1e-6, 1.0), (10.0, 0.0)])
+def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr: float, stalled: float) -> None:
+    model = model_on("grid")
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=lr, stiffness=0.0, writeback="nearest")
+    observer = StallObserver(quantized_layers(model), "grid", interval=1)
+    record = step_once(model, optimizer, observer, 1).record
+    assert record == {"stall/update_lost": stalled, "stall/update_lost/0": stalled, "stall/update_lost/1": stalled}
+    assert observer.mean == stalled
+    assert optimizer.observer is None
+
+
+@pytest.mark.parametrize(("lr", "stalled"), [(1e-6, 1.0), (10.0, 0.0)])
+def test_with_a_master_copy_the_codes_are_compared(lr: float, stalled: float) -> None:
+    model = model_on("master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for layer in quantized_layers(model).values():
+        layer.weight.data.fill_(1.0)
+        layer.weight.data[:, 0] = -4.0  # the row's amax, so that its scale stays when the others move
+    observer = StallObserver(quantized_layers(model), "master", interval=1)
+    if stalled == 0.0:
+        for layer in quantized_layers(model).values():
+            layer.weight.data.normal_()
+    record = step_once(model, optimizer, observer, 1).record
+    assert observer.metric == "stall/code_unchanged"
+    assert record["stall/code_unchanged"] == pytest.approx(stalled, abs=0.25)
+
+
+def test_layers_weigh_by_their_size() -> None:
+    model = model_on("grid")
+    optimizer = fm.optim.StiffnessAdamW(
+        [{"params": [model[0].weight], "lr": 1e-6}, {"params": [model[1].weight], "lr": 10.0}],
+        stiffness=0.0,
+        writeback="nearest",
+    )
+    record = step_once(model, optimizer, StallObserver(quantized_layers(model), "grid", 1), 1).record
+    assert record["stall/update_lost"] == pytest.approx(64 / 80)
+
+
+def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
+    model = model_on("grid")
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
+    observer = StallObserver(quantized_layers(model), "grid", interval=3)
+    assert [bool(step_once(model, optimizer, observer, number).record) for number in range(1, 7)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    last = Step(7, model, optimizer, last=True)
+    observer.before_step(last)
+    optimizer.step()
+    observer.after_step(last)
+    assert "stall/update_lost" in last.record

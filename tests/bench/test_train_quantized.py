@@ -1,0 +1,137 @@
+"""Runs with 8-bit weights: they learn, repeat, stay on the grid and report what the contract asks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8manifold as fm
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.observers import Observer
+from nanogpt_bench.optimizers import stiffness_at
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.surgery import quantized_layers
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+QUANTIZED = [name for name, entry in RULES.items() if entry.storage != "float32"]
+ON_GRID = [name for name, entry in RULES.items() if entry.storage == "grid"]
+#: larger than the defaults, for runs of few steps
+LR = {"riemannian": 0.5}
+
+
+def config_of(tiny: Tiny, rule: str, **overrides: object) -> Config:
+    return tiny(**{"rule": rule, "model__format": "E4M3", "optimizer__lr": LR.get(rule, 0.02), **overrides})
+
+
+@pytest.mark.parametrize("rule", QUANTIZED)
+def test_a_rule_runs_repeats_and_reports(tiny: Tiny, tmp_path: Path, rule: str) -> None:
+    config = config_of(tiny, rule, train__max_steps=40, eval__interval=40)
+    summary, again = run(config, tmp_path / "a"), run(config, tmp_path / "b")
+    assert summary["final_val_loss"] == again["final_val_loss"]
+    assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
+    assert (summary["rule"], summary["format"], summary["storage"]) == (rule, "E4M3", RULES[rule].storage)
+    metric = "stall/code_unchanged" if rule == "master" else "stall/update_lost"
+    assert summary["stall_metric"] == metric
+    records = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    seen = [record for record in records if metric in record]
+    assert [record["step"] for record in seen] == list(range(2, 41, 2))
+    assert 0 <= summary["stall"] <= 1
+    assert f"{metric}/blocks.0.attn.qkv" in seen[0]
+    assert ("stiffness/exponent" in records[1]) is rule.startswith("stiffness")
+
+
+@pytest.mark.parametrize("rule", ON_GRID)
+def test_weights_stay_on_their_grid(tiny: Tiny, rule: str) -> None:
+    trainer = trainer_of(config_of(tiny, rule))
+    before = {name: layer.weight_codes() for name, layer in quantized_layers(trainer.model).items()}
+    for number in range(1, 6):
+        trainer.train_step(trainer.new_step(number, last=False), ())
+    for name, layer in quantized_layers(trainer.model).items():
+        weight = layer.weight.detach().as_subclass(torch.Tensor)
+        decoded = fm.decode(layer.weight_codes(), "E4M3") * layer.weight_scale()
+        assert torch.equal(weight, decoded), name
+        assert not torch.equal(layer.weight_codes(), before[name]), name
+
+
+def trainer_of(config: Config) -> Trainer:
+    config = resolve(config)
+    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
+
+
+def test_the_annealed_exponent_falls_from_one_to_zero(tiny: Tiny, tmp_path: Path) -> None:
+    run(config_of(tiny, "stiffness-anneal", train__max_steps=4), tmp_path / "r")
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["stiffness/exponent"] for record in records[1:]] == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_adamw_on_the_grid_has_no_exponent(tiny: Tiny) -> None:
+    assert stiffness_at(resolve(config_of(tiny, "nearest")), 0) is None
+
+
+@pytest.mark.parametrize(("storage", "per_weight"), [("grid", 9), ("master", 13)])
+def test_bytes_are_those_the_scheme_needs(tiny: Tiny, tmp_path: Path, storage: str, per_weight: int) -> None:
+    rule = "stochastic" if storage == "grid" else "master"
+    summary = run(config_of(tiny, rule), tmp_path / "r")
+    weights = json.loads((tmp_path / "r" / "weights.json").read_text())
+    total, inside = summary["parameters"], summary["quantized_parameters"]
+    rows = 48 + 16 + 64 + 16 + vocabulary_of(tiny)  # one power-of-two scale a row
+    assert summary["bytes_per_parameter"] == pytest.approx(
+        (per_weight * inside + 12 * (total - inside) + rows) / total, rel=1e-9
+    )
+    assert summary["bytes_per_parameter_live"] >= 12
+    assert sum(sum(layer["counts"]) for layer in weights.values()) == inside
+
+
+def vocabulary_of(tiny: Tiny) -> int:
+    return load_corpus(Path(tiny().data.dir), 16).vocab_size
+
+
+def test_histograms_list_every_value_of_the_format_once_in_order(tiny: Tiny, tmp_path: Path) -> None:
+    run(config_of(tiny, "stochastic", model__formats="{lm_head: E7M0}"), tmp_path / "r")
+    weights = json.loads((tmp_path / "r" / "weights.json").read_text())
+    assert weights["lm_head"]["format"] == "E7M0"
+    for layer in weights.values():
+        fmt = fm.FloatFormat.from_string(layer["format"])
+        assert layer["values"] == sorted(set(fmt.values))
+        assert layer["scale_min"] <= layer["scale_max"]
+
+
+def test_float_layers_have_no_histogram(tiny: Tiny, tmp_path: Path) -> None:
+    run(config_of(tiny, "nearest", model__formats="{lm_head: none}"), tmp_path / "r")
+    assert "lm_head" not in json.loads((tmp_path / "r" / "weights.json").read_text())
+    run(tiny(), tmp_path / "f")
+    assert json.loads((tmp_path / "f" / "weights.json").read_text()) == {}
+
+
+def test_watching_the_stall_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    losses = {
+        run(config_of(tiny, "stochastic", monitor__stall=stall), tmp_path / str(stall))["final_val_loss"]
+        for stall in ("true", "false")
+    }
+    assert len(losses) == 1
+
+
+def test_the_riemannian_rule_decays_quantised_weights_at_float_lr(tiny: Tiny) -> None:
+    trainer = trainer_of(config_of(tiny, "riemannian", optimizer__weight_decay=0.2, optimizer__float_lr=0.01))
+    decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+    assert decays == pytest.approx([0.002, 0.0])
+    sizes = [sum(parameter.numel() for parameter in group["params"]) for group in trainer.optimizer.param_groups]
+    assert sizes[0] == sum(layer.weight.numel() for layer in quantized_layers(trainer.model).values())
+
+
+def test_the_float_parameters_of_the_riemannian_rule_follow_the_schedule(tiny: Tiny) -> None:
+    moved = {}
+    for number in (1, 3):  # lr: a third of the peak at step 1, the peak at step 3
+        trainer = trainer_of(config_of(tiny, "riemannian", optimizer__float_lr=0.01))
+        before = trainer.model.position_embedding.weight.detach().clone()
+        trainer.train_step(trainer.new_step(number, last=False), (Observer(),))
+        moved[number] = (trainer.model.position_embedding.weight.detach() - before).abs().max().item()
+    assert moved[3] / moved[1] == pytest.approx(3.0, rel=0.01)
