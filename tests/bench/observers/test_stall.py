@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fp8manifold as fm
 import pytest
 import torch
 from torch import nn
 
+import fp8manifold as fm
 from nanogpt_bench.observers import StallObserver, Step
 from nanogpt_bench.surgery import quantized_layers
 
