@@ -1,0 +1,111 @@
+"""What the tests of the manifolds share: formats, scales, metrics, and an oracle made of nothing but a list of values.
+
+The oracle reads the geometry off the representable numbers by linear interpolation, with no exponent, bias or bit in
+sight: the chart interpolates codes over values, its inverse values over codes, and the stiffness is the gap above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import oracle
+import torch
+from hypothesis import settings
+from numpy.typing import NDArray
+
+import fp8manifold as fm
+
+Float64 = NDArray[np.float64]
+Scale = float | torch.Tensor
+
+FORMATS = {fmt.name: fmt for fmt in fm.NAMED_FORMATS.values()}
+#: One of each kind: the OCP ones, a uniform grid, powers of two, no -0, powers of two without -0, four bits.
+FEW = {name: FORMATS[name] for name in ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P1", "E2M1")}
+SCALES: dict[str, Scale] = {
+    "1": 1.0,
+    "2^-7": 2.0**-7,
+    "0.3": 0.3,
+    "rows": torch.tensor([[0.25], [1.7], [3.0]], dtype=torch.float64),
+}
+
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=200)
+
+
+def ulp_as_function(x: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
+    return fm.ulp(x, fmt)
+
+
+def smooth_function(x: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
+    return (x.abs() + fmt.min_normal) * 2.0**-fmt.mantissa_bits
+
+
+METRICS = {
+    "ulp": "ulp",
+    "log": "log",
+    "euclidean": "euclidean",
+    "function-ulp": ulp_as_function,
+    "function-smooth": smooth_function,
+}
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """Values of a format in ascending order, zero once, their signed codes, and the value that would come next."""
+
+    values: Float64
+    codes: Float64
+    beyond: float
+
+    def chart(self, x: Float64) -> Float64:
+        return np.interp(x, self.values, self.codes)
+
+    def inverse(self, c: Float64) -> Float64:
+        return np.interp(c, self.codes, self.values)
+
+    def stiffness(self, x: Float64) -> Float64:
+        """The gap that holds |x|, or begins there."""
+        knots = np.append(self.values[self.values >= 0], self.beyond)
+        gap = np.searchsorted(knots, np.abs(x), side="right") - 1
+        return np.diff(knots)[np.minimum(gap, len(knots) - 2)]
+
+
+@cache
+def ruler(fmt: fm.FloatFormat) -> Ruler:
+    top = oracle.max_code(fmt)
+    positive = np.array([float(oracle.magnitude(m, fmt)) for m in range(top + 2)])
+    values = np.concatenate([-positive[top:0:-1], positive[: top + 1]])
+    return Ruler(values, np.arange(-top, top + 1, dtype=np.float64), float(positive[-1]))
+
+
+def grid(fmt: fm.FloatFormat, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Every value of the format in ascending order, and -0 at the end."""
+    return torch.tensor([*ruler(fmt).values, -0.0], dtype=torch.float64).to(dtype)
+
+
+def off_grid(fmt: fm.FloatFormat, count: int, seed: int = 0, share: float = 1.0) -> torch.Tensor:
+    """Values uniform in the chart, so in every binade and subnormal, over a share of the range."""
+    top = share * ruler(fmt).codes[-1]
+    return torch.from_numpy(ruler(fmt).inverse(np.random.default_rng(seed).uniform(-top, top, count)))
+
+
+def spread(x: torch.Tensor, scale: Scale) -> torch.Tensor:
+    """Values in units of the scale as points, one row for each entry of it."""
+    return x * torch.as_tensor(scale, dtype=torch.float64 if isinstance(scale, torch.Tensor) else None).to(x.dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, signs of zeros included, with every NaN alike."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    nan = a.isnan() & b.isnan()
+    return bool((((a == b) & (a.signbit() == b.signbit())) | nan).all())
+
+
+def lands_on_grid(y: torch.Tensor, fmt: fm.FloatFormat, scale: Scale) -> bool:
+    """Every element is a product value * scale, as rounded in its own dtype."""
+    points = spread(grid(fmt, y.dtype), scale)
+    if points.ndim == 1:
+        return bool(torch.isin(y, points).all())
+    return all(bool(torch.isin(row, allowed).all()) for row, allowed in zip(y, points, strict=True))

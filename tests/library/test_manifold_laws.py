@@ -1,0 +1,584 @@
+"""The laws of the geometry: metric, geodesics, transport, projection and gradients, on the grid and off it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from manifold_cases import (
+    FEW,
+    FORMATS,
+    METRICS,
+    SCALES,
+    deterministic,
+    grid,
+    lands_on_grid,
+    off_grid,
+    ruler,
+    same_bits,
+    smooth_function,
+    spread,
+    ulp_as_function,
+)
+
+import fp8manifold as fm
+
+EPS = torch.finfo(torch.float64).eps
+EXACT_SCALES = {name: SCALES[name] for name in ("1", "2^-7")}
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
+every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+exact_scale = pytest.mark.parametrize("scale", EXACT_SCALES.values(), ids=EXACT_SCALES)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.repeat_interleave(x.numel()), x.repeat(x.numel())
+
+
+def interior_and_grid(fmt: fm.FloatFormat, scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end points: off the grid and on it, in every combination, all binades, both signs."""
+    loose, fixed = off_grid(fmt, 400, seed=1), grid(fmt)
+    fixed = fixed[torch.from_numpy(np.random.default_rng(2).integers(0, len(fixed), 400))]
+    start = torch.cat([loose, loose, fixed, fixed])
+    end = torch.cat([loose.flip(0), fixed, loose, fixed.flip(0)])
+    return spread(start, scale), spread(end, scale)
+
+
+def chart_error(manifold: fm.StiffnessManifold, *points: torch.Tensor) -> torch.Tensor:
+    """What float64 may lose in steps: a few EPS of the coordinates that were added and subtracted."""
+    return 64 * EPS * (1 + sum(manifold.to_chart(point).abs() for point in points))
+
+
+# ----------------------------------------------------------------------------------------------- dist
+@every_format
+@exact_scale
+@both_dtypes
+def test_dist_is_the_number_of_steps_for_all_pairs(fmt, scale, dtype, compare_bits) -> None:
+    """Bit for bit, with +0 and -0 the same point."""
+    x, y = pairs(grid(fmt, dtype))
+    codes = np.append(ruler(fmt).codes, 0.0)
+    expected = np.abs(codes[:, None] - codes[None, :]).flatten()
+    dist = fm.StiffnessManifold(fmt, scale).dist(spread(x, scale), spread(y, scale))
+    compare_bits(dist, expected, x, fmt.name)
+
+
+@every_format
+@pytest.mark.parametrize("scale", [SCALES["0.3"], SCALES["rows"]], ids=["0.3", "rows"])
+def test_dist_with_any_scale(fmt, scale) -> None:
+    """A product value * scale is rounded, so the steps are whole to a few EPS of the codes."""
+    x, y = pairs(grid(fmt))
+    codes = torch.from_numpy(np.append(ruler(fmt).codes, 0.0))
+    expected = (codes[:, None] - codes[None, :]).abs().flatten()
+    dist = fm.StiffnessManifold(fmt, scale).dist(spread(x, scale), spread(y, scale))
+    assert (dist - expected).abs().max() <= 8 * EPS * 2 ** (fmt.mantissa_bits + 1) + 4 * EPS * fmt.max_code
+
+
+@every_format
+def test_signed_zeros_are_one_point(fmt) -> None:
+    zero = torch.tensor(0.0)
+    for metric in METRICS.values():
+        manifold = fm.StiffnessManifold(fmt, metric=metric)
+        assert manifold.dist(zero, -zero) == 0
+        assert manifold.logmap(-zero, zero) == 0
+        assert manifold.stiffness(-zero) == manifold.stiffness(zero) > 0
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_dist_is_a_metric(fmt, metric, scale) -> None:
+    """Symmetric, zero on the diagonal, additive along the line (so the triangle inequality is an equality)."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    between = torch.minimum(x, y) + 0.25 * (x - y).abs()
+    assert same_bits(manifold.dist(x, y), manifold.dist(y, x))
+    assert (manifold.dist(x, x) == 0).all()
+    assert (manifold.dist(x, y)[x != y] > 0).all()
+    detour = manifold.dist(x, between) + manifold.dist(between, y) - manifold.dist(x, y)
+    assert (detour.abs() <= chart_error(manifold, x, y, between)).all()
+
+
+# ------------------------------------------------------------------------------------ chart, stiffness
+@every_format
+@every_scale
+@both_dtypes
+def test_stiffness_is_the_gap_to_the_next_neighbour_outward(fmt, scale, dtype) -> None:
+    """At every code, both signs, zeros and powers of two included: the step to where the next code is or would be."""
+    x = grid(fmt, dtype)
+    gaps = torch.from_numpy(ruler(fmt).stiffness(x.double().numpy())).to(dtype)
+    manifold = fm.StiffnessManifold(fmt, scale)
+    assert same_bits(manifold.stiffness(spread(x, scale)), spread(gaps, scale))
+
+
+@every_format
+def test_stiffness_on_both_sides_of_every_binade_edge(fmt) -> None:
+    """S is that of the lower binade up to the last number below a power of two, and jumps by two there."""
+    edges = torch.exp2(torch.arange(fmt.emin + 1, fmt.emax + 1, dtype=torch.float64))
+    for dtype in (torch.float32, torch.float64):
+        at = torch.cat([edges, -edges]).to(dtype)
+        below, above = torch.nextafter(at, at * 0), torch.nextafter(at, at * 2)
+        manifold = fm.StiffnessManifold(fmt)
+        assert same_bits(manifold.stiffness(at), 2 * manifold.stiffness(below))
+        assert same_bits(manifold.stiffness(at), at.abs() * 2.0**-fmt.mantissa_bits)
+        assert same_bits(manifold.stiffness(above), manifold.stiffness(at))
+
+
+@few_formats
+@every_scale
+def test_chart_and_its_inverse_are_the_interpolation_of_codes(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale)
+    x = torch.cat([off_grid(fmt, 2000), grid(fmt)])
+    codes = torch.from_numpy(ruler(fmt).chart(x.numpy()))
+    points = spread(x, scale)
+    error = 16 * EPS * (2 ** (fmt.mantissa_bits + 1) + codes.abs())
+    assert ((manifold.to_chart(points) - codes).abs() <= error).all()
+    back = manifold.from_chart(codes.expand_as(points))
+    assert ((back - points).abs() <= error * manifold.stiffness(points)).all()
+
+
+@few_formats
+@every_metric
+def test_stiffness_is_the_derivative_of_the_inverse_chart(fmt, metric) -> None:
+    """Central differences in the middle of the gaps, where no kink is near."""
+    manifold = fm.StiffnessManifold(fmt, metric=metric)
+    knots = grid(fmt)[:-1]
+    middle = (knots[1:] + knots[:-1]) / 2
+    c, h = manifold.to_chart(middle), 1e-4 * (knots[1:] - knots[:-1]) / manifold.stiffness(middle)
+    slope = (manifold.from_chart(c + h) - manifold.from_chart(c - h)) / (2 * h)
+    assert torch.allclose(slope, manifold.stiffness(middle), rtol=1e-6, atol=0)
+
+
+# ------------------------------------------------------------------------------------------- exp, log
+@every_format
+@every_metric
+@every_scale
+def test_exp_undoes_log(fmt, metric, scale) -> None:
+    """exp_x(log_x(y)) is y, whatever lies between: other binades, subnormals, zero, an end of the range."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    assert (x * y < 0).sum() > 200
+    reached = manifold.expmap(x, manifold.logmap(x, y))
+    assert (manifold.dist(reached, y) <= chart_error(manifold, x, y)).all()
+
+
+@every_format
+@every_metric
+@every_scale
+def test_log_undoes_exp(fmt, metric, scale) -> None:
+    """log_x(exp_x(u)) is u as long as u stays inside, in ULPs of x."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    steps = (manifold.to_chart(y) - manifold.to_chart(x)) * 0.73
+    u = steps * manifold.stiffness(x)
+    reached = manifold.expmap(x, u)
+    error = (manifold.logmap(x, reached) - u).abs() / manifold.stiffness(x)
+    assert (error <= chart_error(manifold, x, y)).all()
+    assert ((manifold.dist(x, reached) - steps.abs()).abs() <= chart_error(manifold, x, y)).all()
+
+
+@every_format
+@exact_scale
+@both_dtypes
+def test_whole_steps_from_code_to_code_are_exact(fmt, scale, dtype, compare_bits) -> None:
+    """exp_x(log_x(y)) == y bit for bit between all pairs of codes, also in float32."""
+    manifold = fm.StiffnessManifold(fmt, scale)
+    values = grid(fmt, dtype)[:-1]
+    x, y = pairs(values)
+    steps = ruler(fmt).codes[None, :] - ruler(fmt).codes[:, None]
+    u = torch.from_numpy(steps.flatten()).to(dtype) * manifold.stiffness(spread(x, scale))
+    reached = manifold.expmap(spread(x, scale), u) + 0.0  # -0 and +0 are one point
+    expected = spread(y, scale).double().numpy() + 0.0
+    compare_bits(reached, expected, x, fmt.name)
+
+
+@few_formats
+def test_exp_in_float32_is_within_a_rounding_of_float64(fmt) -> None:
+    x, y = interior_and_grid(fmt, 1.0)
+    x = x.float()
+    manifold = fm.StiffnessManifold(fmt)
+    u = (manifold.logmap(x, y.float())).float()
+    error = manifold.dist(manifold.expmap(x, u).double(), manifold.expmap(x.double(), u.double()))
+    limit = torch.finfo(torch.float32).eps * (8 + manifold.dist(x, y.float()).double() + 2 ** (fmt.mantissa_bits + 1))
+    assert (error <= limit).all()
+
+
+@few_formats
+@every_metric
+def test_exp_is_odd(fmt, metric) -> None:
+    """exp_{-x}(-u) == -exp_x(u) exactly."""
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    x, y = interior_and_grid(fmt, 0.3)
+    u = manifold.logmap(x, y) * 0.5
+    assert (manifold.expmap(-x, -u) == -manifold.expmap(x, u)).all()
+    assert same_bits(manifold.to_chart(-x), -manifold.to_chart(x))
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E3M4", "E7M0", "E6M1"])
+def test_exp_is_not_addition_across_a_power_of_two(name) -> None:
+    """One step inward from 2^k is half of S(2^k); outward, and inside a binade, exp is addition."""
+    fmt = FORMATS[name]
+    manifold = fm.StiffnessManifold(fmt)
+    x = torch.exp2(torch.arange(fmt.emin + 1, fmt.emax, dtype=torch.float64))
+    step = manifold.stiffness(x)
+    assert same_bits(manifold.expmap(x, -step), x - step / 2)
+    assert same_bits(manifold.expmap(-x, step), -x + step / 2)
+    assert same_bits(manifold.expmap(x, step), x + step)
+    if fmt.mantissa_bits:
+        assert same_bits(manifold.expmap(x + step, -step), x)
+
+
+# ------------------------------------------------------------------------------------- inner, transport
+@every_format
+@every_metric
+@every_scale
+def test_norm_is_the_length_in_ulps(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, _ = interior_and_grid(fmt, scale)
+    u = manifold.stiffness(x) * torch.linspace(-3, 3, x.shape[-1], dtype=torch.float64)
+    steps = torch.linspace(-3, 3, x.shape[-1], dtype=torch.float64).abs().expand_as(x)
+    assert torch.allclose(manifold.norm(x, u), steps, rtol=4 * EPS, atol=0)
+    assert torch.allclose(manifold.inner(x, u), steps.square(), rtol=8 * EPS, atol=0)
+
+
+@every_format
+@every_metric
+@every_scale
+def test_transport_is_an_isometry_and_goes_back(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = interior_and_grid(fmt, scale)
+    u, v = manifold.stiffness(x) * 1.7, manifold.stiffness(x) * -0.6
+    there, other = manifold.transp(x, y, u), manifold.transp(x, y, v)
+    assert torch.allclose(manifold.norm(y, there), manifold.norm(x, u), rtol=8 * EPS, atol=0)
+    assert torch.allclose(manifold.inner(y, there, other), manifold.inner(x, u, v), rtol=16 * EPS, atol=0)
+    assert torch.allclose(manifold.transp(y, x, there), u, rtol=8 * EPS, atol=0)
+    assert same_bits(manifold.transp(x, x, u), u)
+
+
+@few_formats
+def test_transport_by_powers_of_two_is_exact_in_float32(fmt) -> None:
+    manifold = fm.StiffnessManifold(fmt)
+    x, y = (point.float() for point in interior_and_grid(fmt, 1.0))
+    u = torch.linspace(-1, 1, len(x)) * manifold.stiffness(x)
+    assert same_bits(manifold.transp(y, x, manifold.transp(x, y, u)), u)
+    assert same_bits(manifold.norm(y, manifold.transp(x, y, u)), manifold.norm(x, u))
+
+
+@few_formats
+@every_metric
+def test_velocity_of_a_geodesic_is_its_own_transport(fmt, metric) -> None:
+    """log at the far end, back to the start, is minus the transported velocity."""
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    x, y = interior_and_grid(fmt, 0.3)
+    forward = manifold.transp(x, y, manifold.logmap(x, y))
+    error = (forward + manifold.logmap(y, x)).abs() / manifold.stiffness(y)
+    assert (error <= chart_error(manifold, x, y)).all()
+
+
+# ----------------------------------------------------------------------------------- ends of the range
+@every_format
+@every_metric
+@every_scale
+def test_exp_stops_at_the_ends(fmt, metric, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    for dtype in (torch.float32, torch.float64):
+        x = spread(torch.cat([off_grid(fmt, 50), grid(fmt)]).to(dtype), scale)
+        end = spread(torch.tensor(fmt.max, dtype=dtype), scale).expand_as(x)
+        for huge in (torch.finfo(dtype).max, 1e30, math.inf):
+            u = torch.full_like(x, huge)
+            assert same_bits(manifold.expmap(x, u), end)
+            assert same_bits(manifold.expmap(x, -u), -end)
+            assert same_bits(manifold.retr(x, u), end)
+
+
+@every_format
+@every_metric
+def test_log_from_and_to_the_ends(fmt, metric) -> None:
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    _, y = interior_and_grid(fmt, 0.3)
+    end = torch.full_like(y, fmt.max) * manifold.scale.double()
+    for from_end in (end, -end):
+        reached = manifold.expmap(from_end, manifold.logmap(from_end, y))
+        assert (manifold.dist(reached, y) <= chart_error(manifold, end, y)).all()
+        reached = manifold.expmap(y, manifold.logmap(y, from_end))
+        assert (manifold.dist(reached, from_end) <= chart_error(manifold, end, y)).all()
+    outward = manifold.stiffness(end)
+    assert same_bits(manifold.expmap(end, outward), end)
+    assert same_bits(manifold.expmap(-end, -outward), -end)
+    assert (manifold.expmap(end, -end / 8) < end).all()
+
+
+@every_format
+def test_beyond_the_range_counts_as_the_end(fmt) -> None:
+    manifold = fm.StiffnessManifold(fmt)
+    end = torch.tensor(fmt.max)
+    for beyond in (end * 1.5, torch.tensor(math.inf)):
+        assert manifold.dist(beyond, end) == 0
+        assert manifold.stiffness(beyond) == manifold.stiffness(end)
+        assert manifold.projx(beyond) == end
+        assert manifold.projx(-beyond) == -end
+
+
+@few_formats
+@every_metric
+def test_nan_stays_nan(fmt, metric) -> None:
+    for manifold in (fm.StiffnessManifold(fmt, metric=metric), fm.FP8Manifold(fmt, metric=metric)):
+        nan, one = torch.tensor(math.nan), torch.tensor(1.0)
+        for image in (
+            manifold.projx(nan),
+            manifold.expmap(nan, one),
+            manifold.expmap(one, nan),
+            manifold.retr(nan, one),
+            manifold.retr(one, nan),
+            manifold.logmap(nan, one),
+            manifold.logmap(one, nan),
+            manifold.dist(one, nan),
+            manifold.transp(one, one, nan),
+            manifold.egrad2rgrad(one, nan),
+            manifold.to_chart(nan),
+            manifold.from_chart(nan),
+        ):
+            assert image.isnan()
+
+
+# ---------------------------------------------------------------------------------------- zero
+@every_format
+@every_scale
+def test_zero_has_the_smallest_ulp_and_codes_are_distances_from_it(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale)
+    zero = spread(torch.tensor(0.0, dtype=torch.float64), scale)
+    smallest = spread(torch.tensor(ruler(fmt).values[ruler(fmt).values > 0][0]), scale)
+    assert same_bits(manifold.stiffness(zero), smallest)
+    assert same_bits(manifold.expmap(zero, smallest), smallest)
+    assert same_bits(manifold.expmap(-zero, -smallest), -smallest)
+    assert same_bits(manifold.expmap(smallest, -2 * smallest), -smallest)
+    assert torch.allclose(manifold.dist(spread(grid(fmt)[-2], scale), zero), zero + fmt.max_code)
+
+
+@few_formats
+@every_metric
+def test_exp_of_zero_is_the_point_itself(fmt, metric) -> None:
+    """Bit for bit, with both signs of zero in both arguments, on the grid and off it."""
+    for scale in SCALES.values():
+        manifold = fm.StiffnessManifold(fmt, scale, metric)
+        x, _ = interior_and_grid(fmt, scale)
+        x = torch.cat([x, spread(torch.tensor([0.0, -0.0], dtype=torch.float64), scale)], dim=-1)
+        for zero in (0.0, -0.0):
+            assert same_bits(manifold.expmap(x, torch.full_like(x, zero)), x)
+
+
+# ----------------------------------------------------------------------------------------- projection
+finite_or_not = st.floats(width=32, allow_nan=False, allow_infinity=True, allow_subnormal=True)
+
+
+@deterministic
+@given(name=st.sampled_from(sorted(FORMATS)), scale=st.sampled_from([1.0, 2.0**-7, 0.3]), xs=st.lists(finite_or_not))
+def test_projection_is_idempotent_monotone_and_sign_symmetric(name, scale, xs) -> None:
+    fmt, x = FORMATS[name], torch.tensor(sorted(xs), dtype=torch.float32)
+    for manifold in (fm.StiffnessManifold(fmt, scale), fm.FP8Manifold(fmt, scale)):
+        y = manifold.projx(x)
+        assert same_bits(manifold.projx(y), y)
+        assert (y.diff() >= 0).all()
+        assert (manifold.projx(-x) == -y).all()
+        assert (y.abs() <= fmt.max * manifold.scale).all()
+        assert manifold.check_point_on_manifold(y)
+    assert lands_on_grid(y, fmt, scale)
+
+
+@every_format
+@every_scale
+@both_dtypes
+def test_projection_takes_the_nearest_point(fmt, scale, dtype) -> None:
+    """Nearest among all points by brute force, for inputs inside and beyond the range; grid points stay."""
+    x = torch.cat([off_grid(fmt, 400), torch.tensor([1.01, -1.01, 3.0, -3.0]) * fmt.max]).to(dtype)
+    points, manifold = spread(grid(fmt, dtype), scale), fm.FP8Manifold(fmt, scale)
+    y = manifold.projx(spread(x, scale))
+    assert lands_on_grid(y, fmt, scale)
+    best = (spread(x, scale).unsqueeze(-1) - points.unsqueeze(-2)).abs().amin(-1)
+    slack = 4 * torch.finfo(dtype).eps * spread(x, scale).abs()
+    assert ((spread(x, scale) - y).abs() <= best + slack).all()
+    kept = manifold.projx(points)
+    assert same_bits(kept, points) if fmt.has_negative_zero else (kept == points).all()
+
+
+def test_projection_of_the_continuous_manifold_keeps_what_is_inside() -> None:
+    manifold = fm.StiffnessManifold("E4M3", torch.tensor([[0.25], [2.0]]))
+    x = torch.tensor([[100.0, 200.0, -0.0], [800.0, -1e9, 897.0]])
+    assert same_bits(manifold.projx(x), torch.tensor([[100.0, 112.0, -0.0], [800.0, -896.0, 896.0]]))
+
+
+# ------------------------------------------------------------------------------------------ gradients
+def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_gradient_of_dist_and_log_is_one_over_stiffness(fmt, metric, scale) -> None:
+    """Also at zero, at powers of two and at the smallest normal."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = (point.requires_grad_() for point in interior_and_grid(fmt, scale))
+    one_over_s = 1 / manifold.stiffness(x).detach()
+    sign = torch.sign(x - y).detach()
+    assert torch.allclose(derivative(manifold.dist(x, y), x), sign * one_over_s, rtol=1e-12, atol=0)
+    assert torch.allclose(derivative(manifold.dist(y, x), x), sign * one_over_s, rtol=1e-12, atol=0)
+    assert torch.allclose(derivative(manifold.to_chart(x), x), one_over_s, rtol=1e-12, atol=0)
+    expected = manifold.stiffness(x).detach() / manifold.stiffness(y).detach()
+    assert torch.allclose(derivative(manifold.logmap(x, y), y), expected, rtol=1e-12, atol=0)
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None:
+    """d exp_x(u) / du = S(y) / S(x), for ends off the kinks; 1 at u = 0 everywhere."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, _ = interior_and_grid(fmt, scale)
+    y = spread(off_grid(fmt, x.shape[-1], seed=5, share=0.99), scale)
+    u = manifold.logmap(x, y).requires_grad_()
+    ratio = manifold.stiffness(y) / manifold.stiffness(x)
+    assert torch.allclose(derivative(manifold.expmap(x, u), u), ratio, rtol=1e-6, atol=0)
+    still = torch.zeros_like(x).requires_grad_()
+    assert same_bits(derivative(manifold.expmap(x, still), still), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E3M4", "E1M6", "E2M1"])
+@every_metric
+def test_gradcheck_away_from_the_kinks(name, metric) -> None:
+    """Both arguments of exp, log and dist against finite differences."""
+    fmt = FORMATS[name]
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    middle = torch.from_numpy(ruler(fmt).inverse(ruler(fmt).codes[3:-3:5] + 0.37)) * manifold.scale.double()
+    x, y = middle.clone().requires_grad_(), middle.flip(0).clone().requires_grad_()
+    u = (manifold.stiffness(x) * 0.31).detach().requires_grad_()
+    checked = {"eps": 1e-4 * fmt.ulp_min, "atol": 1e-4, "rtol": 1e-4}
+    assert torch.autograd.gradcheck(manifold.expmap, (x, u), **checked)
+    assert torch.autograd.gradcheck(manifold.logmap, (x, y), **checked)
+    assert torch.autograd.gradcheck(manifold.dist, (x, y), **checked)
+
+
+# ------------------------------------------------------------------------------------------- callables
+@every_format
+@every_scale
+def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
+    """Stiffness, chart, distance and logarithm bit for bit; exp to rounding."""
+    ours, named = fm.StiffnessManifold(fmt, scale, ulp_as_function), fm.StiffnessManifold(fmt, scale)
+    x, y = interior_and_grid(fmt, scale)
+    assert same_bits(ours.stiffness(x), named.stiffness(x))
+    assert same_bits(ours.to_chart(x), named.to_chart(x))
+    assert same_bits(ours.dist(x, y), named.dist(x, y))
+    assert same_bits(ours.logmap(x, y), named.logmap(x, y))
+    assert same_bits(ours.egrad2rgrad(x, y), named.egrad2rgrad(x, y))
+    u = named.logmap(x, y) * 0.61
+    assert (named.dist(ours.expmap(x, u), named.expmap(x, u)) <= chart_error(named, x, y)).all()
+
+
+@every_format
+def test_a_function_equal_to_ulp_counts_codes_exactly(fmt, compare_bits) -> None:
+    x, y = pairs(grid(fmt, torch.float32))
+    codes = np.append(ruler(fmt).codes, 0.0)
+    dist = fm.StiffnessManifold(fmt, metric=ulp_as_function).dist(x, y)
+    compare_bits(dist, np.abs(codes[:, None] - codes[None, :]).flatten(), x, fmt.name)
+
+
+@few_formats
+def test_a_function_holds_its_middle_value_between_neighbours(fmt) -> None:
+    manifold = fm.StiffnessManifold(fmt, metric=smooth_function)
+    knots = grid(fmt)[:-1]
+    middle = (knots[1:] + knots[:-1]) / 2
+    assert torch.allclose(manifold.stiffness(middle), smooth_function(middle, fmt), rtol=EPS, atol=0)
+    assert torch.allclose(manifold.dist(knots[1:], knots[:-1]), knots.diff() / smooth_function(middle, fmt))
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "named"),
+    [
+        (lambda x, fmt: -x, ValueError, "-"),
+        (lambda x, fmt: 0.0, ValueError, "0.0"),
+        (lambda x, fmt: x * math.nan, ValueError, "nan"),
+        (lambda x, fmt: x / 0, ValueError, "inf"),
+        (lambda x, fmt: torch.ones(3), ValueError, r"\(3,\)"),
+        (lambda x, fmt: "wide", TypeError, "str"),
+    ],
+    ids=["negative", "zero", "nan", "inf", "shape", "str"],
+)
+def test_a_bad_function_is_refused_at_once(function, error, named) -> None:
+    with pytest.raises(error, match=f"metric function gave .*{named}"):
+        fm.StiffnessManifold("E4M3", metric=function)
+
+
+def test_a_constant_function_scales_the_euclidean_metric() -> None:
+    manifold, euclidean = (
+        fm.StiffnessManifold("E4M3", metric=lambda x, fmt: 0.5),
+        fm.StiffnessManifold("E4M3", metric="euclidean"),
+    )
+    x, y = interior_and_grid(FORMATS["E4M3"], 1.0)
+    assert torch.allclose(manifold.dist(x, y), 2 * euclidean.dist(x, y), rtol=1e-12)
+    u = torch.linspace(-1, 1, len(x), dtype=torch.float64)
+    assert torch.allclose(manifold.expmap(x, u), euclidean.expmap(x, u), rtol=1e-12)
+
+
+# ----------------------------------------------------------------------------------- metrics, by formula
+@few_formats
+def test_metric_log_is_multiplicative_above_the_smallest_normal(fmt) -> None:
+    """S = max(|x|, 2^emin) 2^-M: a step of t ULPs multiplies by exp(t 2^-M)."""
+    manifold = fm.StiffnessManifold(fmt, metric="log")
+    x = torch.tensor([fmt.min_normal, 1.1 * fmt.min_normal, -0.9 * fmt.max], dtype=torch.float64)
+    assert torch.allclose(manifold.stiffness(x), x.abs() * 2.0**-fmt.mantissa_bits, rtol=EPS)
+    u = 0.5 * manifold.stiffness(x) * x.sign()
+    inside = (x * math.exp(0.5 * 2.0**-fmt.mantissa_bits)).clamp(-fmt.max, fmt.max)
+    assert torch.allclose(manifold.expmap(x, u), inside, rtol=1e-12)
+    below = torch.tensor([0.0, 0.3 * fmt.min_normal], dtype=torch.float64)
+    assert same_bits(manifold.stiffness(below), torch.full_like(below, fmt.ulp_min))
+
+
+@few_formats
+@every_scale
+def test_metric_euclidean_is_addition(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, "euclidean")
+    x = spread(off_grid(fmt, 300, share=0.5), scale)
+    u = spread(torch.linspace(-1, 1, 300, dtype=torch.float64) * fmt.max * 0.1, scale)
+    assert torch.allclose(manifold.expmap(x, u), manifold.projx(x + u), rtol=1e-12)
+    assert torch.allclose(manifold.logmap(x, x + u), u, rtol=1e-6, atol=1e-9 * fmt.max)
+    assert same_bits(manifold.stiffness(x), spread(torch.ones(300, dtype=torch.float64), scale))
+
+
+# ----------------------------------------------------------------------------------------- other dtypes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_metric
+def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
+    fmt = FORMATS["E4M3"]
+    x = grid(fmt, dtype)
+    y = x.flip(0)
+    for manifold in (fm.StiffnessManifold(fmt, metric=metric), fm.FP8Manifold(fmt, metric=metric)):
+        wide = manifold.to_chart(x.float())
+        assert same_bits(manifold.to_chart(x), wide.to(dtype))
+        assert same_bits(manifold.stiffness(x), manifold.stiffness(x.float()).to(dtype))
+        assert same_bits(manifold.expmap(x, y), manifold.expmap(x.float(), y.float()).to(dtype))
+        assert same_bits(manifold.retr(x, y), manifold.retr(x.float(), y.float()).to(dtype))
+        assert same_bits(manifold.projx(x), x)
+        assert manifold.check_point_on_manifold(x)
+
+
+def test_integers_are_refused() -> None:
+    """They would truncate the scale."""
+    manifold, x = fm.StiffnessManifold("E4M3", 0.3), torch.tensor([1, 2])
+    for method in (manifold.projx, manifold.stiffness, manifold.to_chart, manifold.from_chart):
+        with pytest.raises(TypeError, match="int64"):
+            method(x)
+
+
+@few_formats
+def test_strides_do_not_matter(fmt) -> None:
+    x = grid(fmt)[:12].view(3, 4)
+    manifold, u = fm.FP8Manifold(fmt, 0.5), torch.ones(4, 3, dtype=torch.float64) * fmt.ulp_max
+    assert same_bits(manifold.retr(x.T, u), manifold.retr(x.T.contiguous(), u))
+    assert same_bits(manifold.projx(x.T), manifold.projx(x).T)
+    assert same_bits(manifold.dist(x.T, u), manifold.dist(x.T.contiguous(), u))

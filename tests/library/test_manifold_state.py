@@ -1,0 +1,276 @@
+"""Manifolds as modules: state, copies, dtypes, parameters of every shape, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+
+import geoopt
+import pytest
+import torch
+from manifold_cases import same_bits, ulp_as_function
+
+import fp8manifold as fm
+
+ROWS = torch.tensor([[0.25], [2.0]])
+MAKERS = {
+    "continuous": lambda: fm.StiffnessManifold("E4M3", ROWS),
+    "continuous-log": lambda: fm.StiffnessManifold("E5M2", 0.5, "log"),
+    "function": lambda: fm.StiffnessManifold("E4M3", 0.5, ulp_as_function),
+    "nearest": lambda: fm.FP8Manifold("E3M4", 0.5),
+    "stochastic": lambda: fm.FP8Manifold("E4M3", ROWS, "stochastic", seed=2**40 + 3),
+    "euclidean": lambda: fm.FP8Manifold("E7M0", 2.0, "stochastic", retraction="euclidean"),
+}
+every_manifold = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def walk(manifold: geoopt.Manifold, steps: int = 3) -> torch.Tensor:
+    x = torch.full((2, 50), 0.5)
+    for _ in range(steps):
+        x = manifold.retr(x, 0.3 * manifold.stiffness(x))
+    return x
+
+
+def through_a_file(state: dict) -> dict:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+class Layer(torch.nn.Module):
+    """A weight on a manifold, as a user would write it."""
+
+    def __init__(self, manifold: geoopt.Manifold) -> None:
+        super().__init__()
+        self.manifold = manifold
+        self.weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 50)), manifold=manifold)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+# --------------------------------------------------------------------------------------- copies, state
+@every_manifold
+def test_deepcopy_is_equal_and_apart(make) -> None:
+    manifold = make()
+    walk(manifold)
+    twin = copy.deepcopy(manifold)
+    assert same_bits(walk(twin), walk(manifold))
+    twin.scale.mul_(2)
+    assert (twin.scale == 2 * manifold.scale).all()
+
+
+@every_manifold
+def test_state_survives_a_file_without_pickle(make) -> None:
+    manifold, fresh = make(), make()
+    walk(manifold, 5)
+    state = through_a_file(manifold.state_dict())
+    fresh.scale.fill_(9.0)
+    assert str(fresh.load_state_dict(state)) == "<All keys matched successfully>"
+    assert same_bits(fresh.scale, manifold.scale)
+    assert same_bits(walk(fresh), walk(manifold))
+
+
+def test_seed_and_counter_are_int64_and_in_the_state() -> None:
+    manifold = MAKERS["stochastic"]()
+    walk(manifold, 4)
+    state = manifold.state_dict()
+    assert (int(state["counter"]), int(state["seed_word"])) == (4, 2**40 + 3)
+    assert state["counter"].dtype == state["seed_word"].dtype == torch.int64
+    assert set(state) == {"scale", "format_fields", "seed_word", "counter"}
+
+
+def test_a_layer_registers_its_manifold() -> None:
+    layer = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic", seed=5))
+    assert dict(layer.named_modules())["manifold"] is layer.manifold
+    assert {"manifold.scale", "manifold.counter"} <= set(layer.state_dict())
+    optimizer = geoopt.optim.RiemannianAdam(layer.parameters(), lr=0.5)
+    for _ in range(3):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+    other = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
+    other.load_state_dict(through_a_file(layer.state_dict()))
+    assert torch.equal(other.weight, layer.weight)
+    assert int(other.manifold.counter) == 3
+    for module in (layer, other):
+        module.weight.data = module.manifold.retr(module.weight.data, torch.full((2, 50), 0.01))
+    assert torch.equal(other.weight, layer.weight)
+
+
+def test_deepcopy_of_a_layer_keeps_parameter_and_manifold_together() -> None:
+    layer = copy.deepcopy(Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic")))
+    assert isinstance(layer.weight, geoopt.ManifoldParameter)
+    assert layer.weight.manifold is layer.manifold
+
+
+# ------------------------------------------------------------------------------------- another format
+@pytest.mark.parametrize(
+    ("saved", "into"),
+    [("E4M3", "E5M2"), ("E4M3", "E4M3FNUZ"), ("E7M0", "P3109_8P1"), ("E4M3_B9", "E4M3"), ("P3109_8P3F", "P3109_8P3")],
+)
+@pytest.mark.parametrize("kind", [fm.StiffnessManifold, fm.FP8Manifold])
+def test_the_state_of_another_format_is_refused(saved, into, kind) -> None:
+    """The message names both, and nothing is loaded."""
+    manifold = kind(into, 0.5)
+    with pytest.raises(RuntimeError, match=rf"{saved}\b.*{into}\b"):
+        manifold.load_state_dict(kind(saved, 0.25).state_dict())
+    assert float(manifold.scale) == 0.5
+    with pytest.raises(RuntimeError, match=rf"manifold\.format_fields.*{saved}\b.*{into}\b"):
+        Layer(kind(into)).load_state_dict(Layer(kind(saved)).state_dict())
+
+
+def test_the_state_of_another_shape_of_scale_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch for scale"):
+        fm.FP8Manifold("E4M3").load_state_dict(fm.FP8Manifold("E4M3", ROWS).state_dict())
+
+
+def test_an_incomplete_state_is_refused() -> None:
+    manifold = fm.FP8Manifold("E4M3")
+    state = manifold.state_dict()
+    del state["counter"]
+    with pytest.raises(RuntimeError, match="counter"):
+        manifold.load_state_dict(state)
+
+
+# ---------------------------------------------------------------------------------------------- dtypes
+@every_manifold
+def test_to_float64(make) -> None:
+    manifold, wide = make(), make().to(torch.float64)
+    assert wide.scale.dtype == torch.float64
+    assert wide.format_fields.dtype == torch.int64
+    assert wide.dtype == torch.float64
+    assert (wide.scale == manifold.scale).all()
+    x = manifold.projx(torch.randn(2, 50))
+    assert wide.check_point_on_manifold(x.double())
+    assert same_bits(wide.stiffness(x.double()), manifold.stiffness(x).double())
+    assert same_bits(wide.dist(x, -x), manifold.dist(x, -x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_layer_in_another_dtype_stays_on_its_grid(dtype) -> None:
+    """With power-of-two scales every value of E4M3 is a bfloat16."""
+    layer = Layer(fm.FP8Manifold("E4M3", ROWS, "stochastic"))
+    before = layer.weight.detach().clone()
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype
+    assert (layer.weight.detach().float() == before).all()
+    assert layer.manifold.check_point_on_manifold(layer.weight)
+    assert int(layer.manifold.counter) == 0
+    assert layer.manifold.counter.dtype == torch.int64
+    moved = layer.manifold.retr(layer.weight.detach(), torch.ones(2, 50, dtype=dtype))
+    assert moved.dtype == dtype
+    assert layer.manifold.check_point_on_manifold(moved)
+
+
+def test_scale_is_copied_and_has_no_gradient() -> None:
+    scale = torch.tensor(0.5, requires_grad=True)
+    manifold = fm.StiffnessManifold("E4M3", scale)
+    with torch.no_grad():
+        scale.mul_(4)
+    assert float(manifold.scale) == 0.5
+    assert not manifold.scale.requires_grad
+    assert fm.StiffnessManifold("E4M3", 2).scale.dtype == torch.float32
+    assert fm.StiffnessManifold("E4M3", torch.tensor([1, 2])).scale.dtype == torch.float32
+
+
+# ------------------------------------------------------------------------------------------ parameters
+SHAPES = [(), (3,), (1,), (2, 3), (0,), (2, 0), (2, 3, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_parameters_of_every_shape(shape, rounding) -> None:
+    manifold = fm.FP8Manifold("E4M3", 0.5, rounding)
+    start = manifold.projx(torch.randn(shape) + 3)
+    weight = geoopt.ManifoldParameter(start.clone(), manifold=manifold)
+    assert weight.shape == shape
+    assert same_bits(weight.detach().as_subclass(torch.Tensor), start)
+    for optimizer in (geoopt.optim.RiemannianAdam([weight], lr=3.0), geoopt.optim.RiemannianSGD([weight], lr=100.0)):
+        weight.grad = torch.ones(shape)
+        optimizer.step()
+    assert (weight < start).all()
+    assert manifold.check_point_on_manifold(weight)
+    assert manifold.dist(weight, start).shape == shape
+
+
+@pytest.mark.parametrize("scale_shape", [(2, 1), (3,), (1, 3), (2, 3), (1,)], ids=str)
+def test_scales_that_broadcast_are_accepted(scale_shape) -> None:
+    manifold = fm.FP8Manifold("E4M3", torch.full(scale_shape, 0.5))
+    weight = geoopt.ManifoldParameter(manifold.projx(torch.randn(2, 3)), manifold=manifold)
+    assert same_bits(weight.detach().as_subclass(torch.Tensor), fm.FP8Manifold("E4M3", 0.5).projx(weight.detach()))
+
+
+@pytest.mark.parametrize(
+    ("scale_shape", "shape"), [((2, 1), (3, 4)), ((2, 1), (2,)), ((3,), (2, 4)), ((1,), ()), ((2, 1), (1, 4))], ids=str
+)
+def test_a_scale_that_does_not_fit_the_point_is_refused(scale_shape, shape) -> None:
+    """Also where plain broadcasting would widen the point."""
+    manifold = fm.FP8Manifold("E4M3", torch.ones(scale_shape))
+    with pytest.raises(ValueError, match=re.escape(str(shape)) + ".*" + re.escape(str(scale_shape))):
+        geoopt.ManifoldParameter(torch.ones(shape), manifold=manifold)
+
+
+# ------------------------------------------------------------------------------------------- bad input
+REFUSED = [
+    ({"fmt": "E9M9"}, ValueError, "E9M9"),
+    ({"fmt": "E4M4"}, ValueError, "'E4M4'.*did you mean"),
+    ({"fmt": 8}, TypeError, "int.*8"),
+    ({"scale": 0.0}, ValueError, "scale.*0.0"),
+    ({"scale": -2.0}, ValueError, "scale.*-2.0"),
+    ({"scale": float("nan")}, ValueError, "scale.*nan"),
+    ({"scale": float("inf")}, ValueError, "scale.*inf"),
+    ({"scale": 1e-60}, ValueError, "scale.*0.0"),
+    ({"scale": torch.tensor([1.0, -3.0])}, ValueError, "scale.*-3.0"),
+    ({"scale": "1"}, TypeError, "scale.*str"),
+    ({"scale": None}, TypeError, "scale.*NoneType"),
+    ({"scale": True}, TypeError, "scale.*bool"),
+    ({"metric": "ulps"}, ValueError, "metric='ulps'.*ulp, log, euclidean.*'ulp'"),
+    ({"metric": 5}, TypeError, "metric.*int: 5"),
+    ({"metric": None}, TypeError, "metric.*NoneType"),
+]
+REFUSED_FP8 = [
+    ({"rounding": "nearset"}, ValueError, "rounding='nearset'.*nearest, stochastic.*'nearest'"),
+    ({"rounding": "up"}, ValueError, "rounding='up'.*nearest, stochastic"),
+    ({"rounding": None}, ValueError, "rounding=None"),
+    ({"retraction": "exp"}, ValueError, "retraction='exp'.*exponential"),
+    ({"seed": -1}, ValueError, "seed=-1"),
+    ({"seed": 2**63}, ValueError, f"seed={2**63}"),
+    ({"seed": 1.5}, TypeError, "seed=1.5"),
+    ({"seed": True}, TypeError, "seed=True"),
+]
+
+
+def refuse(kind, changed: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        kind(**({"fmt": "E4M3"} | changed))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSED, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize("kind", [fm.StiffnessManifold, fm.FP8Manifold])
+def test_bad_arguments_are_refused_in_one_line(kind, changed, error, message) -> None:
+    refuse(kind, changed, error, message)
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), REFUSED_FP8, ids=lambda x: str(x)[:30])
+def test_bad_arguments_of_the_grid_are_refused_in_one_line(changed, error, message) -> None:
+    refuse(fm.FP8Manifold, changed, error, message)
+
+
+def test_random_refuses_a_shape_that_the_scale_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"\(3,\).*\(2, 1\)"):
+        fm.FP8Manifold("E4M3", ROWS).random(3)
+
+
+# ------------------------------------------------------------------------------------------------ repr
+def test_repr_names_format_scale_metric_and_rounding() -> None:
+    assert repr(fm.StiffnessManifold("E4M3", 0.5)) == "Stiffness(E4M3, scale=0.5, metric=ulp) manifold"
+    shown = repr(fm.FP8Manifold("e7m0", ROWS, "stochastic", metric="log"))
+    assert shown == "FP8(E7M0, scale=tensor of shape (2, 1), metric=log, rounding=stochastic) manifold"
+    assert "ulp_as_function" in repr(fm.StiffnessManifold("E4M3", metric=ulp_as_function))
+    weight = geoopt.ManifoldParameter(torch.ones(2), manifold=fm.FP8Manifold("E4M3"))
+    assert "FP8(E4M3" in repr(weight)
