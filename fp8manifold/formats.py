@@ -24,8 +24,8 @@ _LARGEST_EXPONENT: Final = 100  # float32 holds 1.5 * 2^23 times the power of tw
 _SMALLEST_EXPONENT: Final = -102  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
 _LARGEST_ULP_EXPONENT: Final = 24  # the smallest float32 is still a nonzero fraction of the smallest ulp
 
-_EXMY = re.compile(r"E(\d+)M(\d+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?\d+))?")
-_P3109 = re.compile(r"P3109_(\d+)P(\d+)(F)?")
+_EXMY = re.compile(r"E([0-9]+)M([0-9]+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?[0-9]+))?")
+_P3109 = re.compile(r"P3109_([0-9]+)P([0-9]+)(F)?")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class FloatFormat:
         exponent_bits: width of the exponent field, at least 1.
         mantissa_bits: width of the mantissa field, at least 0; sign, exponent and mantissa fill at most 8 bits.
         bias: exponent bias; by default ``2^(E-1) - 1``, and ``2^(E-1)`` for the layouts without -0.
-        layout: one of :data:`LAYOUTS`; by default that of the table of named formats, otherwise ``finite``.
+        layout: one of :data:`~fp8manifold.formats.LAYOUTS`; by default that of the table of named formats, otherwise
+            ``finite``.
 
     Raises:
         TypeError: a width or the bias is not an integer.

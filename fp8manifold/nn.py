@@ -318,11 +318,7 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
     for name in chosen:
         if isinstance(_linear_at(model, name), QuantizedLinear) and not specs[chosen[name]].quantizes_nothing:
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
-    return {
-        name: specs[chosen[name]]
-        for name in names
-        if name in chosen and not specs[chosen[name]].quantizes_nothing
-    }
+    return {name: specs[chosen[name]] for name in names if name in chosen and not specs[chosen[name]].quantizes_nothing}
 
 
 def _parts(name: str) -> list[str]:

@@ -15,7 +15,15 @@ from fp8manifold._float_bits import working_dtype
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._writeback import write_back
 
-__all__ = ["ManifoldOptimizer", "StepView", "check_betas", "check_finite", "manifold_of", "own_manifold", "reject_flags"]
+__all__ = [
+    "ManifoldOptimizer",
+    "StepView",
+    "check_betas",
+    "check_finite",
+    "manifold_of",
+    "own_manifold",
+    "reject_flags",
+]
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 

@@ -103,7 +103,8 @@ class _Riemannian(ManifoldOptimizer):
         state["reference"] = reference_stiffness(stiffness)
         bounded = manifold.metric == "ulp"
         low, high = _bounds(group, state["reference"]) if bounded else (0.0, math.inf)
-        state["bounded"] = bounded_share(stiffness, 1.0, low, high)
+        unit, _ = _unit_and_exponent(manifold.scale.to(x.dtype))
+        state["bounded"] = bounded_share(stiffness / unit, 1.0, low, high)
 
     def _direction(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], gradient: Tensor) -> Tensor:
         """The step's direction in chart coordinates, from the gradient with respect to them."""
@@ -409,8 +410,7 @@ def _bounded_chart(
     if manifold.metric != "ulp":
         return manifold._chart, scale
     fmt = manifold.format
-    mantissa, exponent = torch.frexp(scale)
-    exponent = exponent - 1
+    unit, exponent = _unit_and_exponent(scale)
     low, high = _bounds(group, reference)
     lowest = exponent + fmt.emin
     highest = exponent + fmt.emax
@@ -418,4 +418,10 @@ def _bounded_chart(
         lowest = lowest.clamp(min=int(math.log2(low)) + fmt.mantissa_bits)
     if math.isfinite(high):
         highest = highest.clamp(max=int(math.log2(high)) + fmt.mantissa_bits)
-    return UlpChart(fmt.mantissa_bits, lowest, torch.maximum(highest, lowest)), mantissa * 2
+    return UlpChart(fmt.mantissa_bits, lowest, torch.maximum(highest, lowest)), unit
+
+
+def _unit_and_exponent(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale as ``unit * 2^exponent`` with ``unit`` in [1, 2)."""
+    mantissa, exponent = torch.frexp(scale)
+    return mantissa * 2, exponent - 1
