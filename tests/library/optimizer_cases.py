@@ -1,0 +1,180 @@
+"""What the tests of the optimizers share: parameters of every kind, optimizers by name, and a step to compare."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import geoopt
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StepView, StiffnessAdamW, StiffnessWrapper, anneal
+
+Optimizer = torch.optim.Optimizer
+Make = Callable[[Any], Optimizer]
+
+ROWS = torch.tensor([[2.0**-5], [2.0**-4], [2.0**-6]])
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, std: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).mul_(std).to(dtype)
+
+
+def on(manifold: geoopt.Manifold, x: Tensor) -> geoopt.ManifoldParameter:
+    return geoopt.ManifoldParameter(manifold.projx(x), manifold=manifold)
+
+
+def grid_weight(
+    fmt: str = "E4M3",
+    shape: Sequence[int] = (3, 7),
+    scale: float | Tensor = 2.0**-5,
+    rounding: Any = "nearest",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    std: float = 0.1,
+) -> geoopt.ManifoldParameter:
+    """A weight on an FP8Manifold."""
+    return on(fm.FP8Manifold(fmt, scale, rounding, seed), normal(*shape, seed=seed, dtype=dtype, std=std))
+
+
+def free_weight(x: Tensor, fmt: str = "E4M3", scale: float | Tensor = 1.0) -> geoopt.ManifoldParameter:
+    """A weight on the continuous manifold: its steps are not rounded."""
+    return on(fm.StiffnessManifold(fmt, scale), x)
+
+
+def mixed_parameters() -> list[nn.Parameter]:
+    """One parameter of every kind that may share a list, twice where two must not be confused."""
+    twin = grid_weight("E4M3", (3, 7), ROWS, seed=1)
+    return [
+        grid_weight("E4M3", (3, 7), ROWS, "stochastic", seed=1),
+        nn.Parameter(normal(4, 3, seed=2)),
+        on(twin.manifold, twin.detach().clone()),
+        grid_weight("E7M0", (5,), 0.3, seed=3),
+        free_weight(normal(6, seed=4), "E5M2"),
+        nn.Parameter(normal(9, seed=5).bfloat16()),
+        grid_weight("E3M4", (), 2.0**-3, seed=6),
+        nn.Parameter(torch.empty(0, 3)),
+        nn.Parameter(normal(2, seed=7), requires_grad=False),
+        grid_weight("E5M2", (4,), seed=8, dtype=torch.float64),
+    ]
+
+
+def same_parameters(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Copies with manifolds of their own."""
+    copies: list[nn.Parameter] = []
+    for p in parameters:
+        x = p.detach().as_subclass(Tensor).clone()
+        if isinstance(p, geoopt.ManifoldParameter):
+            copies.append(geoopt.ManifoldParameter(x, manifold=p.manifold))
+        else:
+            copies.append(nn.Parameter(x, requires_grad=p.requires_grad))
+    return copies
+
+
+def put_gradients(parameters: Iterable[Tensor], step: int, size: float = 1.0) -> None:
+    """Gradients that depend on the step and on nothing else."""
+    for i, p in enumerate(parameters):
+        if p.requires_grad:
+            p.grad = normal(*p.shape, seed=1000 * step + i, std=size).to(p.dtype)
+
+
+def pull_to(parameters: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    """The gradient of ``|w - target|^2 / 2``."""
+    for p, target in zip(parameters, targets, strict=True):
+        p.grad = p.detach().as_subclass(Tensor) - target
+
+
+def values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.detach().as_subclass(Tensor).clone() for p in parameters]
+
+
+def bits_of(x: Tensor) -> bytes:
+    return x.detach().as_subclass(Tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    return [bits_of(x) for x in a] == [bits_of(y) for y in b]
+
+
+def snapshot(optimizer: Optimizer) -> dict[str, Any]:
+    """Everything a step may change: parameters and state, as bytes."""
+    saved = optimizer.state_dict()
+    return {"parameters": [bits_of(p) for g in optimizer.param_groups for p in g["params"]], "state": frozen(saved)}
+
+
+def frozen(x: Any) -> Any:
+    """A nested structure with tensors as their bytes, so that == means bit for bit."""
+    if isinstance(x, Tensor):
+        return (str(x.dtype), tuple(x.shape), bits_of(x))
+    if isinstance(x, dict):
+        return {key: frozen(value) for key, value in x.items()}
+    return [frozen(value) for value in x] if isinstance(x, list | tuple) else x
+
+
+def through_disk(state: dict[str, Any]) -> dict[str, Any]:
+    """Saved and loaded as a checkpoint is, without unpickling objects."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def record(optimizer: Any) -> list[StepView]:
+    """The views of all steps to come."""
+    views: list[StepView] = []
+    optimizer.observer = views.append
+    return views
+
+
+def on_grid(p: Tensor) -> bool:
+    manifold = p.manifold  # type: ignore[attr-defined]
+    x = p.detach().as_subclass(Tensor)
+    return bool((manifold.projx(x) == x).all())
+
+
+def _stiffness(**options: Any) -> Make:
+    return lambda p: StiffnessAdamW(p, **{"lr": 0.01, "weight_decay": 0.1, "seed": 5, **options})
+
+
+def _riemannian(kind: Any, **options: Any) -> Make:
+    return lambda p: kind(p, **{"lr": 0.7, "weight_decay": 0.01, "seed": 5, "float_lr": 0.01, **options})
+
+
+def _wrapped(kind: Any, options: dict[str, Any], **wrapper: Any) -> Make:
+    return lambda p: StiffnessWrapper(kind(p, **options), seed=5, **wrapper)
+
+
+#: Every optimizer of ours, over float parameters and grids.
+OURS: dict[str, Make] = {
+    "stiffness-nearest": _stiffness(writeback="nearest"),
+    "stiffness-stochastic": _stiffness(),
+    "stiffness-anneal": _stiffness(stiffness=anneal(1.0, 0.0, 15), refresh_every=3),
+    "stiffness-0.37-log": _stiffness(stiffness=0.37, metric="log", refresh_every=4, maximize=True),
+    "stiffness-reset": _stiffness(reset_every=7, stabilize_every=5),
+    "adam": _riemannian(RiemannianAdam),
+    "adam-nearest": _riemannian(RiemannianAdam, writeback="nearest"),
+    "adam-stochastic-amsgrad": _riemannian(RiemannianAdam, writeback="stochastic", amsgrad=True, refresh_every=3),
+    "adam-reset": _riemannian(RiemannianAdam, reset_every=7, stabilize=5, maximize=True),
+    "sgd": _riemannian(RiemannianSGD, lr=5.0),
+    "sgd-momentum": _riemannian(RiemannianSGD, lr=5.0, momentum=0.9, dampening=0.2, writeback="stochastic"),
+    "sgd-nesterov": _riemannian(RiemannianSGD, lr=5.0, momentum=0.9, nesterov=True, writeback="nearest"),
+}
+#: Around torch's optimizers; ``refresh_every`` is not a divisor of the length of any test.
+WRAPPED: dict[str, Make] = {
+    "wrapped-sgd": _wrapped(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, exponent=1.0, refresh_every=3),
+    "wrapped-adamw": _wrapped(
+        torch.optim.AdamW,
+        {"lr": 0.01},
+        scale=anneal(1.0, 0.5, 9),
+        exponent=anneal(1.0, 0.0, 15),
+        writeback="stochastic",
+    ),
+    "wrapped-sgd-gradient": _wrapped(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, exponent=0.5, on="gradient"),
+}
+CLASSES = (StiffnessAdamW, RiemannianAdam, RiemannianSGD)

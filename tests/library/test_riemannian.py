@@ -1,0 +1,418 @@
+"""RiemannianAdam and RiemannianSGD: torch's optimizers in the chart, geoopt's on its own manifolds."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import Any
+
+import geoopt
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import (
+    ROWS,
+    free_weight,
+    grid_weight,
+    normal,
+    on,
+    on_grid,
+    pull_to,
+    put_gradients,
+    record,
+    values,
+)
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import RiemannianAdam, RiemannianSGD
+
+double = torch.float64
+UNBOUNDED = {"damping": 0.0, "clip": math.inf}
+FORMATS = ("E4M3", "E5M2", "E3M4", "E7M0")
+SCALES = {
+    "1": 1.0,
+    "2^-5": 2.0**-5,
+    "0.3": torch.tensor(0.3, dtype=double),
+    "rows-pow2": ROWS.double(),
+    "rows": torch.tensor([[0.011], [0.3], [1.7]], dtype=double),
+}
+
+
+class Chart:
+    """Values from codes and back by interpolation over a format's list of values."""
+
+    def __init__(self, name: str, scale: float | Tensor) -> None:
+        positive = np.unique([v for v in fm.FloatFormat.from_string(name).values if v >= 0])
+        self.gaps = np.diff(positive)
+        self.positive, self.values = positive, np.concatenate([-positive[:0:-1], positive])
+        self.top = len(positive) - 1
+        self.codes = np.arange(-self.top, self.top + 1.0)
+        self.scale = torch.as_tensor(scale, dtype=double)
+
+    def code(self, w: Tensor) -> Tensor:
+        return torch.from_numpy(np.interp((w / self.scale).numpy(), self.values, self.codes))
+
+    def value(self, c: Tensor) -> Tensor:
+        return torch.from_numpy(np.interp(c.detach().numpy(), self.codes, self.values)) * self.scale
+
+    def stiffness(self, w: Tensor) -> Tensor:
+        """The gap that holds w, or begins there."""
+        index = np.searchsorted(self.positive, (w / self.scale).abs().numpy(), side="right") - 1
+        return torch.from_numpy(self.gaps[index]) * self.scale
+
+
+def start_and_targets(chart: Chart) -> tuple[Tensor, Tensor]:
+    """Codes in the middle of the range, a few of them near zero, with targets on the other side or beyond a binade."""
+    reach = min(chart.top / 4, 20.0)
+    codes = normal(3, 8, seed=11, dtype=double).clamp(-2, 2) * reach / 2
+    return chart.value(codes), chart.value(codes.flip(1) * -0.7 + 0.3)
+
+
+def follow(name: str, scale: Any, ours: Any, theirs: Any, steps: int = 200) -> tuple[float, int]:
+    """Largest distance in codes between ours on the manifold and torch's on codes with gradient S g; crossings."""
+    chart = Chart(name, scale)
+    start, targets = start_and_targets(chart)
+    weight = free_weight(start, name, scale)
+    codes = nn.Parameter(chart.code(start))
+    optimizer, reference = ours([weight]), theirs([codes])
+    worst, crossings = 0.0, 0
+    for _ in range(steps):
+        pull_to([weight], [targets])
+        w = chart.value(codes)
+        codes.grad = chart.stiffness(w) * (w - targets)
+        sign = weight.detach().sign()
+        optimizer.step()
+        reference.step()
+        crossings += int((weight.detach().sign() != sign).sum())
+        worst = max(worst, (chart.code(weight.detach()) - codes).abs().max().item())
+    return worst, crossings
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
+    """The theorem: 200 steps, 1e-10 codes."""
+    worst, crossings = follow(
+        name,
+        SCALES[scale],
+        lambda p: RiemannianAdam(p, 0.5, eps=0.0, **UNBOUNDED),
+        lambda p: torch.optim.Adam(p, 0.5, eps=0.0),
+    )
+    assert worst < 1e-10
+    assert crossings >= 5
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_with_an_epsilon_of_reference_ulps(name: str, amsgrad: bool) -> None:
+    """``eps S_ref`` in place of eps; AMSGrad too."""
+    chart = Chart(name, SCALES["0.3"])
+    reference = chart.stiffness(start_and_targets(chart)[0]).mean().item()
+    worst, crossings = follow(
+        name,
+        SCALES["0.3"],
+        lambda p: RiemannianAdam(p, 0.5, (0.8, 0.97), 1e-5, amsgrad=amsgrad, refresh_every=1000, **UNBOUNDED),
+        lambda p: torch.optim.Adam(p, 0.5, (0.8, 0.97), 1e-5 * reference, amsgrad=amsgrad),
+        steps=100,
+    )
+    assert worst < 1e-10
+    assert crossings >= 1 or name == "E7M0"  # this epsilon outweighs the gradients of codes near its zero
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.7, "dampening": 0.4}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
+    """Momentum starts from the first gradient in codes, as torch's does.  The step is kept below the curvature, S^2."""
+    chart = Chart(name, SCALES["0.3"])
+    lr = 0.1 / max(chart.stiffness(x).max().item() for x in start_and_targets(chart)) ** 2
+    worst, crossings = follow(
+        name,
+        SCALES["0.3"],
+        lambda p: RiemannianSGD(p, lr, **options, **UNBOUNDED),
+        lambda p: torch.optim.SGD(p, lr, **options),
+    )
+    assert worst < 1e-10
+    assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
+
+
+def test_maximize_climbs() -> None:
+    weights = [free_weight(normal(9, dtype=double)) for _ in range(2)]
+    up, down = RiemannianAdam(weights[:1], maximize=True), RiemannianAdam(weights[1:])
+    for t in range(10):
+        put_gradients(weights[:1], t)
+        weights[1].grad = -weights[0].grad  # type: ignore[operator]
+        up.step()
+        down.step()
+    assert torch.equal(weights[0], weights[1])
+
+
+# ------------------------------------------------------------------------------------------------------- geoopt's
+@pytest.mark.parametrize("kind", ["RiemannianAdam", "RiemannianSGD"])
+def test_signature_begins_like_geoopts(kind: str) -> None:
+    """Same names in the same order and with the same defaults; lr alone has one of its own."""
+    ours = inspect.signature(getattr(fm.optim, kind)).parameters
+    peer = torch.optim.Adam if kind == "RiemannianAdam" else geoopt.optim.RiemannianSGD
+    positional = [p for p in inspect.signature(peer).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(ours)[: len(positional)] == [p.name for p in positional]
+    for theirs in positional[2:]:
+        assert ours[theirs.name].default == theirs.default
+    assert "stabilize" in ours
+    assert ours["lr"].default is None
+    ours_only = list(ours.values())[len(positional) :]
+    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours_only)
+
+
+FOREIGN: dict[str, Any] = {
+    "sphere": (geoopt.Sphere(), (4, 5)),
+    "stiefel": (geoopt.Stiefel(), (5, 3)),
+    "ball": (geoopt.PoincareBall(), (4, 3)),
+    "euclidean": (geoopt.Euclidean(), (3, 3)),
+    "plain": (None, (4,)),
+}
+
+
+def pairs(name: str) -> tuple[list[nn.Parameter], Tensor]:
+    """The same point twice, and a target for it."""
+    manifold, shape = FOREIGN[name]
+    x = normal(*shape, seed=1, dtype=double, std=0.3)
+    if manifold is None:
+        return [nn.Parameter(x.clone()) for _ in range(2)], normal(*shape, seed=2, dtype=double)
+    x = manifold.projx(x)
+    points = [geoopt.ManifoldParameter(x.clone(), manifold=copy.deepcopy(manifold)) for _ in range(2)]
+    return points, normal(*shape, seed=2, dtype=double)
+
+
+def assert_follows_geoopt(name: str, ours: Any, theirs: Any) -> None:
+    (mine, peer), target = pairs(name)
+    begin = values([mine])[0]
+    optimizer, reference = ours([mine]), theirs([peer])
+    for t in range(100):
+        noise = normal(*mine.shape, seed=50 + t, dtype=double, std=0.1)
+        for p in (mine, peer):
+            p.grad = p.detach().as_subclass(Tensor) - target + noise
+        optimizer.step()
+        reference.step()
+        assert (mine - peer).abs().max() < 1e-12
+    assert (mine.detach().as_subclass(Tensor) - begin).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_adam_elsewhere_takes_geoopts_steps(name: str, amsgrad: bool) -> None:
+    assert_follows_geoopt(
+        name,
+        lambda p: RiemannianAdam(p, 0.02, (0.8, 0.99), 1e-7, 0, amsgrad),
+        lambda p: geoopt.optim.RiemannianAdam(p, 0.02, (0.8, 0.99), 1e-7, 0, amsgrad),
+    )
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_adam_elsewhere_has_geoopts_l2_decay(name: str) -> None:
+    assert_follows_geoopt(
+        name,
+        lambda p: RiemannianAdam(p, 0.02, weight_decay=0.3),
+        lambda p: geoopt.optim.RiemannianAdam(p, 0.02, weight_decay=0.3),
+    )
+
+
+@pytest.mark.parametrize("weight_decay", [0, 0.3])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_sgd_elsewhere_takes_geoopts_steps(name: str, weight_decay: float) -> None:
+    assert_follows_geoopt(
+        name,
+        lambda p: RiemannianSGD(p, 0.02, weight_decay=weight_decay),
+        lambda p: geoopt.optim.RiemannianSGD(p, 0.02, weight_decay=weight_decay),
+    )
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}], ids=str)
+def test_sgd_elsewhere_starts_momentum_from_the_riemannian_gradient(options: dict[str, Any]) -> None:
+    """On a sphere the first step is along the projected gradient; geoopt's starts from the raw one."""
+    sphere = geoopt.Sphere()
+    x = sphere.projx(normal(4, seed=1, dtype=double))
+    point = geoopt.ManifoldParameter(x.clone(), manifold=sphere)
+    point.grad = normal(4, seed=2, dtype=double)
+    tangent = sphere.egrad2rgrad(x, point.grad)
+    RiemannianSGD([point], 0.1, **options).step()
+    factor = 1.9 if "nesterov" in options else 1.0
+    assert (point.detach() - sphere.retr(x, -0.1 * factor * tangent)).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("kind", [geoopt.optim.RiemannianAdam, geoopt.optim.RiemannianSGD])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_geoopts_optimizers_run_on_a_quantised_model(kind: Any, rounding: Any) -> None:
+    """Unchanged, over grid weights and float biases; every weight stays on its grid and the loss falls."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(normal(*p.shape, seed=i, std=0.3))
+    model = fm.quantize_model(model, "E4M3", "grid", rounding=rounding)
+    weights = [p for p in model.parameters() if isinstance(p, geoopt.ManifoldParameter)]
+    biases = [p for p in model.parameters() if not isinstance(p, geoopt.ManifoldParameter)]
+    lr = 0.7 if kind is geoopt.optim.RiemannianAdam else 30.0
+    optimizers = [kind(weights, lr=lr), kind(biases, lr=0.02)]
+    x = normal(64, 6, seed=9)
+    y = x[:, :1] * x[:, 1:2] + x[:, 2:3]
+    losses = []
+    for _ in range(120):
+        loss = (model(x) - y).square().mean()
+        losses.append(loss.item())
+        model.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(on_grid(w) for w in weights)
+    assert min(losses[-10:]) < 0.75 * losses[0]
+
+
+# ------------------------------------------------------------------------------------------------ learning rates
+def test_default_learning_rates() -> None:
+    for kind in (RiemannianAdam, RiemannianSGD):
+        assert kind([grid_weight()]).param_groups[0]["lr"] == 0.5
+        assert kind([nn.Parameter(torch.ones(2))]).param_groups[0]["lr"] == 1e-3
+        assert kind([pairs("sphere")[0][0]]).param_groups[0]["lr"] == 1e-3
+        groups = kind([{"params": [nn.Parameter(torch.ones(2))]}, {"params": grid_weight()}]).param_groups
+        assert [g["lr"] for g in groups] == [1e-3, 0.5]
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize("lr", [None, 0.5])
+def test_a_mixed_list_needs_float_lr(kind: Any, lr: float | None) -> None:
+    mixed = [grid_weight(), nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="float_lr"):
+        kind(mixed, lr)
+    with pytest.raises(ValueError, match="float_lr"):
+        kind([{"params": mixed}], lr)
+    kind(mixed, lr, float_lr=1e-3)
+    kind([{"params": mixed, "float_lr": 1e-3}], lr)
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_groups_that_share_an_lr_in_ulps_are_a_mixed_list(kind: Any) -> None:
+    grid, plain = {"params": [grid_weight()]}, {"params": [nn.Parameter(torch.ones(2))]}
+    for order in ([grid, plain], [plain, grid]):
+        with pytest.raises(ValueError, match="float_lr"):
+            kind([dict(g) for g in order], 0.5)
+    kind([dict(grid), {**plain, "lr": 1e-3}], 0.5)
+    optimizer = kind([dict(grid)], 0.5)
+    with pytest.raises(ValueError, match="float_lr"):
+        optimizer.add_param_group(dict(plain))
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({**plain, "float_lr": 1e-3})
+
+
+def float_step(optimizer: torch.optim.Optimizer, plain: nn.Parameter) -> float:
+    before = plain.detach().clone()
+    plain.grad = torch.ones_like(plain)
+    optimizer.step()
+    return float((before - plain.detach()).max())
+
+
+def test_float_lr_is_what_ordinary_parameters_step_with() -> None:
+    for kind in (RiemannianAdam, RiemannianSGD):
+        plain = nn.Parameter(torch.zeros(3, dtype=double))
+        optimizer = kind([grid_weight(), plain], 0.5, float_lr=0.01)
+        assert float_step(optimizer, plain) == pytest.approx(0.01, rel=1e-6)
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+def test_float_lr_follows_the_schedule_of_lr(tensor: bool) -> None:
+    plain = nn.Parameter(torch.zeros(3, dtype=double))
+    lr = torch.tensor(0.5) if tensor else 0.5
+    optimizer = RiemannianSGD([grid_weight(), plain], lr, float_lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (t + 1))
+    seen = []
+    for _ in range(4):
+        seen.append(float_step(optimizer, plain))
+        scheduler.step()
+    assert seen == pytest.approx([0.01, 0.005, 0.01 / 3, 0.0025], rel=1e-6)
+
+
+def test_float_lr_stands_beside_the_lr_of_the_constructor() -> None:
+    """OneCycleLR begins at a 25th of its peak; float_lr belongs to the lr it was given with."""
+    plain = nn.Parameter(torch.zeros(3, dtype=double))
+    optimizer = RiemannianSGD([grid_weight(), plain], 0.5, float_lr=0.01)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    assert float_step(optimizer, plain) == pytest.approx(0.01 / 25, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- decay
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+def test_decay_follows_the_schedule_and_not_the_size_of_lr(kind: Any, tensor: bool) -> None:
+    """w (1 - wd lr / initial_lr), with no gradient left."""
+    x = normal(20, dtype=double)
+    weight = free_weight(x, "E4M3", 0.3)
+    optimizer = kind([weight], torch.tensor(0.5) if tensor else 0.5, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / 2**t)
+    for _ in range(3):
+        weight.grad = torch.zeros_like(weight).as_subclass(Tensor)
+        optimizer.step()
+        scheduler.step()
+    assert torch.allclose(weight.detach(), x * 0.9 * 0.95 * 0.975, rtol=1e-13, atol=0)
+
+
+def test_decay_and_step_are_rounded_together() -> None:
+    """The target of a grid weight is the decayed value, moved in the chart."""
+    weight = grid_weight("E4M3", (3, 20), ROWS, std=0.3)
+    optimizer = RiemannianSGD([weight], lr=100.0, weight_decay=0.01, **UNBOUNDED)
+    views = record(optimizer)
+    put_gradients([weight], 1)
+    optimizer.step()
+    view, ambient = views[0], fm.StiffnessManifold("E4M3", ROWS.double())
+    before, gradient = view.before.double(), weight.grad.double()  # type: ignore[union-attr]
+    codes = ambient.to_chart(before * 0.99) - 100.0 * ambient.stiffness(before) * gradient
+    assert (ambient.to_chart(view.target.double()) - codes.clamp(-126, 126)).abs().max() < 1e-4
+
+
+# --------------------------------------------------------------------------------------------------------- bounds
+def test_bounds_keep_the_chart_between_two_powers_of_two() -> None:
+    """E7M0, S = 2^floor(log2 w): bounds around a mean of 4106/6 are 2 (damping 2^-8) and 1024 (clip 1)."""
+    x = torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double)
+    weight = free_weight(x, "E7M0")
+    weight.grad = torch.ones(6, dtype=double)
+    optimizer = RiemannianAdam([weight], lr=2.0**-10, eps=0.0, damping=2.0**-8, clip=1.0)
+    optimizer.step()
+    moved = (x - weight.detach()) * 2.0**10
+    assert torch.allclose(moved, torch.tensor([2.0, 2.0, 2.0, 2.0, 4.0, 1024.0], dtype=double), rtol=1e-9, atol=0)
+    assert optimizer.bounded_share == 3 / 6
+
+
+@pytest.mark.parametrize("scale", [0.3, ROWS.double() * 1.7], ids=["0.3", "rows"])
+def test_the_bounded_share_counts_what_is_bounded(scale: Any) -> None:
+    """A first step of one ULP a weight: bounded weights are those that don't move by their own S."""
+    weight = on(fm.StiffnessManifold("E7M0", scale), normal(3, 400, dtype=double))
+    before = values([weight])[0]
+    weight.grad = torch.ones_like(before)
+    optimizer = RiemannianAdam([weight], lr=2.0**-20, eps=0.0, damping=0.5, clip=1.0)
+    own = weight.manifold.stiffness(before)
+    optimizer.step()
+    moved = (before - weight.detach()).as_subclass(Tensor) * 2.0**20
+    share = ((moved / own - 1).abs() > 1e-6).double().mean().item()
+    assert 0.1 < share < 0.9
+    assert optimizer.bounded_share == pytest.approx(share, abs=1e-12)
+
+
+def crosses_zero(steps: int, **options: Any) -> bool:
+    """Whether weights of E7M0 asked to change sign have all done so."""
+    weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
+    targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
+    optimizer = RiemannianAdam([weight], 0.5, **options)
+    crossed = torch.zeros(4, dtype=torch.bool)
+    for _ in range(steps):
+        pull_to([weight], [targets])
+        optimizer.step()
+        crossed |= weight.detach()[:4] < 0
+    return bool(crossed.all())
+
+
+def test_weights_cross_zero_in_e7m0_within_500_steps() -> None:
+    """With the default bounds; without any, sixty binades lie in between."""
+    assert crosses_zero(500)
+    assert not crosses_zero(1000, **UNBOUNDED)

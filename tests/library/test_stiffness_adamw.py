@@ -1,0 +1,363 @@
+"""StiffnessAdamW: against torch's AdamW where k = 0, and against a slow reference, one float at a time, elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, put_gradients, record, values
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import StiffnessAdamW, anneal
+
+BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-8, 3e-3, 0.1
+double = torch.float64
+
+
+# ------------------------------------------------------------------------------------------- the slow reference
+def ulp_of(w: float, fmt: fm.FloatFormat) -> float:
+    return float(oracle.ulp(min(abs(w), fmt.max), fmt))
+
+
+def log_of(w: float, fmt: fm.FloatFormat) -> float:
+    return max(abs(w), 2.0**fmt.emin) / 2**fmt.mantissa_bits
+
+
+def fancy(x: Tensor, fmt: fm.FloatFormat) -> Tensor:
+    """A metric of the user's: a constant with a slope."""
+    return 0.01 + x.abs() / 3
+
+
+def fancy_of(w: float, fmt: fm.FloatFormat) -> float:
+    """Its value in the middle of the gap between neighbours that holds w."""
+    positive = [v for v in fmt.values if v >= 0 and not (v == 0 and math.copysign(1, v) < 0)]
+    below = max(v for v in positive if v <= abs(w))
+    above = min((v for v in positive if v > abs(w)), default=below)
+    return 0.01 + (below + above) / 2 / 3
+
+
+FIELDS: dict[str, tuple[Any, Callable[[float, fm.FloatFormat], float]]] = {
+    "ulp": ("ulp", ulp_of),
+    "log": ("log", log_of),
+    "euclidean": ("euclidean", lambda w, fmt: 1.0),
+    "function": (fancy, fancy_of),
+}
+
+
+@dataclass
+class Slow:
+    """The definition, one weight at a time, in Python floats."""
+
+    weights: list[float]
+    fmt: fm.FloatFormat
+    scales: list[float]
+    stiffness_of: Callable[[float, fm.FloatFormat], float]
+    exponent: Callable[[int], float]
+    damping: float
+    clip: float
+    refresh_every: int
+    steps: int = 0
+    reference: float = 0.0
+    m: list[float] = field(default_factory=list)
+    v: list[float] = field(default_factory=list)
+
+    def step(self, gradients: list[float]) -> None:
+        n, (beta1, beta2) = len(self.weights), BETAS
+        self.m, self.v = self.m or [0.0] * n, self.v or [0.0] * n
+        fields = [s * self.stiffness_of(w / s, self.fmt) for w, s in zip(self.weights, self.scales, strict=True)]
+        if self.steps % self.refresh_every == 0:
+            self.reference = float(sum(Fraction(f) for f in fields) / n)
+        k = self.exponent(self.steps)
+        self.steps += 1
+        for i, g in enumerate(gradients):
+            self.m[i] = beta1 * self.m[i] + (1 - beta1) * g
+            self.v[i] = beta2 * self.v[i] + (1 - beta2) * g * g
+            first, second = self.m[i] / (1 - beta1**self.steps), self.v[i] / (1 - beta2**self.steps)
+            direction = first / (math.sqrt(second) + EPS)
+            factor = min(max(fields[i] / self.reference, self.damping), self.clip) ** k
+            self.weights[i] = (1 - LR * DECAY) * self.weights[i] - LR * factor * direction
+
+
+EXPONENTS: dict[str, Any] = {"0.5": 0.5, "1": 1.0, "2": 2.0, "0.37": 0.37, "-1": -1.0, "annealed": anneal(1.0, 0.0, 40)}
+
+
+@pytest.mark.parametrize("k", EXPONENTS)
+@pytest.mark.parametrize("metric", FIELDS)
+@pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
+def test_every_exponent_and_metric_is_the_definition(k: str, metric: str, scale: Any) -> None:
+    """float64, no rounding: 60 steps with sign crossings, within the rounding of float64."""
+    given, field_of = FIELDS[metric]
+    exponent = EXPONENTS[k]
+    weight = free_weight(normal(3, 5, dtype=double, std=0.05), "E4M3", scale)
+    targets = -values([weight])[0]
+    scales = torch.as_tensor(scale).to(double).expand(3, 5).flatten().tolist()
+    slow = Slow(
+        weight.flatten().tolist(),
+        fm.FloatFormat(4, 3),
+        scales,
+        field_of,
+        exponent if callable(exponent) else lambda step: exponent,
+        damping=0.25,
+        clip=2.0,
+        refresh_every=7,
+    )
+    optimizer = StiffnessAdamW(
+        [weight], LR, BETAS, EPS, DECAY, stiffness=exponent, metric=given, damping=0.25, clip=2.0, refresh_every=7
+    )
+    start = weight.detach().sign()
+    for _ in range(60):
+        pull_to([weight], [targets])
+        gradients = weight.grad.flatten().tolist()  # type: ignore[union-attr]
+        optimizer.step()
+        slow.step(gradients)
+        ours = torch.tensor(weight.flatten().tolist(), dtype=double)
+        expected = torch.tensor(slow.weights, dtype=double)
+        assert (ours - expected).abs().max() < 1e-11
+    assert (weight.detach().sign() != start).sum() >= 3
+
+
+@pytest.mark.parametrize("k", ["0.5", "1", "2", "0.37", "annealed"])
+def test_float32_grids_follow_the_definition_step_by_step(k: str) -> None:
+    """One step of the reference from where the optimizer stood, in float64, is its float32 target to 1e-6."""
+    weight = grid_weight("E4M3", (3, 40), ROWS, std=0.2)
+    exponent = EXPONENTS[k]
+    optimizer = StiffnessAdamW([weight], LR, BETAS, EPS, DECAY, stiffness=exponent, refresh_every=1)
+    views = record(optimizer)
+    m, v = torch.zeros(3, 40, dtype=double), torch.zeros(3, 40, dtype=double)
+    for t in range(1, 31):
+        put_gradients([weight], t)
+        optimizer.step()
+        g, view = weight.grad.double(), views[-1]  # type: ignore[union-attr]
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        direction = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + EPS)
+        stiffness = fm.ulp(view.before / ROWS, "E4M3").double() * ROWS
+        assert torch.equal(view.stiffness.double(), stiffness)
+        factor = (stiffness / stiffness.mean()).clamp(2.0**-8, 16.0) ** (
+            exponent(t - 1) if callable(exponent) else exponent
+        )
+        target = view.before.double() * (1 - LR * DECAY) - LR * factor * direction
+        assert ((view.target - target).abs() <= 1e-6 * (view.before.abs() + LR * factor)).all()
+
+
+# --------------------------------------------------------------------------------------------------- k = 0: AdamW
+@pytest.mark.parametrize("maximize", [False, True])
+def test_without_stiffness_and_rounding_it_is_adamw(maximize: bool) -> None:
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "maximize": maximize}
+    ours = [free_weight(normal(20, dtype=double), "E5M2", 0.3), nn.Parameter(normal(8, seed=1, dtype=double))]
+    theirs = [nn.Parameter(p) for p in values(ours)]
+    mine, reference = StiffnessAdamW(ours, stiffness=0.0, **options), torch.optim.AdamW(theirs, **options)
+    for t in range(100):
+        put_gradients(ours, t)
+        put_gradients(theirs, t)
+        mine.step()
+        reference.step()
+    for a, b in zip(values(ours), values(theirs), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_the_euclidean_metric_is_adamw_at_every_exponent() -> None:
+    """S is constant, so S / S_ref is 1."""
+    weight = free_weight(normal(20, dtype=double), "E4M3", 0.5)
+    plain = nn.Parameter(values([weight])[0])
+    mine = StiffnessAdamW([weight], LR, BETAS, EPS, DECAY, stiffness=1.7, metric="euclidean")
+    reference = torch.optim.AdamW([plain], LR, BETAS, EPS, DECAY)
+    for t in range(50):
+        put_gradients([weight], t)
+        put_gradients([plain], t)
+        mine.step()
+        reference.step()
+    assert (weight - plain).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E1M6"])
+@pytest.mark.parametrize("scale", [0.3, ROWS.double()], ids=["0.3", "rows"])
+def test_without_stiffness_each_step_is_adamw_then_nearest(name: str, scale: Any) -> None:
+    """From the same point and averages, torch's AdamW and one rounding land on the same value."""
+    weight = grid_weight(name, (3, 30), scale, dtype=double, std=0.3)
+    optimizer = StiffnessAdamW([weight], 0.02, BETAS, EPS, DECAY, stiffness=0.0, writeback="nearest")
+    moved = 0
+    for t in range(40):
+        plain = nn.Parameter(values([weight])[0])
+        reference = torch.optim.AdamW([plain], 0.02, BETAS, EPS, DECAY)
+        if t:
+            state = optimizer.state[weight]
+            reference.state[plain] = {k: state[k].clone() for k in ("step", "exp_avg", "exp_avg_sq")}
+        put_gradients([weight], t)
+        put_gradients([plain], t)
+        before = values([weight])[0]
+        optimizer.step()
+        reference.step()
+        unit = weight.manifold.scale.double()
+        assert torch.equal(weight.detach(), fm.round_to_grid(plain / unit, name) * unit)
+        moved += int((weight.detach() != before).sum())
+    assert moved > 100
+
+
+def test_ordinary_parameters_in_the_list_get_adamw() -> None:
+    options = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    grid, plain = grid_weight(), nn.Parameter(normal(500, seed=3))
+    twin = nn.Parameter(values([plain])[0])
+    mine, reference = StiffnessAdamW([grid, plain], **options), torch.optim.AdamW([twin], **options)
+    for t in range(50):
+        put_gradients([grid, plain], t)
+        twin.grad = plain.grad.clone()  # type: ignore[union-attr]
+        mine.step()
+        reference.step()
+    assert (plain - twin).abs().max() < 5e-7  # float32: AdamW of torch rounds in another order
+
+
+# ------------------------------------------------------------------------------------------- decay, damping, clip
+def test_decay_is_decoupled() -> None:
+    """With no gradient left, the weight shrinks by 1 - lr wd, whatever the stiffness."""
+    weight = free_weight(normal(50, dtype=double), "E4M3")
+    before = values([weight])[0]
+    weight.grad = torch.zeros(50, dtype=double)
+    StiffnessAdamW([weight], lr=0.1, weight_decay=0.2, stiffness=2.0).step()
+    assert torch.equal(weight.detach(), before * (1 - 0.1 * 0.2))
+
+
+def constructed() -> Tensor:
+    """S is 1, 1, 2, 2, 4 and 4096 times 2^-20 in E7M0: the mean is 4106/6, the ratios from 0.0015 to 6."""
+    return torch.tensor([1.0, -1.5, 2.0, -3.0, 7.0, 5000.0], dtype=double) * 2.0**-20
+
+
+def first_factors(**options: Any) -> tuple[Tensor, StiffnessAdamW]:
+    """|target - before| / lr of the first step, whose direction is 1 but for eps = 0."""
+    weight = free_weight(constructed(), "E7M0")
+    before = values([weight])[0]
+    weight.grad = torch.ones(6, dtype=double)
+    optimizer = StiffnessAdamW([weight], lr=2.0**-30, eps=0.0, **options)
+    optimizer.step()
+    return (before - weight.detach()) * 2.0**30, optimizer
+
+
+@pytest.mark.parametrize(
+    ("damping", "clip", "share"),
+    [(0.0, math.inf, 0.0), (0.002, math.inf, 2 / 6), (0.0, 5.9, 1 / 6), (0.004, 5.0, 5 / 6)],
+)
+def test_damping_and_clip_bound_the_ratio(damping: float, clip: float, share: float) -> None:
+    factors, optimizer = first_factors(stiffness=1.0, damping=damping, clip=clip)
+    ratio = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4096.0], dtype=double) / (4106 / 6)
+    assert torch.allclose(factors, ratio.clamp(damping, clip), rtol=1e-9, atol=0)
+    assert optimizer.bounded_share == share
+
+
+def test_bounds_act_on_the_ratio_before_the_power() -> None:
+    factors, _ = first_factors(stiffness=-1.0, damping=0.004, clip=5.0)
+    ratio = torch.tensor([1.0, 1.0, 2.0, 2.0, 4.0, 4096.0], dtype=double) / (4106 / 6)
+    assert torch.allclose(factors, 1 / ratio.clamp(0.004, 5.0), rtol=1e-9, atol=0)
+
+
+def test_the_bounded_share_is_weighted_by_size() -> None:
+    """Six weights with a third bounded, and eighteen with none."""
+    weights = [free_weight(constructed(), "E7M0"), free_weight(torch.ones(18, dtype=double), "E7M0")]
+    optimizer = StiffnessAdamW([*weights, nn.Parameter(torch.ones(100))], damping=0.002, clip=math.inf)
+    assert optimizer.bounded_share == 0.0
+    put_gradients(weights, 1)
+    optimizer.step()
+    assert optimizer.bounded_share == 2 / 24
+
+
+@pytest.mark.parametrize("metric", ["ulp", "log", fancy])
+@pytest.mark.parametrize("dtype", [torch.float32, double])
+def test_the_reference_is_the_exact_mean_in_any_order(metric: Any, dtype: torch.dtype) -> None:
+    x = normal(1001, dtype=dtype, std=5.0)
+    order = torch.randperm(1001, generator=torch.Generator().manual_seed(3))
+    references = []
+    for points in (x, x[order], x[order].view(7, 143).t().contiguous()):
+        weight = on(fm.FP8Manifold("E7M0", 0.3), points)
+        put_gradients([weight], 0)
+        optimizer = StiffnessAdamW([weight], metric=metric)
+        views = record(optimizer)
+        optimizer.step()
+        references.append(optimizer.state[weight]["reference"])
+        field = views[0].stiffness.flatten().tolist()
+        assert references[-1] == pytest.approx(float(sum(map(Fraction, field)) / 1001), rel=2**-52)
+    assert references[0] == references[1] == references[2]
+
+
+def test_the_reference_is_refreshed_when_due() -> None:
+    weight = free_weight(torch.full((4,), 1.0, dtype=double), "E4M3")
+    optimizer = StiffnessAdamW([weight], lr=0.0, refresh_every=3)
+    seen = []
+    for t in range(7):
+        weight.data.fill_(2.0**t)
+        put_gradients([weight], t)
+        optimizer.step()
+        seen.append(optimizer.state[weight]["reference"] * 8)
+    assert seen == [1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 64.0]
+
+
+def test_a_schedule_is_asked_with_the_steps_taken() -> None:
+    asked: list[int] = []
+
+    def schedule(step: int) -> float:
+        asked.append(step)
+        return 1.0
+
+    weight = grid_weight()
+    optimizer = StiffnessAdamW([weight], stiffness=schedule)
+    asked.clear()
+    for t in range(5):
+        put_gradients([weight], t)
+        optimizer.step()
+    assert asked == [0, 1, 2, 3, 4]
+
+
+def test_an_exponent_that_leaves_its_range_is_refused_at_once() -> None:
+    weight = grid_weight()
+    optimizer = StiffnessAdamW([weight], stiffness=lambda step: 1.0 if step == 0 else 9.0)
+    put_gradients([weight], 0)
+    optimizer.step()
+    before = values([weight])
+    with pytest.raises(ValueError, match=r"stiffness=9\.0 is out of range"):
+        optimizer.step()
+    assert torch.equal(weight.detach(), before[0])
+
+
+# ------------------------------------------------------------------------------------------- zero crossing in E7M0
+def crosses_zero(damping: float, steps: int) -> bool:
+    """Whether weights of E7M0 asked to change sign have all done so."""
+    weight = on(fm.FP8Manifold("E7M0", rounding="stochastic"), torch.tensor([0.25, 0.25, 0.25, 0.25, 1.0, 0.5]))
+    targets = torch.tensor([-0.25] * 4 + [1.0, 0.5])
+    optimizer = StiffnessAdamW([weight], lr=0.02, stiffness=1.0, damping=damping, clip=16.0)
+    for _ in range(steps):
+        pull_to([weight], [targets])
+        optimizer.step()
+    return bool((weight[:4] < 0).all())
+
+
+def test_weights_cross_zero_in_e7m0_within_200_steps() -> None:
+    assert crosses_zero(2.0**-8, 200)
+
+
+def test_without_damping_they_don_t() -> None:
+    """Each step is a fraction of the weight, so that it halves for ever."""
+    assert not crosses_zero(0.0, 200)
+
+
+# -------------------------------------------------------------------------------------------------------- schedule
+def test_anneal_is_linear_and_stops() -> None:
+    k = anneal(1.0, -0.5, 10)
+    assert [k(0), k(5), k(10), k(11), k(10**9)] == [1.0, 0.25, -0.5, -0.5, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((1.0, 0.0, 0), ValueError, "steps=0"),
+        ((1.0, 0.0, 2.5), TypeError, "steps=2.5"),
+        (("1", 0.0, 5), TypeError, "start='1'"),
+        ((1.0, math.nan, 5), ValueError, "end=nan"),
+    ],
+)
+def test_anneal_refuses(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        anneal(*arguments)
