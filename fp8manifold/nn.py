@@ -255,11 +255,16 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     Returns:
         The model; a new layer if ``model`` is itself a :class:`QuantizedLinear`.
 
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+
     Example:
         >>> model = quantize_model(nn.Sequential(nn.Linear(2, 2)), "E4M3")
         >>> type(dequantize_model(model)[0]).__name__
         'Linear'
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):

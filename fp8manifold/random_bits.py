@@ -106,7 +106,7 @@ def scramble(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
     return x.bitwise_right_shift_(32 - RANDOM_BITS).bitwise_and_((1 << RANDOM_BITS) - 1)
 
 
-@torch.compiler.disable  # big integers: a traced one would overflow
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # traced big integers would overflow
 def round_keys(words: Words, high: int) -> tuple[int, int, int]:
     """Three signed 32-bit round keys from the key words and the high half of a 64-bit position."""
     mixed = 0
