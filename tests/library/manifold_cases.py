@@ -19,6 +19,7 @@ import fp8manifold as fm
 
 Float64 = NDArray[np.float64]
 Scale = float | torch.Tensor
+EPS = torch.finfo(torch.float64).eps
 
 FORMATS = {fmt.name: fmt for fmt in fm.NAMED_FORMATS.values()}
 #: One of each kind: the OCP ones, a uniform grid, powers of two, no -0, powers of two without -0, four bits.
@@ -109,3 +110,21 @@ def lands_on_grid(y: torch.Tensor, fmt: fm.FloatFormat, scale: Scale) -> bool:
     if points.ndim == 1:
         return bool(torch.isin(y, points).all())
     return all(bool(torch.isin(row, allowed).all()) for row, allowed in zip(y, points, strict=True))
+
+
+def pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.repeat_interleave(x.numel()), x.repeat(x.numel())
+
+
+def interior_and_grid(fmt: fm.FloatFormat, scale: Scale) -> tuple[torch.Tensor, torch.Tensor]:
+    """Start and end points: off the grid and on it, in every combination, all binades, both signs."""
+    loose, fixed = off_grid(fmt, 400, seed=1), grid(fmt)
+    fixed = fixed[torch.from_numpy(np.random.default_rng(2).integers(0, len(fixed), 400))]
+    start = torch.cat([loose, loose, fixed, fixed])
+    end = torch.cat([loose.flip(0), fixed, loose, fixed.flip(0)])
+    return spread(start, scale), spread(end, scale)
+
+
+def chart_error(manifold: fm.StiffnessManifold, *points: torch.Tensor) -> torch.Tensor:
+    """What float64 may lose in steps: a few EPS of the coordinates that were added and subtracted."""
+    return 64 * EPS * (1 + sum(manifold.to_chart(point).abs() for point in points))

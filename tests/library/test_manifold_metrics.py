@@ -1,0 +1,208 @@
+"""The metrics of the manifolds: gradients, functions as metrics, formulas, dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from manifold_cases import (
+    EPS,
+    FEW,
+    FORMATS,
+    METRICS,
+    SCALES,
+    chart_error,
+    grid,
+    interior_and_grid,
+    off_grid,
+    pairs,
+    ruler,
+    same_bits,
+    smooth_function,
+    spread,
+    ulp_as_function,
+)
+
+import fp8manifold as fm
+
+EXACT_SCALES = {name: SCALES[name] for name in ("1", "2^-7")}
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
+every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+exact_scale = pytest.mark.parametrize("scale", EXACT_SCALES.values(), ids=EXACT_SCALES)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+
+
+# ------------------------------------------------------------------------------------------ gradients
+def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(y.sum(), x)[0]
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_gradient_of_dist_and_log_is_one_over_stiffness(fmt, metric, scale) -> None:
+    """Also at zero, at powers of two and at the smallest normal."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, y = (point.requires_grad_() for point in interior_and_grid(fmt, scale))
+    one_over_s = 1 / manifold.stiffness(x).detach()
+    sign = torch.sign(x - y).detach()
+    assert torch.allclose(derivative(manifold.dist(x, y), x), sign * one_over_s, rtol=1e-12, atol=0)
+    assert torch.allclose(derivative(manifold.dist(y, x), x), sign * one_over_s, rtol=1e-12, atol=0)
+    assert torch.allclose(derivative(manifold.to_chart(x), x), one_over_s, rtol=1e-12, atol=0)
+    expected = manifold.stiffness(x).detach() / manifold.stiffness(y).detach()
+    assert torch.allclose(derivative(manifold.logmap(x, y), y), expected, rtol=1e-12, atol=0)
+
+
+@few_formats
+@every_metric
+@every_scale
+def test_gradient_of_exp_is_the_ratio_of_stiffnesses(fmt, metric, scale) -> None:
+    """d exp_x(u) / du = S(y) / S(x), for ends off the kinks; 1 at u = 0 everywhere."""
+    manifold = fm.StiffnessManifold(fmt, scale, metric)
+    x, _ = interior_and_grid(fmt, scale)
+    y = spread(off_grid(fmt, x.shape[-1], seed=5, share=0.99), scale)
+    u = manifold.logmap(x, y).requires_grad_()
+    ratio = manifold.stiffness(y) / manifold.stiffness(x)
+    assert torch.allclose(derivative(manifold.expmap(x, u), u), ratio, rtol=1e-6, atol=0)
+    still = torch.zeros_like(x).requires_grad_()
+    assert same_bits(derivative(manifold.expmap(x, still), still), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E3M4", "E1M6", "E2M1"])
+@every_metric
+def test_gradcheck_away_from_the_kinks(name, metric) -> None:
+    """Both arguments of exp, log and dist against finite differences."""
+    fmt = FORMATS[name]
+    manifold = fm.StiffnessManifold(fmt, 0.3, metric)
+    middle = torch.from_numpy(ruler(fmt).inverse(ruler(fmt).codes[3:-3:5] + 0.37)) * manifold.scale.double()
+    x, y = middle.clone().requires_grad_(), middle.flip(0).clone().requires_grad_()
+    u = (manifold.stiffness(x) * 0.31).detach().requires_grad_()
+    checked = {"eps": 1e-4 * fmt.ulp_min, "atol": 1e-4, "rtol": 1e-4}
+    assert torch.autograd.gradcheck(manifold.expmap, (x, u), **checked)
+    assert torch.autograd.gradcheck(manifold.logmap, (x, y), **checked)
+    assert torch.autograd.gradcheck(manifold.dist, (x, y), **checked)
+
+
+# ------------------------------------------------------------------------------------------- callables
+@every_format
+@every_scale
+def test_a_function_equal_to_ulp_is_the_ulp_metric(fmt, scale) -> None:
+    """Stiffness, chart, distance and logarithm bit for bit; exp to rounding."""
+    ours, named = fm.StiffnessManifold(fmt, scale, ulp_as_function), fm.StiffnessManifold(fmt, scale)
+    x, y = interior_and_grid(fmt, scale)
+    assert same_bits(ours.stiffness(x), named.stiffness(x))
+    assert same_bits(ours.to_chart(x), named.to_chart(x))
+    assert same_bits(ours.dist(x, y), named.dist(x, y))
+    assert same_bits(ours.logmap(x, y), named.logmap(x, y))
+    assert same_bits(ours.egrad2rgrad(x, y), named.egrad2rgrad(x, y))
+    u = named.logmap(x, y) * 0.61
+    assert (named.dist(ours.expmap(x, u), named.expmap(x, u)) <= chart_error(named, x, y)).all()
+
+
+@every_format
+def test_a_function_equal_to_ulp_counts_codes_exactly(fmt, compare_bits) -> None:
+    x, y = pairs(grid(fmt, torch.float32))
+    codes = np.append(ruler(fmt).codes, 0.0)
+    dist = fm.StiffnessManifold(fmt, metric=ulp_as_function).dist(x, y)
+    compare_bits(dist, np.abs(codes[:, None] - codes[None, :]).flatten(), x, fmt.name)
+
+
+@few_formats
+def test_a_function_holds_its_middle_value_between_neighbours(fmt) -> None:
+    manifold = fm.StiffnessManifold(fmt, metric=smooth_function)
+    knots = grid(fmt)[:-1]
+    middle = (knots[1:] + knots[:-1]) / 2
+    assert torch.allclose(manifold.stiffness(middle), smooth_function(middle, fmt), rtol=EPS, atol=0)
+    assert torch.allclose(manifold.dist(knots[1:], knots[:-1]), knots.diff() / smooth_function(middle, fmt))
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "named"),
+    [
+        (lambda x, fmt: -x, ValueError, "-"),
+        (lambda x, fmt: 0.0, ValueError, "0.0"),
+        (lambda x, fmt: x * math.nan, ValueError, "nan"),
+        (lambda x, fmt: x / 0, ValueError, "inf"),
+        (lambda x, fmt: torch.ones(3), ValueError, r"\(3,\)"),
+        (lambda x, fmt: "wide", TypeError, "str"),
+    ],
+    ids=["negative", "zero", "nan", "inf", "shape", "str"],
+)
+def test_a_bad_function_is_refused_at_once(function, error, named) -> None:
+    with pytest.raises(error, match=f"metric function gave .*{named}"):
+        fm.StiffnessManifold("E4M3", metric=function)
+
+
+def test_a_constant_function_scales_the_euclidean_metric() -> None:
+    manifold, euclidean = (
+        fm.StiffnessManifold("E4M3", metric=lambda x, fmt: 0.5),
+        fm.StiffnessManifold("E4M3", metric="euclidean"),
+    )
+    x, y = interior_and_grid(FORMATS["E4M3"], 1.0)
+    assert torch.allclose(manifold.dist(x, y), 2 * euclidean.dist(x, y), rtol=1e-12)
+    u = torch.linspace(-1, 1, len(x), dtype=torch.float64)
+    assert torch.allclose(manifold.expmap(x, u), euclidean.expmap(x, u), rtol=1e-12)
+
+
+# ----------------------------------------------------------------------------------- metrics, by formula
+@few_formats
+def test_metric_log_is_multiplicative_above_the_smallest_normal(fmt) -> None:
+    """S = max(|x|, 2^emin) 2^-M: a step of t ULPs multiplies by exp(t 2^-M)."""
+    manifold = fm.StiffnessManifold(fmt, metric="log")
+    x = torch.tensor([fmt.min_normal, 1.1 * fmt.min_normal, -0.9 * fmt.max], dtype=torch.float64)
+    assert torch.allclose(manifold.stiffness(x), x.abs() * 2.0**-fmt.mantissa_bits, rtol=EPS)
+    u = 0.5 * manifold.stiffness(x) * x.sign()
+    inside = (x * math.exp(0.5 * 2.0**-fmt.mantissa_bits)).clamp(-fmt.max, fmt.max)
+    assert torch.allclose(manifold.expmap(x, u), inside, rtol=1e-12)
+    below = torch.tensor([0.0, 0.3 * fmt.min_normal], dtype=torch.float64)
+    assert same_bits(manifold.stiffness(below), torch.full_like(below, fmt.ulp_min))
+
+
+@few_formats
+@every_scale
+def test_metric_euclidean_is_addition(fmt, scale) -> None:
+    manifold = fm.StiffnessManifold(fmt, scale, "euclidean")
+    x = spread(off_grid(fmt, 300, share=0.5), scale)
+    u = spread(torch.linspace(-1, 1, 300, dtype=torch.float64) * fmt.max * 0.1, scale)
+    assert torch.allclose(manifold.expmap(x, u), manifold.projx(x + u), rtol=1e-12)
+    assert torch.allclose(manifold.logmap(x, x + u), u, rtol=1e-6, atol=1e-9 * fmt.max)
+    assert same_bits(manifold.stiffness(x), spread(torch.ones(300, dtype=torch.float64), scale))
+
+
+# ----------------------------------------------------------------------------------------- other dtypes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_metric
+def test_half_precision_points_are_computed_in_float32(dtype, metric) -> None:
+    fmt = FORMATS["E4M3"]
+    x = grid(fmt, dtype)
+    y = x.flip(0)
+    for manifold in (fm.StiffnessManifold(fmt, metric=metric), fm.FP8Manifold(fmt, metric=metric)):
+        wide = manifold.to_chart(x.float())
+        assert same_bits(manifold.to_chart(x), wide.to(dtype))
+        assert same_bits(manifold.stiffness(x), manifold.stiffness(x.float()).to(dtype))
+        assert same_bits(manifold.expmap(x, y), manifold.expmap(x.float(), y.float()).to(dtype))
+        assert same_bits(manifold.retr(x, y), manifold.retr(x.float(), y.float()).to(dtype))
+        assert same_bits(manifold.projx(x), x)
+        assert manifold.check_point_on_manifold(x)
+
+
+def test_integers_are_refused() -> None:
+    """They would truncate the scale."""
+    manifold, x = fm.StiffnessManifold("E4M3", 0.3), torch.tensor([1, 2])
+    for method in (manifold.projx, manifold.stiffness, manifold.to_chart, manifold.from_chart):
+        with pytest.raises(TypeError, match="int64"):
+            method(x)
+
+
+@few_formats
+def test_strides_do_not_matter(fmt) -> None:
+    x = grid(fmt)[:12].view(3, 4)
+    manifold, u = fm.FP8Manifold(fmt, 0.5), torch.ones(4, 3, dtype=torch.float64) * fmt.ulp_max
+    assert same_bits(manifold.retr(x.T, u), manifold.retr(x.T.contiguous(), u))
+    assert same_bits(manifold.projx(x.T), manifold.projx(x).T)
+    assert same_bits(manifold.dist(x.T, u), manifold.dist(x.T.contiguous(), u))
