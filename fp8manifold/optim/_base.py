@@ -159,8 +159,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, parameter in zip(saved_ids, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor) and name != "step":
-                    self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
+                if isinstance(value, Tensor):
+                    device = value.device if name == "step" else parameter.device
+                    self.state[parameter][name] = value.detach().to(device, copy=True)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""

@@ -199,7 +199,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
         if parameter.grad is None:
             return
         work = working_dtype(parameter)
-        target = old.to(work) + (parameter.detach().to(work) - old.to(work)) * factor
+        start = old.to(work)
+        update = parameter.detach().to(work) - start
+        target = torch.where(update == 0, start, start + update * factor)
         manifold = own_manifold(parameter)
         if manifold is not None:
             rounding = self.writeback or str(getattr(manifold, "rounding", "nearest"))
