@@ -161,9 +161,9 @@ OURS: dict[str, Make] = {
     "adam-nearest": _riemannian(RiemannianAdam, writeback="nearest"),
     "adam-stochastic-amsgrad": _riemannian(RiemannianAdam, writeback="stochastic", amsgrad=True, refresh_every=3),
     "adam-reset": _riemannian(RiemannianAdam, reset_every=7, stabilize=5, maximize=True),
-    "sgd": _riemannian(RiemannianSGD, lr=5.0),
-    "sgd-momentum": _riemannian(RiemannianSGD, lr=5.0, momentum=0.9, dampening=0.2, writeback="stochastic"),
-    "sgd-nesterov": _riemannian(RiemannianSGD, lr=5.0, momentum=0.9, nesterov=True, writeback="nearest"),
+    "sgd": _riemannian(RiemannianSGD, lr=300.0),
+    "sgd-momentum": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, dampening=0.2, writeback="stochastic"),
+    "sgd-nesterov": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, nesterov=True, writeback="nearest"),
 }
 #: Around torch's optimizers; ``refresh_every`` is not a divisor of the length of any test.
 WRAPPED: dict[str, Make] = {

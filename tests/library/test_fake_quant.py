@@ -1,0 +1,203 @@
+"""fake_quantize: the round trip's values, and the four gradients that stand in for its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from optimizer_cases import bits_of, normal
+
+from fp8manifold import amax_scale, fake_quantize, round_to_grid
+
+settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=200)
+FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ")
+STES = ("identity", "clipped", "relu", "none")
+SCALES: dict[str, Any] = {
+    "1": 1.0,
+    "2^-3": 0.125,
+    "0.3": torch.tensor(0.3),
+    "rows": torch.tensor([[0.25], [0.3], [2.0]]),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- values
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_value_is_the_scaled_rounding(name: str, scale: Any, dtype: torch.dtype) -> None:
+    x = normal(3, 200, dtype=dtype, std=50.0)
+    s = torch.as_tensor(scale).to(dtype)
+    for ste in STES:
+        y = fake_quantize(x, name, scale, ste=ste)  # type: ignore[arg-type]
+        assert torch.equal(y, round_to_grid(x / s, name) * s)
+        assert y.dtype == dtype
+
+
+@pytest.mark.parametrize("rounding", ["toward_zero", "up", "down", "stochastic"])
+def test_the_other_roundings(rounding: Any) -> None:
+    x = normal(500)
+    key = {"seed": 3, "step": 7, "stream": 2} if rounding == "stochastic" else {}
+    y = fake_quantize(x, "E4M3", 0.5, rounding=rounding, **key)  # type: ignore[arg-type]
+    assert torch.equal(y, round_to_grid(x / 0.5, "E4M3", rounding, **key) * 0.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize(("granularity", "axis"), [("tensor", 0), ("channel", 0), ("channel", 1), ("channel", -1)])
+def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) -> None:
+    x = normal(5, 6, std=3.0)
+    scale = amax_scale(x, "E4M3", granularity, axis=axis, pow2=pow2)
+    y = fake_quantize(x, "E4M3", granularity=granularity, axis=axis, pow2=pow2)
+    assert torch.equal(y, fake_quantize(x, "E4M3", scale))
+    assert ((y - x).abs() <= x.abs() / 16 + scale * 2.0**-10).all()  # half an ULP: nothing has saturated
+
+
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
+    x = normal(1000).to(dtype).requires_grad_()
+    y = fake_quantize(x, "E7M0", granularity="tensor")
+    assert y.dtype == dtype
+    wide = fake_quantize(x.detach().float(), "E7M0")
+    assert ((y.detach().float() - wide).abs() <= wide.abs() * slack).all()
+    y.sum().backward()
+    assert x.grad.dtype == dtype  # type: ignore[union-attr]
+    assert (x.grad == 1).all()  # type: ignore[union-attr]
+
+
+def test_special_values() -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e30])
+    y = fake_quantize(x, "E4M3", 0.5)
+    assert y[0].isnan()
+    assert y[1:].tolist() == [224.0, -224.0, 0.0, 0.0, 224.0]
+    assert y.signbit().tolist()[3:5] == [False, True]
+    dynamic = fake_quantize(x, "E4M3")  # no finite amax: scale 1
+    assert dynamic[1:].tolist() == [448.0, -448.0, 0.0, 0.0, 448.0]
+    assert fake_quantize(torch.empty(0, 3), "E4M3").shape == (0, 3)
+    assert fake_quantize(torch.tensor(1.06), "E4M3", 1.0).item() == 1.0
+    assert fake_quantize(torch.zeros(4), "E4M3").tolist() == [0.0] * 4
+
+
+def test_values_do_not_depend_on_strides() -> None:
+    x = normal(4, 5, 6).permute(2, 0, 1)
+    assert torch.equal(fake_quantize(x, "E3M4", 0.1), fake_quantize(x.contiguous(), "E3M4", 0.1))
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+def gradient_of(x: torch.Tensor, upstream: torch.Tensor, **options: Any) -> torch.Tensor:
+    leaf = x.clone().requires_grad_()
+    fake_quantize(leaf, "E4M3", **options).backward(upstream)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+X = torch.tensor([-1000.0, -224.0, -3.0, -0.0, 0.0, 2.0**-20, 3.0, 224.0, 224.5, 1000.0])
+
+
+@pytest.mark.parametrize(
+    ("ste", "passes"),
+    [
+        ("identity", [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("clipped", [0, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+        ("relu", [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]),
+        ("none", [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_the_four_gradients(ste: str, passes: list[int]) -> None:
+    """At scale 1/2 the range ends at 224."""
+    upstream = normal(10)
+    assert torch.equal(gradient_of(X, upstream, scale=0.5, ste=ste), upstream * torch.tensor(passes))
+
+
+@settings
+@given(st.lists(st.floats(-(2.0**30), 2.0**30, width=32), min_size=1, max_size=20), st.booleans())
+def test_a_dynamic_scale_clips_nothing(x: list[float], channel: bool) -> None:
+    """amax itself is within the range, whatever the rounding of amax / max."""
+    tensor = torch.tensor(x)
+    granularity = "channel" if channel else "tensor"
+    assert (gradient_of(tensor, torch.ones(len(x)), ste="clipped", granularity=granularity) == 1).all()
+    doubles = gradient_of(tensor.double() * (1 + 1e-9), torch.ones(len(x)).double(), ste="clipped")
+    assert (doubles == 1).all()
+
+
+def test_blocked_gradients_are_zero_whatever_comes_in() -> None:
+    upstream = torch.tensor([math.inf, math.nan, 1.0])
+    x = torch.tensor([1000.0, -1000.0, 1.0])
+    assert gradient_of(x, upstream, scale=1.0, ste="clipped").tolist() == [0.0, 0.0, 1.0]
+    assert gradient_of(-x, upstream, scale=1.0, ste="none").tolist() == [0.0, 0.0, 0.0]
+
+
+def test_gradients_of_special_values_are_finite() -> None:
+    x = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 2.0**-149, 3e38])
+    for ste in STES:
+        assert gradient_of(x, torch.ones(6), ste=ste).isfinite().all()
+    assert gradient_of(x, torch.ones(6), ste="clipped", scale=1.0).tolist() == [0.0, 0.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_the_straight_through_gradient_is_the_slope_over_many_steps() -> None:
+    """Against the secant over a whole binade, as Q follows x up to half an ULP."""
+    x = torch.linspace(1.0, 2.0, 9, dtype=torch.float64)
+    secant = (fake_quantize(x + 1, "E4M3", 1.0) - fake_quantize(x, "E4M3", 1.0)) / 1
+    assert ((secant - gradient_of(x, torch.ones(9).double(), scale=1.0)).abs() <= 0.1875).all()
+
+
+def test_chain_rule_and_scale_without_gradient() -> None:
+    x, scale = normal(6).requires_grad_(), torch.tensor(0.1, requires_grad=True)
+    (fake_quantize(x * 3, "E4M3", scale).square()).sum().backward()
+    expected = 2 * fake_quantize((x * 3).detach(), "E4M3", 0.1) * 3
+    assert torch.allclose(x.grad, expected)  # type: ignore[arg-type]
+    assert scale.grad is None
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ste": "clip"}, ValueError, "ste='clip'.*did you mean 'clipped'"),
+        ({"granularity": "rows"}, ValueError, "granularity='rows'"),
+        ({"granularity": "channel", "axis": 5}, ValueError, "axis=5"),
+        ({"rounding": "up_down"}, ValueError, "rounding='up_down'"),
+        ({"rounding": "stochastic"}, ValueError, "seed"),
+        ({"scale": 0.0}, ValueError, r"scale holds 0\.0"),
+        ({"scale": -1.0}, ValueError, r"scale holds -1\.0"),
+        ({"scale": math.nan}, ValueError, "scale holds nan"),
+        ({"scale": math.inf}, ValueError, "scale holds inf"),
+        ({"scale": torch.tensor([1.0, -2.0, 3.0])}, ValueError, r"scale holds -2\.0"),
+        ({"scale": torch.ones(4)}, ValueError, r"scale of shape \(4,\) does not fit x of shape \(2, 3\)"),
+        ({"scale": torch.ones(2, 2, 3)}, ValueError, r"scale of shape \(2, 2, 3\)"),
+        ({"fmt": "E4M4"}, ValueError, "E4M4"),
+        ({"fmt": 3}, TypeError, "int"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fake_quantize(torch.ones(2, 3), **{"fmt": "E4M3", **options})
+
+
+def test_integers_and_other_things_are_refused() -> None:
+    with pytest.raises(TypeError, match="int64"):
+        fake_quantize(torch.ones(3, dtype=torch.int64), "E4M3")
+    with pytest.raises(TypeError, match="list"):
+        fake_quantize([1.0], "E4M3")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="float16"):
+        round_to_grid(torch.ones(3).half(), "E7M0")  # why halves go through float32
+
+
+# -------------------------------------------------------------------------------------------------------- compiled
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
+def test_compiled_values_and_gradients_are_the_eager_ones() -> None:
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        clipped = fake_quantize(x, "E4M3", ste="clipped", granularity="channel")
+        return clipped + fake_quantize(y, "E7M0", 0.25, ste="relu")
+
+    results = []
+    for function in (both, torch.compile(both, fullgraph=True, dynamic=False)):
+        x, y = normal(3, 500, seed=1).requires_grad_(), normal(3, 500, seed=2, std=10.0).requires_grad_()
+        z = function(x, y)
+        z.backward(normal(3, 500, seed=3))
+        results.append([bits_of(t) for t in (z, x.grad, y.grad)])  # type: ignore[arg-type]
+    assert results[0] == results[1]

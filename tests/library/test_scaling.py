@@ -1,0 +1,186 @@
+"""Amax scales, storage scales, and the Scale module that freezes or follows them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from optimizer_cases import normal, through_disk
+
+import fp8manifold as fm
+from fp8manifold import SaturationWarning, Scale, amax_scale, storage_scale
+
+settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=200)
+FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1")
+positive = st.floats(2.0**-60, 2.0**60, width=32)
+
+
+def is_power_of_two(x: torch.Tensor) -> bool:
+    return bool((torch.frexp(x).mantissa == 0.5).all())
+
+
+# ----------------------------------------------------------------------------------------------------- amax_scale
+@settings
+@given(positive, st.sampled_from(FORMATS))
+def test_amax_lands_on_the_largest_value(amax: float, name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    x = torch.tensor([amax / 3, -amax, 0.0])
+    scale = amax_scale(x, fmt)
+    assert scale.dtype == torch.float32
+    assert scale.item() == pytest.approx(amax / fmt.max, rel=1e-6)
+    assert fm.round_to_grid(x / scale, fmt)[1].item() == -fmt.max
+
+
+@settings
+@given(positive, st.sampled_from(FORMATS))
+def test_pow2_is_the_next_power_of_two(amax: float, name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    x = torch.tensor([amax])
+    scale, exact = amax_scale(x, fmt, pow2=True), amax_scale(x, fmt)
+    assert is_power_of_two(scale)
+    assert exact <= scale < 2 * exact
+
+
+def test_channels() -> None:
+    x = torch.tensor([[1.0, -896.0, 2.0], [0.0, 0.0, 0.0], [44.8, 1.0, 1.0]])
+    rows = amax_scale(x, "E4M3", "channel")
+    assert rows.shape == (3, 1)
+    assert rows.flatten().tolist() == pytest.approx([2.0, 1.0, 0.1], rel=1e-6)
+    columns = amax_scale(x, "E4M3", "channel", axis=-1)
+    assert columns.shape == (1, 3)
+    assert columns.flatten().tolist() == pytest.approx([0.1, 2.0, 2 / 448], rel=1e-6)
+    assert amax_scale(x[0], "E4M3", "channel").tolist() == pytest.approx([1 / 448, 2.0, 2 / 448])
+    assert amax_scale(x.expand(2, 3, 3), "E4M3", "channel", axis=1).shape == (1, 3, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_have_float32_scales(dtype: torch.dtype) -> None:
+    scale = amax_scale(torch.tensor([224.0, -1.0], dtype=dtype), "E4M3")
+    assert scale.dtype == torch.float32
+    assert scale.item() == 0.5
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_what_has_no_magnitude_has_scale_one(granularity: Any) -> None:
+    for row in ([0.0, -0.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, math.nan]):
+        assert (amax_scale(torch.tensor([row]), "E4M3", granularity) == 1).all()
+    assert (amax_scale(torch.empty(0, 3), "E4M3", granularity) == 1).all()
+    assert amax_scale(torch.empty(3, 0), "E4M3", "channel").tolist() == [[1.0], [1.0], [1.0]]
+
+
+def test_tiny_magnitudes_have_a_normal_scale() -> None:
+    """Dividing by a subnormal would give Inf."""
+    x = torch.tensor([2.0**-149, 0.0])
+    assert amax_scale(x, "E4M3").item() == 2.0**-126
+    assert (x / amax_scale(x, "E4M3")).isfinite().all()
+
+
+# -------------------------------------------------------------------------------------------------- storage_scale
+@settings
+@given(st.floats(2.0**-30, 2.0**30, width=32), st.sampled_from(FORMATS), st.sampled_from([1.0, 2.0, 16.0, 100.0]))
+def test_storage_leaves_headroom(amax: float, name: str, headroom: float) -> None:
+    """A power of two with which the largest weight may grow by headroom; half of it would not do."""
+    fmt = fm.FloatFormat.from_string(name)
+    scale = storage_scale(torch.tensor([[amax, -amax / 2]]), fmt, headroom=headroom)
+    assert is_power_of_two(scale)
+    assert scale.item() * fmt.max * (1 + 1e-6) >= amax * headroom
+    deep = scale.item() * fmt.ulp_min * 2.0**40 / 2 < amax  # 40 binades are enough
+    assert scale.item() / 2 * fmt.max < amax * headroom or deep
+
+
+def test_storage_is_per_row_by_default() -> None:
+    w = torch.tensor([[0.25, -0.5], [0.0, 0.0], [4.0, 1.0]])
+    assert storage_scale(w, "E4M3").flatten().tolist() == [2.0**-5, 1.0, 2.0**-2]
+    assert storage_scale(w, "E4M3", "tensor").item() == 2.0**-2
+
+
+def test_squares_of_the_stiffness_of_stored_weights_stay_within_float32() -> None:
+    w = normal(4, 50, std=0.02)
+    manifold = fm.FP8Manifold("E7M0", storage_scale(w, "E7M0"))
+    stiffness = manifold.stiffness(manifold.projx(w))
+    assert stiffness.square().isfinite().all()
+    assert (stiffness.square() > 0).all()
+    assert (manifold.projx(w).abs() >= w.abs() / 2).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_can_not_be_stored(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"\(2, 2\) hold NaN or Inf.*E4M3"):
+        storage_scale(torch.tensor([[1.0, 2.0], [bad, 0.0]]), "E4M3")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: amax_scale(x, "E4M3", "row"), "granularity='row'"),
+        (lambda x: amax_scale(x, "E4M3", "chanel"), "did you mean 'channel'"),
+        (lambda x: amax_scale(x, "E4M3", "channel", axis=2), "axis=2"),
+        (lambda x: amax_scale(x, "E4MM3"), "E4MM3"),
+        (lambda x: storage_scale(x, "E4M3", headroom=0.5), r"headroom=0\.5"),
+        (lambda x: storage_scale(x, "E4M3", headroom=math.nan), "headroom=nan"),
+        (lambda x: Scale("E4M3", policy="frozen"), "policy='frozen'"),
+        (lambda x: Scale("E4M3", "blocks"), "granularity='blocks'"),
+    ],
+)
+def test_refusals(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(2, 2))
+
+
+# ----------------------------------------------------------------------------------------------------------- Scale
+def test_dynamic_follows_and_logs() -> None:
+    scale = Scale("E4M3")
+    for amax in (448.0, 44.8, 896.0):
+        assert scale(torch.tensor([amax, 1.0])).item() == pytest.approx(amax / 448, rel=1e-6)
+        assert scale.value.item() == pytest.approx(amax / 448, rel=1e-6)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_static_is_frozen_and_warns_when_it_saturates(granularity: Any) -> None:
+    scale = Scale("E4M3", granularity, "static")
+    x = torch.tensor([[448.0, 1.0], [896.0, 1.0]])
+    first = scale(x).clone()
+    assert torch.equal(scale(x / 2), first)
+    with pytest.warns(SaturationWarning, match="E4M3 scale saturates: the largest magnitude is 2 times"):
+        assert torch.equal(scale(x * 2), first)
+    assert torch.equal(scale(x), first)
+
+
+@settings
+@given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=1, max_size=8), st.sampled_from(FORMATS))
+def test_what_a_scale_was_made_from_does_not_saturate(x: list[float], name: str) -> None:
+    """Whatever the rounding of amax / max."""
+    for pow2 in (False, True):
+        scale = Scale(name, policy="static", pow2=pow2)
+        scale(torch.tensor(x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scale(torch.tensor(x))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_a_frozen_scale_survives_saving(granularity: Any) -> None:
+    scale = Scale("E4M3", granularity, "static")
+    x = normal(3, 4)
+    expected = scale(x).clone()
+    loaded = Scale("E4M3", granularity, "static")
+    loaded.load_state_dict(through_disk(scale.state_dict()))
+    assert torch.equal(loaded(x / 4), expected)
+    assert loaded.value.data_ptr() != scale.value.data_ptr()
+
+
+def test_no_gradient_flows_through_a_scale() -> None:
+    x = normal(5).requires_grad_()
+    assert not Scale("E4M3")(x).requires_grad
+    assert not amax_scale(x, "E4M3").requires_grad
+    assert not storage_scale(x, "E4M3").requires_grad
+
+
+def test_repr() -> None:
+    assert repr(Scale("E4M3", "channel", "static")) == "Scale(E4M3, channel, static)"

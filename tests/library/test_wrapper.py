@@ -1,0 +1,299 @@
+"""StiffnessWrapper: any torch optimizer, its updates or gradients scaled by the stiffness field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import (
+    ROWS,
+    free_weight,
+    frozen,
+    grid_weight,
+    normal,
+    on,
+    on_grid,
+    put_gradients,
+    same_bits,
+    same_parameters,
+    through_disk,
+    values,
+)
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import StiffnessWrapper, anneal
+
+double = torch.float64
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+
+
+def ratio(x: Tensor, scale: Any, exponent: float, damping: float = 2.0**-8, clip: float = 16.0) -> Tensor:
+    stiffness = fm.ulp(x / scale, "E4M3") * scale
+    return (stiffness / stiffness.mean()).clamp(damping, clip) ** exponent
+
+
+# ----------------------------------------------------------------------------------------------------- on updates
+@pytest.mark.parametrize("exponent", [1.0, 0.5, 2.0, 0.37, -1.0])
+@pytest.mark.parametrize("inner", [SGD, AdamW])
+def test_an_update_is_scaled_element_by_element(inner: Any, exponent: float) -> None:
+    """float64 on the continuous manifold: w + scale (S / S_ref)^k (what the optimizer would have added)."""
+    weight = free_weight(normal(3, 40, dtype=double), "E4M3", ROWS.double() * 1.3)
+    plain = nn.Parameter(values([weight])[0])
+    optimizer = StiffnessWrapper(inner([weight], lr=0.01), 0.3, exponent, damping=0.25, clip=2.0)
+    put_gradients([weight, plain], 0)
+    plain.grad = weight.grad.clone()  # type: ignore[union-attr]
+    before = values([weight])[0]
+    inner([plain], lr=0.01).step()
+    optimizer.step()
+    factor = 0.3 * ratio(before, ROWS.double() * 1.3, exponent, 0.25, 2.0)
+    assert torch.allclose(weight.detach(), before + factor * (plain.detach() - before), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
+def test_a_grid_is_rounded_once_from_the_scaled_update(writeback: str) -> None:
+    weight = grid_weight("E4M3", (3, 40), ROWS, std=0.3)
+    optimizer = StiffnessWrapper(SGD([weight], lr=0.02), exponent=1.0, writeback=writeback, seed=9)
+    for t in range(3):
+        put_gradients([weight], t)
+        before, gradient = values([weight])[0], weight.grad.clone()  # type: ignore[union-attr]
+        optimizer.step()
+        assert on_grid(weight)
+        if t == 0:  # afterwards S_ref is that of the first step
+            update = (before - 0.02 * gradient) - before
+            target = before + update * ratio(before, ROWS, 1.0)
+            draws = {"seed": 9, "step": 0, "stream": 0} if writeback == "stochastic" else {}
+            expected = fm.round_to_grid(target / ROWS, "E4M3", writeback, **draws) * ROWS
+            assert (weight.detach() == expected).double().mean() > 0.98  # the factor may differ in its last bit
+            assert (weight.detach() - expected).abs().max() <= fm.ulp(before / ROWS, "E4M3").max() * ROWS.max()
+
+
+def test_by_default_the_manifold_says_how_to_round() -> None:
+    """A tenth of an ULP: nearest stays, stochastic moves a tenth of the weights."""
+    shares = []
+    for rounding in ("nearest", "stochastic"):
+        weight = on(fm.FP8Manifold("E4M3", rounding=rounding), torch.full((10_000,), 1.5))
+        optimizer = StiffnessWrapper(SGD([weight], lr=0.0125))
+        weight.grad = torch.ones(10_000)
+        optimizer.step()
+        shares.append((weight != 1.5).double().mean().item())
+    assert shares[0] == 0.0
+    assert abs(shares[1] - 0.1) < 4 * 0.003
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, double], ids=str)
+@pytest.mark.parametrize("inner", [SGD, AdamW])
+def test_around_ordinary_parameters_it_is_the_identity_to_one_rounding(inner: Any, dtype: torch.dtype) -> None:
+    """What holds: w + (w' - w) is w' but for one rounding of the difference and one of the sum, a step."""
+    wrapped, plain = nn.Parameter(normal(1000, dtype=dtype)), nn.Parameter(normal(1000, dtype=dtype))
+    optimizer, reference = StiffnessWrapper(inner([wrapped], lr=0.01)), inner([plain], lr=0.01)
+    for t in range(10):
+        with torch.no_grad():
+            plain.copy_(wrapped)
+        put_gradients([wrapped], t)
+        put_gradients([plain], t)
+        before = values([wrapped])[0]
+        optimizer.step()
+        reference.step()
+        bound = torch.finfo(dtype).eps * ((plain.detach() - before).abs() + plain.detach().abs()) / 2
+        assert ((wrapped - plain).abs() <= bound).all()
+        assert (wrapped == plain).double().mean() > 0.7
+
+
+def test_scale_alone_scales_every_update() -> None:
+    parameters = [free_weight(normal(9, dtype=double)), nn.Parameter(normal(9, dtype=double))]
+    before = values(parameters)
+    put_gradients(parameters, 0)
+    StiffnessWrapper(SGD(parameters, lr=0.1), scale=0.25).step()
+    for p, old in zip(parameters, before, strict=True):
+        assert torch.allclose(p.detach(), old - 0.025 * p.grad, rtol=1e-13, atol=0)  # type: ignore[operator]
+
+
+def test_scale_zero_stands_still() -> None:
+    parameters = [grid_weight("E4M3", (3, 7), ROWS, "stochastic"), nn.Parameter(normal(9))]
+    before = values(parameters)
+    optimizer = StiffnessWrapper(AdamW(parameters, lr=0.1), scale=0.0)
+    for t in range(3):
+        put_gradients(parameters, t)
+        optimizer.step()
+    assert same_bits(before, values(parameters))
+
+
+# ------------------------------------------------------------------------------------------------------ schedules
+def test_scale_and_exponent_follow_their_schedules() -> None:
+    """Asked with the steps taken, one function each; the reference is refreshed when due."""
+    weight = free_weight(normal(30, dtype=double), "E4M3")
+    optimizer = StiffnessWrapper(SGD([weight], lr=0.01), anneal(1.0, 0.5, 4), anneal(1.0, 0.0, 4), refresh_every=1)
+    for t in range(6):
+        put_gradients([weight], t)
+        before = values([weight])[0]
+        optimizer.step()
+        at = min(t / 4, 1)
+        expected = before - 0.01 * (1 - at / 2) * ratio(before, 1.0, 1 - at) * weight.grad  # type: ignore[operator]
+        assert torch.allclose(weight.detach(), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_reference_is_kept_between_refreshes() -> None:
+    weight = free_weight(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=double), "E4M3")
+    optimizer = StiffnessWrapper(SGD([weight], lr=2.0**-6), exponent=1.0, refresh_every=3)
+    moved = []
+    for t in range(4):
+        with torch.no_grad():
+            weight.copy_(torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=double) * 2**t)
+        weight.grad = torch.ones(4, dtype=double)
+        before = values([weight])[0]
+        optimizer.step()
+        moved.append(round(((before - weight.detach())[0] * 2**6).item(), 9))
+    at_first = 4 / 15
+    assert moved == pytest.approx([at_first, 2 * at_first, 4 * at_first, at_first], rel=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------- on gradients
+def test_a_gradient_is_scaled_and_put_back() -> None:
+    weight = free_weight(normal(3, 20, dtype=double), "E4M3")
+    plain = nn.Parameter(values([weight])[0])
+    optimizer = StiffnessWrapper(SGD([weight], lr=0.1, momentum=0.9), 0.5, 1.0, on="gradient", refresh_every=1)
+    reference = SGD([plain], lr=0.1, momentum=0.9)
+    for t in range(5):
+        put_gradients([weight], t)
+        gradient = weight.grad
+        kept = gradient.clone()  # type: ignore[union-attr]
+        plain.grad = kept * 0.5 * ratio(values([weight])[0], 1.0, 1.0)
+        optimizer.step()
+        reference.step()
+        assert weight.grad is gradient
+        assert torch.equal(weight.grad, kept)  # type: ignore[arg-type]
+        assert (weight - plain).abs().max() < 1e-13
+
+
+def test_gradients_are_put_back_when_the_optimizer_fails() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    inner = SGD([weight], lr=0.1)
+    optimizer = StiffnessWrapper(inner, scale=0.5, on="gradient")
+    gradient = weight.grad = torch.ones(3)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no step")
+
+    inner.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step()
+    assert weight.grad is gradient
+
+
+@pytest.mark.parametrize("inner", [AdamW, torch.optim.Adam, torch.optim.NAdam])
+def test_a_factor_on_the_gradient_of_adam_warns(inner: Any) -> None:
+    with pytest.warns(UserWarning, match=f"gradient of {inner.__name__} cancels"):
+        StiffnessWrapper(inner([grid_weight()], lr=0.1), on="gradient")
+
+
+def test_why_it_warns() -> None:
+    """A scalar factor on AdamW's gradient changes nothing; on its update it does what it says."""
+    weights = [nn.Parameter(normal(50, dtype=double)) for _ in range(3)]
+    start = values(weights)[0]
+    with pytest.warns(UserWarning, match="cancels"):
+        on_gradient = StiffnessWrapper(AdamW(weights[:1], lr=0.01, eps=0.0), 2.0**-4, on="gradient")
+    on_update = StiffnessWrapper(AdamW(weights[1:2], lr=0.01, eps=0.0), 2.0**-4)
+    plain = AdamW(weights[2:], lr=0.01, eps=0.0)
+    put_gradients(weights[:1], 0)
+    for p in weights[1:]:
+        p.grad = weights[0].grad
+    for optimizer in (on_gradient, on_update, plain):
+        optimizer.step()
+    moved = [(p.detach() - start).abs().mean().item() for p in weights]
+    assert moved[0] == pytest.approx(moved[2], rel=1e-12)
+    assert moved[1] == pytest.approx(moved[2] / 16, rel=1e-9)
+
+
+# -------------------------------------------------------------------------------------------------- torch's contract
+@pytest.mark.parametrize("mode", ["update", "gradient"])
+def test_a_closure_is_called_by_the_optimizer(mode: Any) -> None:
+    """LBFGS calls it several times: a quadratic is solved, and the last gradients are the closure's own."""
+    weight = nn.Parameter(normal(6))
+    optimizer = StiffnessWrapper(torch.optim.LBFGS([weight], lr=0.5, max_iter=8), scale=0.9, on=mode)
+    calls = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight - 2.0).square().sum()
+        loss.backward()
+        calls.append(weight.grad.clone())  # type: ignore[union-attr]
+        return loss
+
+    first = optimizer.step(closure)
+    for _ in range(10):
+        optimizer.step(closure)
+    assert len(calls) > 11
+    assert torch.equal(weight.grad, calls[-1])  # type: ignore[arg-type]
+    assert first > 1.0
+    assert (weight - 2.0).abs().max() < 1e-2
+
+
+def test_schedulers_groups_and_state_are_the_inner_optimizers() -> None:
+    weight, later = grid_weight(seed=1), nn.Parameter(torch.ones(2))
+    inner = SGD([weight], lr=0.4, momentum=0.9)
+    optimizer = StiffnessWrapper(inner)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    put_gradients([weight], 0)
+    optimizer.step()
+    scheduler.step()
+    assert inner.param_groups[0]["lr"] == 0.2
+    assert optimizer.state is inner.state
+    assert optimizer.param_groups is inner.param_groups
+    optimizer.add_param_group({"params": [later]})
+    assert len(inner.param_groups) == 2
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("inner", [SGD, AdamW])
+def test_resume_is_exact_mid_schedule(inner: Any) -> None:
+    def make(p: list[nn.Parameter]) -> StiffnessWrapper:
+        return StiffnessWrapper(
+            inner(p, lr=0.02), exponent=anneal(1.0, 0.0, 12), writeback="stochastic", seed=3, refresh_every=5
+        )
+
+    weights = [grid_weight("E4M3", (3, 7), ROWS), nn.Parameter(normal(4))]
+    optimizer = make(weights)
+    for t in range(7):
+        put_gradients(weights, t)
+        optimizer.step()
+    others = same_parameters(weights)
+    resumed = make(others)
+    resumed.load_state_dict(through_disk(optimizer.state_dict()))
+    assert frozen(resumed.state_dict()) == frozen(optimizer.state_dict())
+    for t in range(7, 14):
+        put_gradients(weights, t)
+        put_gradients(others, t)
+        optimizer.step()
+        resumed.step()
+        assert same_bits(values(weights), values(others))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"scale": -1.0}, ValueError, r"scale=-1\.0"),
+        ({"scale": "1"}, TypeError, "scale='1'"),
+        ({"exponent": 9.0}, ValueError, r"exponent=9\.0"),
+        ({"exponent": lambda step: 10.0}, ValueError, r"exponent=10\.0"),
+        ({"on": "updates"}, ValueError, "on='updates'.*did you mean 'update'"),
+        ({"metric": "ul"}, ValueError, "metric='ul'.*'ulp'"),
+        ({"damping": 2.0}, ValueError, r"damping=2\.0"),
+        ({"clip": 0.1}, ValueError, r"clip=0\.1"),
+        ({"refresh_every": 0}, ValueError, "refresh_every=0"),
+        ({"writeback": "near"}, ValueError, "writeback='near'.*'nearest'"),
+        ({"seed": -1}, ValueError, "seed=-1"),
+    ],
+)
+def test_refusals(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        StiffnessWrapper(SGD([grid_weight()], lr=0.1), **options)
+
+
+def test_it_wraps_optimizers_only() -> None:
+    with pytest.raises(TypeError, match="not list"):
+        StiffnessWrapper([grid_weight()])  # type: ignore[arg-type]
+    optimizer = StiffnessWrapper(SGD([grid_weight()], lr=0.1))
+    with pytest.raises(ValueError, match="StiffnessWrapper"):
+        optimizer.load_state_dict(SGD([grid_weight()], lr=0.1).state_dict())
