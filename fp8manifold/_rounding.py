@@ -58,22 +58,26 @@ def _by_fraction(y: Tensor, fmt: FloatFormat, rounding: str, bits: Tensor | None
 
     Comparisons are written as clamp and ceil: a chain that makes and consumes masks costs several times as much.
     """
-    resolution = 2.0**RANDOM_BITS
+    # Where the smallest ulp exceeds 1, the quotient of the smallest float by it would underflow: count finer units.
+    finer = 1.0 if fmt.ulp_min <= 1 else 2.0**RANDOM_BITS
     if rounding in ("up", "down"):
         grows = (y.sign() if rounding == "up" else -y.sign()).clamp_(0.0, 1.0)
     y.abs_()
-    unit = binade(y, fmt.emin).mul_(2.0**-fmt.mantissa_bits / resolution)  # 2^-24 ulp: no draw is lost to underflow
+    unit = binade(y, fmt.emin).mul_(2.0**-fmt.mantissa_bits / finer)
     y.div_(unit)
-    steps = (y * (1 / resolution)).floor_()
-    y.sub_(steps, alpha=resolution)  # the fraction of an ulp, in units
-    if rounding == "stochastic":
-        assert bits is not None
-        y.sub_(bits.to(y.dtype)).clamp_(0.0, 1.0).ceil_()
-    elif rounding == "toward_zero":
-        y.mul_(0.0)  # not zero_: a NaN stays
+    steps = y.floor() if finer == 1 else (y * (1 / finer)).floor_()
+    if rounding == "toward_zero":
+        y.sub_(y)  # not zero_: a NaN stays
     else:
-        y.clamp_(0.0, 1.0).ceil_().mul_(grows)
-    y.add_(steps).mul_(unit).mul_(resolution)
+        y.sub_(steps, alpha=finer)  # the fraction of an ulp, in units
+        if rounding == "stochastic":
+            assert bits is not None
+            y.sub_(bits.to(y.dtype), alpha=finer * 2.0**-RANDOM_BITS).clamp_(0.0, 1.0).ceil_()
+        else:
+            y.clamp_(0.0, 1.0).ceil_().mul_(grows)
+    y.add_(steps).mul_(unit)
+    if finer != 1:
+        y.mul_(finer)
     return unit
 
 

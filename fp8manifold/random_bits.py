@@ -98,10 +98,12 @@ def draw_range(offset: int, numel: int, words: Words, device: torch.device | str
 
 def scramble(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
     """Three keyed multiply-xorshift rounds, in place; the first key is in ``x`` already."""
+    folded = torch.empty_like(x)
     for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
         if key is not None:
             x.add_(key)
-        folded = (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)  # int32 shifts copy the sign: clear it
+        torch.bitwise_right_shift(x, shift, out=folded)
+        folded.bitwise_and_((1 << (32 - shift)) - 1)  # int32 shifts copy the sign: clear it
         x.bitwise_xor_(folded).mul_(_signed(multiplier))
     return x.bitwise_right_shift_(32 - RANDOM_BITS).bitwise_and_((1 << RANDOM_BITS) - 1)
 
