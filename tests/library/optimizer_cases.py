@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import geoopt
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -178,3 +179,11 @@ WRAPPED: dict[str, Make] = {
     "wrapped-sgd-gradient": _wrapped(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, exponent=0.5, on="gradient"),
 }
 CLASSES = (StiffnessAdamW, RiemannianAdam, RiemannianSGD)
+
+ours = pytest.mark.parametrize("make", OURS.values(), ids=OURS)
+everyone = pytest.mark.parametrize("make", [*OURS.values(), *WRAPPED.values()], ids=[*OURS, *WRAPPED])
+every_class = pytest.mark.parametrize("kind", CLASSES)
+
+
+def stochastic(kind: Any, parameters: Any, **options: Any) -> Any:
+    return kind(parameters, writeback="stochastic", **options)

@@ -1,0 +1,54 @@
+"""The model that is operated on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from optimizer_cases import normal
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.relu(self.qkv(x)[..., :8]))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(8), Attention()
+        self.mlp = nn.ModuleDict({"fc": nn.Linear(8, 16), "out": nn.Linear(16, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        return x + self.mlp["out"](F.relu(self.mlp["fc"](x)))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Twelve blocks, so that blocks.1 and blocks.11 may be confused."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+        self.lm_head = nn.Linear(8, 10, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        for i, p in enumerate(self.parameters()):
+            p.data = normal(*p.shape, seed=i, std=0.3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)  # type: ignore[no-any-return]
+
+
+TOKENS = torch.arange(10).view(2, 5)
+LINEARS = [f"blocks.{i}.{part}" for i in range(12) for part in ("attn.qkv", "attn.proj", "mlp.fc", "mlp.out")] + [
+    "lm_head"
+]

@@ -1,0 +1,283 @@
+"""What a step of any optimizer of ours is: one rounding, its own noise, and the same after a resume."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import (
+    bits_of,
+    every_class,
+    everyone,
+    grid_weight,
+    mixed_parameters,
+    normal,
+    on,
+    on_grid,
+    ours,
+    put_gradients,
+    record,
+    same_bits,
+    same_parameters,
+    snapshot,
+    stochastic,
+    through_disk,
+    values,
+)
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW, anneal
+
+
+# ------------------------------------------------------------------------------------------ one rounding a step
+@everyone
+def test_grids_are_kept_and_gradients_untouched(make: Any) -> None:
+    parameters = mixed_parameters()
+    grids = [p for p in parameters if isinstance(getattr(p, "manifold", None), fm.FP8Manifold)]
+    start = values(parameters)
+    optimizer = make(parameters)
+    for t in range(12):
+        put_gradients(parameters, t)
+        gradients = [p.grad for p in parameters]
+        before = [g.clone() for g in gradients if g is not None]
+        optimizer.step()
+        assert all(on_grid(p) for p in grids)
+        assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
+        assert same_bits(before, [g for g in gradients if g is not None])
+    moved = [not torch.equal(a, b) for a, b in zip(start, values(parameters), strict=True)]
+    assert moved == [p.requires_grad and p.numel() > 0 for p in parameters]
+
+
+@ours
+def test_after_is_the_target_rounded_once(make: Any) -> None:
+    """Recomputed from what the observer sees, with the draws of (seed, step, position)."""
+    parameters = mixed_parameters()
+    optimizer = make(parameters)
+    views = record(optimizer)
+    expected_steps = 0
+    for t in range(1, 6):
+        put_gradients(parameters, t)
+        start = values(parameters)
+        optimizer.step()
+        stepped = [i for i, p in enumerate(parameters) if hasattr(p, "manifold") and p.numel()]
+        expected_steps += len(stepped)
+        assert len(views) == expected_steps
+        for i, view in zip(stepped, views[-len(stepped) :], strict=True):
+            parameter, manifold = parameters[i], parameters[i].manifold
+            assert view.parameter is parameter
+            assert torch.equal(view.before, start[i])
+            assert torch.equal(view.after.to(parameter.dtype), parameter.detach().as_subclass(Tensor))
+            assert not any(x.requires_grad for x in (view.before, view.target, view.after, view.stiffness))
+            assert not torch.equal(view.target, view.before)
+            if not isinstance(manifold, fm.FP8Manifold):
+                assert torch.equal(view.after, manifold.projx(view.target))
+                continue
+            scale = manifold.scale.to(view.target.dtype)
+            rounding = optimizer.param_groups[0]["writeback"] or manifold.rounding
+            draw = {"seed": 5, "step": t, "stream": i} if rounding == "stochastic" else {}
+            rounded = fm.round_to_grid(view.target / scale, manifold.format, rounding, **draw) * scale
+            assert torch.equal(view.after, rounded)
+
+
+@everyone
+def test_what_a_zero_gradient_leaves_is_the_same_to_the_bit(make: Any) -> None:
+    """R_x(0) = x, on a scale that is no power of two, without decay."""
+    weight = grid_weight("E2M5", (40_000,), 0.3, "stochastic", std=0.5)
+    optimizer = make([weight])
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    before = values([weight])
+    for _ in range(10):
+        weight.grad = torch.zeros(40_000)
+        optimizer.step()
+    assert same_bits(before, values([weight]))
+
+
+def test_stochastic_write_back_is_unbiased_over_many_steps() -> None:
+    """E4M3, 20,000 equal weights, 60 steps of a 40th of an ULP, down through a power of two: the mean follows."""
+    weight = on(fm.FP8Manifold("E4M3"), torch.full((20_000,), 1.125))
+    optimizer = StiffnessAdamW([weight], lr=0.125 / 40, stiffness=0.0, eps=0.0)
+    for t in range(1, 61):
+        weight.grad = torch.ones(20_000)
+        optimizer.step()
+        if t % 20 == 0:
+            x = weight.detach().double()
+            sigma = x.std().item() / math.sqrt(20_000)
+            assert abs(x.mean().item() - (1.125 - t * 0.125 / 40)) < 4 * sigma
+    assert len(weight.detach().unique()) > 2
+    again = on(fm.FP8Manifold("E4M3"), torch.full((20_000,), 1.125))
+    nearest = StiffnessAdamW([again], lr=0.125 / 40, stiffness=0.0, eps=0.0, writeback="nearest")
+    for _ in range(60):
+        again.grad = torch.ones(20_000)
+        nearest.step()
+    assert (again == 1.125).all()  # stalled: what the other rule is for
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_stochastic_riemannian_steps_are_unbiased(kind: Any) -> None:
+    weight = on(fm.FP8Manifold("E4M3", rounding="stochastic"), torch.full((100_000,), -1.5))
+    optimizer = kind([weight], 0.3)
+    views = record(optimizer)
+    weight.grad = torch.ones(100_000)
+    optimizer.step()
+    x = views[0].after.double()
+    assert views[0].target.unique().numel() == 1
+    assert abs(x.mean() - views[0].target[0].double()) < 4 * x.std() / math.sqrt(100_000)
+
+
+# -------------------------------------------------------------------------------------------------------- noise
+@everyone
+def test_global_random_state_is_neither_read_nor_written(make: Any) -> None:
+    results = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        expected = torch.get_rng_state()
+        parameters = mixed_parameters()
+        optimizer = make(parameters)
+        for t in range(4):
+            put_gradients(parameters, t)
+            optimizer.step()
+        assert torch.equal(torch.get_rng_state(), expected)
+        results.append(values(parameters))
+    assert same_bits(*results)
+
+
+def equal_weights(count: int, n: int = 4000) -> list[nn.Parameter]:
+    return [on(fm.FP8Manifold("E4M3"), torch.full((n,), 0.8125)) for _ in range(count)]
+
+
+def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int = 1) -> list[Tensor]:
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight).as_subclass(Tensor)
+        optimizer.step()
+    return values(weights)
+
+
+@every_class
+def test_equal_parameters_get_different_noise(kind: Any) -> None:
+    """Each from the others, from another seed's, and from the step before."""
+    lr = {"lr": {StiffnessAdamW: 0.02, RiemannianAdam: 0.4, RiemannianSGD: 4.0}[kind]}
+    weights = equal_weights(3)
+    optimizer = stochastic(kind, weights, **lr)
+    views = record(optimizer)
+    step_equally(optimizer, weights, 2)
+    other = equal_weights(1)
+    seeded = step_equally(stochastic(kind, other, seed=1, **lr), other)
+    moves = [(v.after != v.before) for v in views[:3]] + [seeded[0] != 0.8125]
+    for a, b in itertools.combinations(moves, 2):
+        assert 0.02 < a.float().mean() < 0.98
+        correlation = torch.corrcoef(torch.stack([a, b]).float())[0, 1]
+        assert abs(correlation) < 4 / math.sqrt(4000)
+    # the same weights again at step two: those that stayed draw anew
+    stayed = views[0].after == views[0].before
+    assert (views[3].after != views[3].before)[stayed].any()
+
+
+@every_class
+def test_a_parameter_keeps_its_stream(kind: Any) -> None:
+    """Its noise belongs to its position: frozen, missing or new neighbours don't change it, nor does loading."""
+    options = {"lr": 0.02} if kind is StiffnessAdamW else {"lr": 0.4}
+    alone = equal_weights(2)
+    expected = step_equally(stochastic(kind, alone, **options), alone, 6)
+
+    weights = equal_weights(2)
+    optimizer = stochastic(kind, weights, **options)
+    step_equally(optimizer, weights, 2)
+    optimizer.add_param_group({"params": equal_weights(1)})
+    step_equally(optimizer, weights, 2)
+    resumed = same_parameters(weights)
+    fresh = stochastic(kind, resumed, **options)
+    fresh.add_param_group({"params": equal_weights(1)})
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    assert same_bits(step_equally(fresh, resumed, 2), expected)
+
+    weights = equal_weights(2)
+    weights[0].requires_grad_(False)
+    optimizer = stochastic(kind, weights, **options)
+    for _ in range(6):
+        weights[1].grad = torch.ones_like(weights[1]).as_subclass(Tensor)
+        optimizer.step()
+    assert same_bits(values(weights[1:]), expected[1:])
+
+
+# ------------------------------------------------------------------------------------------------------- resume
+@everyone
+def test_resume_is_exact_after_every_step(make: Any) -> None:
+    """20 steps, the optimizer saved, dropped and made anew after each, against one that runs through."""
+    straight, relay = mixed_parameters(), mixed_parameters()
+    whole, runner = make(straight), make(relay)
+    for t in range(20):
+        for parameters, optimizer in ((straight, whole), (relay, runner)):
+            put_gradients(parameters, t)
+            if t == 9 and not hasattr(optimizer, "optimizer"):
+                parameters[1].grad[0, 0] = math.nan  # a step left out in between
+            optimizer.step()
+        assert same_bits(values(straight), values(relay)), f"step {t}"
+        assert snapshot(whole) == snapshot(runner), f"step {t}"
+        state = through_disk(runner.state_dict())
+        relay = same_parameters(relay)
+        runner = make(relay)
+        runner.load_state_dict(state)
+    assert getattr(runner, "skipped_steps", 0) == (0 if hasattr(runner, "optimizer") else 1)
+
+
+@ours
+def test_averages_of_bfloat16_parameters_are_float32_and_stay_so(make: Any) -> None:
+    parameters = [nn.Parameter(normal(64).bfloat16())]
+    optimizer = make(parameters)
+    put_gradients(parameters, 0)
+    optimizer.step()
+    averages = {k: v for k, v in optimizer.state[parameters[0]].items() if isinstance(v, Tensor)}
+    assert {v.dtype for v in averages.values()} == {torch.float32}
+    fresh = make(same_parameters(parameters))
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    loaded = fresh.state[fresh.param_groups[0]["params"][0]]
+    assert all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in averages.items())
+    assert parameters[0].dtype == torch.bfloat16
+
+
+@every_class
+def test_loading_does_not_share_tensors_with_what_was_loaded(kind: Any) -> None:
+    weight = grid_weight()
+    optimizer = kind([weight], **({"momentum": 0.9} if kind is RiemannianSGD else {}))
+    put_gradients([weight], 0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    kept = copy.deepcopy(state)
+    fresh = kind(same_parameters([weight]), **({"momentum": 0.9} if kind is RiemannianSGD else {}))
+    fresh.load_state_dict(state)
+    put_gradients(fresh.param_groups[0]["params"], 1)
+    fresh.step()
+    for name, value in kept["state"][0].items():
+        assert bits_of(torch.as_tensor(value)) == bits_of(torch.as_tensor(state["state"][0][name]))
+
+
+@every_class
+def test_the_state_of_another_optimizer_is_refused(kind: Any) -> None:
+    weight = grid_weight()
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(ValueError, match=kind.__name__):
+        kind([weight]).load_state_dict(foreign.state_dict())
+    two = kind([grid_weight(), grid_weight()])
+    with pytest.raises(ValueError, match="size"):
+        kind([weight]).load_state_dict(two.state_dict())
+
+
+def test_a_schedule_is_not_saved_and_survives_loading() -> None:
+    weight = grid_weight()
+    optimizer = StiffnessAdamW([weight], stiffness=anneal(1.0, 0.0, 10))
+    put_gradients([weight], 0)
+    optimizer.step()
+    state = through_disk(optimizer.state_dict())
+    assert "stiffness" not in state["param_groups"][0]
+    fresh = StiffnessAdamW([weight], stiffness=anneal(1.0, 0.0, 10))
+    fresh.load_state_dict(state)
+    assert fresh.param_groups[0]["stiffness"](5) == 0.5
+    with pytest.raises(ValueError, match="stiffness"):
+        StiffnessAdamW([weight], stiffness=1.0).load_state_dict(state)

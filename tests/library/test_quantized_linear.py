@@ -1,0 +1,253 @@
+"""QuantizedLinear: what it computes, copies and files of it, the way back, and whether it learns."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_cases import normal, on_grid, through_disk
+from surgery_models import LINEARS, TOKENS, Model
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import LayerSpec, QuantizedLinear, SaturationWarning, dequantize_model, quantize_model
+
+storages = pytest.mark.parametrize("storage", ["master", "grid"])
+FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0")
+
+
+# ---------------------------------------------------------------------------------------------- what a layer computes
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_master_is_a_fake_quantised_weight(name: str, granularity: Any, bias: bool) -> None:
+    linear = nn.Linear(16, 5, bias=bias)
+    weight = linear.weight
+    layer = quantize_model(linear, LayerSpec(name, granularity=granularity))
+    assert layer.weight is weight
+    x = normal(3, 16)
+    expected = fm.fake_quantize(weight, name, granularity=granularity)
+    assert torch.equal(layer(x), F.linear(x, expected, linear.bias))
+    assert torch.equal(layer.quantized_weight(), expected)
+    assert torch.equal(fm.decode(layer.weight_codes(), name) * layer.weight_scale(), expected)
+    layer(x).sum().backward()
+    assert torch.equal(weight.grad, x.sum(0).expand(5, 16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_grid_is_the_weight_itself(name: str, granularity: Any, bias: bool) -> None:
+    """On the grid, at power-of-two scales with headroom 16, within half an ULP of the weight it was."""
+    linear = nn.Linear(64, 5, bias=bias)
+    linear.weight.data = normal(5, 64, std=0.1)
+    before = linear.weight.detach().clone()
+    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "grid")
+    scale, fmt = layer.weight_scale(), fm.FloatFormat.from_string(name)
+    assert isinstance(layer.weight, geoopt.ManifoldParameter)
+    assert layer.weight.manifold is layer.manifold
+    assert on_grid(layer.weight)
+    assert scale.shape == ((5, 1) if granularity == "channel" else ())
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    amax = before.abs().amax(1, keepdim=True) if granularity == "channel" else before.abs().amax()
+    assert (16 * amax <= scale * fmt.max).all()
+    assert ((layer.weight - before).abs() <= fm.ulp(before / scale, fmt) * scale / 2).all()
+    x = normal(3, 64)
+    assert torch.equal(layer(x), F.linear(x, layer.weight.detach().as_subclass(Tensor), linear.bias))
+    assert torch.equal(fm.decode(layer.weight_codes(), fmt) * scale, layer.weight.detach().as_subclass(Tensor))
+    layer(x).sum().backward()
+    assert torch.allclose(layer.weight.grad, x.sum(0).expand(5, 64))
+
+
+@storages
+def test_activations_are_quantised_too(storage: Any) -> None:
+    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), storage)
+    x = normal(3, 8, std=5.0).requires_grad_()
+    expected = F.linear(fm.fake_quantize(x, "E5M2"), layer.quantized_weight(), layer.bias)
+    assert torch.equal(layer(x), expected)
+    assert layer.activation_scaler.value.item() == pytest.approx(x.abs().max().item() / 57344, rel=1e-6)
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, layer.quantized_weight().detach().sum(0).expand(3, 8))  # type: ignore[arg-type]
+
+
+def test_static_scales_are_frozen_after_the_first_forward() -> None:
+    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E4M3", policy="static"))
+    x = normal(3, 8)
+    layer(x)
+    scales = [layer.weight_scale().clone(), layer.activation_scaler.value.clone()]
+    layer(x / 2)
+    assert torch.equal(layer.weight_scale(), scales[0])
+    assert torch.equal(layer.activation_scaler.value, scales[1])
+    with pytest.warns(SaturationWarning, match="4 times"):
+        layer(x * 4)
+    layer.weight.data *= 3
+    with pytest.warns(SaturationWarning, match="3 times"):
+        layer(x)
+
+
+@storages
+def test_gradients_flow_to_what_they_did_before(storage: Any) -> None:
+    """requires_grad, training mode and dtype are kept."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
+    model[0].weight.requires_grad_(False)
+    quantize_model(model, "E4M3", storage)
+    assert not model[0].training
+    model(torch.ones(1, 4)).sum().backward()
+    assert model[0].weight.grad is None
+    assert model[1].weight.grad is not None
+    assert quantize_model(nn.Linear(4, 4, dtype=torch.float64), "E4M3", storage).weight.dtype == torch.float64
+
+
+@storages
+def test_the_models_own_code_runs_unchanged(storage: Any) -> None:
+    """Close to the float model with fine formats, differentiable to the embedding."""
+    model = Model()
+    expected = model(TOKENS)
+    quantize_model(model, {"*": "E4M3", "lm_head": "none"}, storage)
+    logits = model(TOKENS)
+    error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0 < error < 0.2
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_every_manifold_has_a_seed_of_its_own() -> None:
+    model = quantize_model(Model(), "E4M3", "grid", seed=3)
+    manifolds = [m.manifold for m in model.modules() if isinstance(m, QuantizedLinear)]
+    assert len({int(m.seed_word) for m in manifolds}) == 49
+    assert {m.rounding for m in manifolds} == {"stochastic"}
+    other = quantize_model(Model(), "E4M3", "grid", seed=4, rounding="nearest")
+    seeds = {int(m.manifold.seed_word) for m in other.modules() if isinstance(m, QuantizedLinear)}
+    assert not seeds & {int(m.seed_word) for m in manifolds}
+
+
+# --------------------------------------------------------------------------------------------- copies, files, and back
+@storages
+def test_state_dict_round_trip(storage: Any) -> None:
+    """Into a model with other weights, so other scales: weights, scales and counters come from the file."""
+    first, second = Model(), Model()
+    for p in second.parameters():
+        p.data *= 3.7
+    formats = {"*": LayerSpec("E4M3", policy="static"), "lm_head": "E7M0"}
+    for model in (first, second):
+        quantize_model(model, formats, storage)
+    expected = first(TOKENS)
+    second.load_state_dict(through_disk(first.state_dict()))
+    assert torch.equal(second(TOKENS), expected)
+    assert torch.equal(second.lm_head.weight_scale(), first.lm_head.weight_scale())
+    if storage == "grid":
+        assert all(on_grid(m.weight) for m in second.modules() if isinstance(m, QuantizedLinear))
+
+
+def test_the_state_of_another_format_is_refused() -> None:
+    model, other = quantize_model(Model(), "E4M3", "grid"), quantize_model(Model(), "E5M2", "grid")
+    with pytest.raises(RuntimeError, match="E4M3, but this manifold is of E5M2"):
+        other.load_state_dict(model.state_dict())
+
+
+@storages
+def test_a_deep_copy_is_independent(storage: Any) -> None:
+    model = quantize_model(Model(), "E4M3", storage)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    layer, copied = model.lm_head, twin.lm_head
+    if storage == "grid":
+        assert copied.weight.manifold is copied.manifold
+        assert copied.manifold is not layer.manifold
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert layer.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_grid_survives_a_change_of_dtype(dtype: torch.dtype) -> None:
+    """Values of 8 bits at power-of-two scales are exact in bfloat16."""
+    layer = quantize_model(nn.Linear(8, 4), "E4M3", "grid")
+    codes = layer.weight_codes()
+    layer.to(dtype)
+    assert layer.weight.dtype == dtype
+    assert layer.weight.manifold is layer.manifold
+    assert on_grid(layer.weight)
+    assert torch.equal(layer.weight_codes(), codes)
+    assert layer(torch.ones(1, 8, dtype=dtype)).dtype == dtype
+
+
+@storages
+def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
+    """With the quantised values as plain parameters: the function stays, bias and all."""
+    model = quantize_model(Model(), {"*": "E4M3", "lm_head": "none"}, storage)
+    model.blocks[0].attn.qkv.weight.requires_grad_(False)
+    expected, biases = model(TOKENS), model.blocks[0].attn.qkv.bias
+    assert dequantize_model(model) is model
+    assert torch.equal(model(TOKENS), expected)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert list(linears) == LINEARS
+    assert {type(m) for m in linears.values()} == {nn.Linear}
+    assert {type(m.weight) for m in linears.values()} == {nn.Parameter}
+    assert not linears["blocks.0.attn.qkv"].weight.requires_grad
+    assert linears["blocks.0.attn.qkv"].bias is biases
+    assert linears["blocks.0.attn.proj"].bias is None
+    quantize_model(model, "E4M3", storage)
+    fresh = Model()
+    assert dequantize_model(fresh) is fresh
+
+
+@storages
+def test_repr_says_what_is_quantised(storage: Any) -> None:
+    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), storage)
+    assert f"weight=E4M3, activation=E5M2, storage={storage}" in repr(layer)
+
+
+# -------------------------------------------------------------------------------------------------------- training
+def trained_loss(storage: str, make: Any, steps: int = 150) -> tuple[float, float, nn.Module]:
+    """A tiny regression, y = x0 x1 + x2: loss at the start and at the end."""
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    for i, p in enumerate(model.parameters()):
+        p.data = normal(*p.shape, seed=i, std=0.3)
+    quantize_model(model, "E4M3", storage)  # type: ignore[arg-type]
+    optimizer = make(model.parameters())
+    x = normal(256, 6, seed=99)
+    y = x[:, :1] * x[:, 1:2] + x[:, 2:3]
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    return losses[0], sum(losses[-10:]) / 10, model
+
+
+TRAINERS: dict[str, Any] = {
+    "master-adamw": ("master", lambda p: torch.optim.AdamW(p, lr=0.01)),
+    "grid-stiffness": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01)),
+    "grid-anneal": ("grid", lambda p: fm.optim.StiffnessAdamW(p, lr=0.01, stiffness=fm.optim.anneal(1.0, 0.0, 150))),
+    "grid-riemannian": ("grid", lambda p: fm.optim.RiemannianAdam(p, lr=0.5, float_lr=0.01)),
+    "grid-wrapped": ("grid", lambda p: fm.optim.StiffnessWrapper(torch.optim.AdamW(p, lr=0.01), exponent=1.0)),
+}
+
+
+@pytest.mark.parametrize(("storage", "make"), TRAINERS.values(), ids=TRAINERS)
+def test_a_small_network_learns(storage: str, make: Any) -> None:
+    """To a fifth of the loss it began with, on weights of eight bits."""
+    first, last, model = trained_loss(storage, make)
+    assert last < 0.2 * first
+    if storage == "grid":
+        assert all(on_grid(m.weight) for m in model.modules() if isinstance(m, QuantizedLinear))
+
+
+def test_nearest_rounding_stalls_where_stochastic_learns() -> None:
+    """Steps a thousandth in size: what the library is about, in one comparison."""
+    ends = {
+        rule: trained_loss(
+            "grid", lambda p, rule=rule: fm.optim.StiffnessAdamW(p, 1e-3, stiffness=0.0, writeback=rule)
+        )[1]
+        for rule in ("nearest", "stochastic")
+    }
+    assert ends["stochastic"] < 0.8 * ends["nearest"]
