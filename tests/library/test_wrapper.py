@@ -110,6 +110,22 @@ def test_scale_alone_scales_every_update() -> None:
         assert torch.allclose(p.detach(), old - 0.025 * p.grad, rtol=1e-13, atol=0)  # type: ignore[operator]
 
 
+def test_every_step_and_parameter_has_its_own_draws() -> None:
+    """Half an ULP each time, from the same place: which weights move is independent of the step and the parameter."""
+    weights = [on(fm.FP8Manifold("E4M3"), torch.full((4000,), 1.5)) for _ in range(2)]
+    optimizer = StiffnessWrapper(SGD(weights, lr=0.0625), writeback="stochastic")
+    moves = []
+    for _ in range(2):
+        for weight in weights:
+            weight.data.fill_(1.5)
+            weight.grad = torch.ones(4000)
+        optimizer.step()
+        moves += [(weight.detach() != 1.5).float() for weight in weights]
+    for i, a in enumerate(moves):
+        for b in moves[:i]:
+            assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 4 / 4000**0.5
+
+
 def test_scale_zero_stands_still() -> None:
     parameters = [grid_weight("E4M3", (3, 7), ROWS, "stochastic"), nn.Parameter(normal(9))]
     before = values(parameters)
