@@ -183,7 +183,7 @@ def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
     """With the quantised values as plain parameters: the function stays, bias and all."""
     model = quantize_model(Model(), {"*": "E4M3", "lm_head": "none"}, storage)
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
-    expected, biases = model(TOKENS), model.blocks[0].attn.qkv.bias
+    expected, biases = model.eval()(TOKENS), model.blocks[0].attn.qkv.bias
     assert dequantize_model(model) is model
     assert torch.equal(model(TOKENS), expected)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -193,6 +193,7 @@ def test_dequantize_puts_plain_layers_back(storage: Any) -> None:
     assert not linears["blocks.0.attn.qkv"].weight.requires_grad
     assert linears["blocks.0.attn.qkv"].bias is biases
     assert linears["blocks.0.attn.proj"].bias is None
+    assert not any(m.training for m in linears.values())
     quantize_model(model, "E4M3", storage)
     fresh = Model()
     assert dequantize_model(fresh) is fresh

@@ -18,6 +18,7 @@ from optimizer_cases import (
     pull_to,
     put_gradients,
     record,
+    same_bits,
     values,
 )
 from torch import Tensor, nn
@@ -136,6 +137,16 @@ def test_sgd_is_sgd_on_codes(name: str, options: dict[str, Any]) -> None:
     )
     assert worst < 1e-10
     assert crossings >= 1 or name == "E7M0"  # near zero its steps are all but nothing
+
+
+@pytest.mark.parametrize("kind", [RiemannianAdam, RiemannianSGD])
+def test_exp_of_nothing_is_the_point_to_the_bit(kind: Any) -> None:
+    """Also in float32 and on a scale that the chart has to divide by."""
+    x = torch.cat([normal(5000), torch.tensor([0.0, -0.0])])
+    weight = free_weight(x, "E4M3", 0.3)
+    weight.grad = torch.zeros_like(x)
+    kind([weight]).step()
+    assert same_bits([x], values([weight]))
 
 
 def test_maximize_climbs() -> None:
