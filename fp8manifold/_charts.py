@@ -17,7 +17,7 @@ from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["METRICS", "Chart", "Metric", "UlpChart", "chart_of"]
+__all__ = ["METRICS", "Chart", "Metric", "UlpChart", "chart_of", "within"]
 
 METRICS: Final = ("ulp", "log", "euclidean")
 
@@ -204,6 +204,11 @@ def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
     if metric == "ulp":
         return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
     return LogChart(fmt.mantissa_bits, fmt.emin) if metric == "log" else EuclideanChart()
+
+
+def within(x: Tensor, limit: float) -> Tensor:
+    """``clamp(x, -limit, limit)``, with derivative 1 at the ends themselves: releases of torch differ there."""
+    return torch.where(x.abs() > limit, x.detach().clamp(-limit, limit), x)
 
 
 def _gap(knots: Tensor, x: Tensor) -> Tensor:

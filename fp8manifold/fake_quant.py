@@ -1,5 +1,6 @@
 """Quantise and dequantise in one go, with a straight-through gradient."""
 
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import torch
@@ -70,8 +71,8 @@ def fake_quantize(
     working_dtype(x)
     given = amax_scale(x, fmt, granularity, axis=axis, pow2=pow2) if scale is None else _as_scale(x, scale)
     options = {"rounding": rounding, "seed": seed, "step": step, "stream": stream}
-    result: Tensor = _FakeQuantize.apply(x, given, fmt, ste, options)  # type: ignore[no-untyped-call]
-    return result
+    apply: Callable[..., Tensor] = _FakeQuantize.apply  # typed in some releases of torch only
+    return apply(x, given, fmt, ste, options)
 
 
 class _FakeQuantize(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._blocks import blockwise
-from fp8manifold._charts import UlpChart
+from fp8manifold._charts import UlpChart, within
 from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import binade, check_holds, float_bits, working_dtype
 from fp8manifold._rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
@@ -214,7 +214,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
     fmt = as_format(fmt)
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
-    return _chart(fmt).forward(x.to(work).clamp(-fmt.max, fmt.max)).to(x.dtype)
+    return _chart(fmt).forward(within(x.to(work), fmt.max)).to(x.dtype)
 
 
 def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
@@ -242,7 +242,7 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
     fmt = as_format(fmt)
     work = working_dtype(c, "c")
     check_holds(c.dtype, fmt)
-    return _chart(fmt).inverse(c.to(work).clamp(-fmt.max_code, fmt.max_code)).to(c.dtype)
+    return _chart(fmt).inverse(within(c.to(work), fmt.max_code)).to(c.dtype)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ import geoopt
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Metric, chart_of
+from fp8manifold._charts import Metric, chart_of, within
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
@@ -172,7 +172,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return self._inside(self._chart.shift(inside, steps))
 
     def _inside(self, x: Tensor) -> Tensor:
-        return x.clamp(-self.format.max, self.format.max)
+        return within(x, self.format.max)
 
     def _working(self, x: Tensor, name: str = "x") -> tuple[Tensor, Tensor]:
         """``x`` and the scale in the dtype that the chart is computed in."""

@@ -107,14 +107,15 @@ class QuantizedLinear(nn.Linear):
         spec: LayerSpec,
         storage: Storage = "master",
         *,
-        headroom: float = 16.0,
+        headroom: float | None = None,
         rounding: Literal["nearest", "stochastic"] = "stochastic",
         seed: int = 0,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
-        check_number("headroom", headroom, 1.0)
+        if headroom is not None:
+            check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.spec, self.storage = spec, storage
@@ -123,6 +124,8 @@ class QuantizedLinear(nn.Linear):
         self.activation_scaler: Scale | None = None
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
+        if spec.weight is not None and not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
+            raise ValueError(f"a weight of shape {tuple(linear.weight.shape)} holds NaN or Inf: it can't be quantised")
         if spec.weight is not None and storage == "grid":
             self._store_on_grid(linear.weight, spec.weight, headroom, rounding, seed)
         elif spec.weight is not None:
@@ -178,7 +181,7 @@ class QuantizedLinear(nn.Linear):
         self,
         weight: Tensor,
         fmt: FloatFormat,
-        headroom: float,
+        headroom: float | None,
         rounding: Literal["nearest", "stochastic"],
         seed: int,
     ) -> None:
@@ -195,7 +198,7 @@ def quantize_model(
     storage: Storage = "master",
     *,
     granularity: Granularity = "channel",
-    headroom: float = 16.0,
+    headroom: float | None = None,
     rounding: Literal["nearest", "stochastic"] = "stochastic",
     seed: int = 0,
 ) -> nn.Module:

@@ -72,7 +72,7 @@ def amax_scale(
 
 
 def storage_scale(
-    w: Tensor, fmt: FormatLike, granularity: Granularity = "channel", *, headroom: float = 16.0, axis: int = 0
+    w: Tensor, fmt: FormatLike, granularity: Granularity = "channel", *, headroom: float | None = None, axis: int = 0
 ) -> Tensor:
     """The power-of-two scale of weights that are stored on the grid.
 
@@ -82,7 +82,8 @@ def storage_scale(
 
     Args:
         w, fmt, granularity, axis: as in :func:`amax_scale`.
-        headroom: at least 1.
+        headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
+            8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
         float32 tensor of powers of two that broadcasts against ``w``; 1 where all weights are 0.
@@ -95,6 +96,8 @@ def storage_scale(
         True
     """
     fmt = as_format(fmt)
+    if headroom is None:
+        headroom = min(16.0, max(2.0, fmt.max / (8 * fmt.min_normal)))
     check_number("headroom", headroom, 1.0)
     amax = _amax(w, granularity, axis)
     if not bool(amax.isfinite().all()):

@@ -69,7 +69,9 @@ class ModelConfig:
         ),
     )
     headroom: float | None = setting(
-        None, "grid storage: largest value of the grid over a row's initial amax; null: 16", minimum=1.0
+        None,
+        "grid storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
+        minimum=1.0,
     )
     granularity: str = setting("channel", "one weight scale a tensor or a row", choices=("tensor", "channel"))
 

@@ -24,7 +24,7 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "libraries": {name: _version(name) for name in _LIBRARIES} | {"torch": torch.__version__},
         "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads or torch.get_num_threads(),

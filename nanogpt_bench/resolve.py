@@ -113,7 +113,6 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage == "grid":
         _fill(optimizer, writeback=preset.writeback or "stochastic")
-        _fill(config.model, headroom=16.0)
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end, float_lr=preset.float_lr)
     if config.rule:
         _fill(optimizer, lr=preset.lr)

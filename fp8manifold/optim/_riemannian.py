@@ -88,7 +88,10 @@ class Riemannian(ManifoldOptimizer):
         decay = group["weight_decay"] * _progress(group)
         start = before * (1 - decay) if decay else before
         limit = manifold.scale.to(before.dtype) * manifold.format.max
-        moved = torch.where(steps == 0, start, chart.shift(start / unit, steps) * unit)
+        if getattr(manifold, "retraction", "exponential") == "euclidean":
+            moved = start + steps * (chart.stiffness(start / unit) * unit)
+        else:
+            moved = torch.where(steps == 0, start, chart.shift(start / unit, steps) * unit)
         target = torch.minimum(torch.maximum(moved, -limit), limit)
         self._write(group, parameter, state, target, manifold.stiffness(before))
 

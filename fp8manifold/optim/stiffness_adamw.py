@@ -148,6 +148,15 @@ class StiffnessAdamW(ManifoldOptimizer):
                     "use fp8manifold.optim.RiemannianAdam"
                 )
 
+    def _check_schedules(self) -> None:
+        """Ask for every exponent of the step, once, before anything has changed."""
+        self._exponents: dict[Tensor, float] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and own_manifold(parameter) is not None:
+                    done = int(self.state[parameter]["step"]) if parameter in self.state else 0
+                    self._exponents[parameter] = scheduled("stiffness", group["stiffness"], done, -8.0, 8.0)
+
     def _step_parameter(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
         if "exp_avg" not in state:
             for name in ("exp_avg", "exp_avg_sq"):
@@ -169,8 +178,9 @@ class StiffnessAdamW(ManifoldOptimizer):
             parameter.copy_(_descend(before, direction, lr, group["weight_decay"]))
             return
         stiffness = self._stiffness(group, manifold, before, state, step)
-        exponent = scheduled("stiffness", group["stiffness"], step - 1, -8.0, 8.0)
-        direction *= power_of_ratio(stiffness, state["reference"], exponent, group["damping"], group["clip"])
+        direction *= power_of_ratio(
+            stiffness, state["reference"], self._exponents[parameter], group["damping"], group["clip"]
+        )
         target = _descend(before, direction, lr, group["weight_decay"])
         self._write(group, parameter, state, target, stiffness)
 

@@ -108,6 +108,10 @@ class StiffnessWrapper(torch.optim.Optimizer):
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but torch's groups and state, which are the wrapped optimizer's: what copying needs."""
+        return dict(self.__dict__)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,13 +52,14 @@ def compare_bits(request: pytest.FixtureRequest) -> CompareBits:
 
 
 @pytest.fixture
-def cpp_compiler() -> None:
+def cpp_compiler() -> Iterator[None]:
     """torch.compile on the CPU needs a C++ compiler."""
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("torch.compile needs a C++ compiler, and there is none here")
     with warnings.catch_warnings():  # Inductor's own imports use what torch has deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._inductor.compile_fx")
+        yield  # and its caches look through every loaded module, deprecated names of other packages included
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -46,7 +46,7 @@ def test_grid_is_the_weight_itself(name: str, granularity: Any, bias: bool) -> N
     linear = nn.Linear(64, 5, bias=bias)
     linear.weight.data = normal(5, 64, std=0.1)
     before = linear.weight.detach().clone()
-    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "grid")
+    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "grid", headroom=16.0)
     scale, fmt = layer.weight_scale(), fm.FloatFormat.from_string(name)
     assert isinstance(layer.weight, geoopt.ManifoldParameter)
     assert layer.weight.manifold is layer.manifold

@@ -139,3 +139,16 @@ def test_geoopts_optimizers_run_on_a_quantised_model(kind: Any, rounding: Any) -
             optimizer.step()
         assert all(on_grid(w) for w in weights)
     assert min(losses[-10:]) < 0.75 * losses[0]
+
+
+@pytest.mark.parametrize("make", [fm.optim.RiemannianAdam, fm.optim.RiemannianSGD])
+def test_the_manifolds_own_retraction_is_taken(make: Any) -> None:
+    """One code inwards from a power of two is half as far as one ULP: the two retractions differ there."""
+    landed = {}
+    for retraction in ("exponential", "euclidean"):
+        manifold = fm.FP8Manifold("E4M3", retraction=retraction)
+        weight = geoopt.ManifoldParameter(torch.tensor([2.0]), manifold=manifold)
+        weight.grad = torch.tensor([4.0])  # S g = 1: Adam's first direction and SGD's alike
+        make([weight], lr=1.0).step()
+        landed[retraction] = weight.item()
+    assert landed == {"exponential": 1.875, "euclidean": 1.75}

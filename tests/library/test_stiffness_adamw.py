@@ -361,3 +361,16 @@ def test_anneal_is_linear_and_stops() -> None:
 def test_anneal_refuses(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         anneal(*arguments)
+
+
+def test_a_schedule_that_leaves_its_range_changes_nothing() -> None:
+    parameters = [grid_weight(), grid_weight()]
+    optimizer = fm.optim.StiffnessAdamW(parameters, stiffness=lambda step: 0.0 if step < 1 else 99.0)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter.detach())
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in parameters]
+    with pytest.raises(ValueError, match=r"stiffness=99"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert [int(optimizer.state[parameter]["step"]) for parameter in parameters] == [1, 1]

@@ -233,3 +233,14 @@ def test_other_things_than_models_are_refused() -> None:
         QuantizedLinear(nn.Conv1d(1, 1, 1), LayerSpec("E4M3"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="matches none of the 0 linear layers"):
         quantize_model(nn.Sequential(nn.ReLU()), "E4M3")
+
+
+@pytest.mark.parametrize("storage", ["master", "grid"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(storage: Any, bad: float) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        model[1].weight[0, 0] = bad
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        fm.quantize_model(model, "E4M3", storage=storage)
+    assert [type(layer) for layer in model] == [torch.nn.Linear] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -313,3 +314,14 @@ def test_it_wraps_optimizers_only() -> None:
     optimizer = StiffnessWrapper(SGD([grid_weight()], lr=0.1))
     with pytest.raises(ValueError, match="StiffnessWrapper"):
         optimizer.load_state_dict(SGD([grid_weight()], lr=0.1).state_dict())
+
+
+def test_a_deep_copy_steps_its_own_parameters_alike() -> None:
+    model = fm.quantize_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), "E4M3", storage="grid")
+    optimizer = fm.optim.StiffnessWrapper(torch.optim.SGD(model.parameters(), lr=0.1), exponent=1.0)
+    twin, other = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), (twin, other)):
+        m(torch.ones(1, 4)).sum().backward()
+        o.step()
+    assert torch.equal(model[0].weight, twin[0].weight)
+    assert model[0].weight is not twin[0].weight
