@@ -42,13 +42,16 @@ def _nearest(y: Tensor, fmt: FloatFormat) -> Tensor:
     """Adding ``1.5 * 2^(23-M)`` times the own power of two pushes all bits below the kept ones out of the float."""
     fields = float_bits(y.dtype)
     power = binade(y, fmt.emin)
+    constant = 1.5 * 2.0 ** (fields.mantissa_bits - fmt.mantissa_bits)
     if fmt.mantissa_bits == 0:
         # One value a binade: the even code is that of an even exponent field, not an even multiple of the ulp.
         # An odd multiple of the power of two in the constant turns the tie the other way.
-        odd = ((power.view(fields.integer) >> fields.mantissa_bits) & 1) ^ (1 ^ ((fields.bias - fmt.bias) & 1))
-    magic = power.mul_(1.5 * 2.0 ** (fields.mantissa_bits - fmt.mantissa_bits))
-    if fmt.mantissa_bits == 0:
-        magic = (magic.view(fields.integer) | odd).view(y.dtype)
+        odd = (power.view(fields.integer) >> fields.mantissa_bits).bitwise_and_(1)
+        odd.bitwise_xor_(1 ^ ((fields.bias - fmt.bias) & 1))
+        magic = power.mul_(constant)
+        magic.view(fields.integer).bitwise_or_(odd)
+    else:
+        magic = power.mul_(constant)
     y.add_(magic).sub_(magic)
     return magic
 
