@@ -210,6 +210,8 @@ def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Tests that run in the background ignore Ctrl-C, and their children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         metrics = tmp_path / "out" / "01-bf16-mixed" / "metrics.jsonl"
