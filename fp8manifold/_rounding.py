@@ -47,9 +47,8 @@ def _nearest(y: Tensor, fmt: FloatFormat) -> Tensor:
         # One value a binade: the even code is that of an even exponent field, not an even multiple of the ulp.
         # An odd multiple of the power of two in the constant turns the tie the other way.
         odd = (power.view(fields.integer) >> fields.mantissa_bits).bitwise_and_(1)
-        odd.bitwise_xor_(1 ^ ((fields.bias - fmt.bias) & 1))
-        magic = power.mul_(constant)
-        magic.view(fields.integer).bitwise_or_(odd)
+        magic = power.mul_(constant + (1 ^ ((fields.bias - fmt.bias) & 1)))
+        magic.view(fields.integer).bitwise_xor_(odd)
     else:
         magic = power.mul_(constant)
     y.add_(magic).sub_(magic)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK, runs_in_blocks
@@ -93,7 +95,11 @@ def draw_range(offset: int, numel: int, words: Words, device: torch.device | str
         parts = (draw_range(offset, below, words, device), draw_range(offset + below, numel - below, words, device))
         return torch.cat(parts)
     first, second, third = round_keys(words, high)
-    return scramble(_positions(numel, device) + _signed(first + low), second, third)
+    x = _positions(numel, device) + _signed(first + low)
+    if not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu":
+        _scramble_unsigned(x.numpy().view(np.uint32), np.uint32(second % 2**32), np.uint32(third % 2**32))
+        return x
+    return scramble(x, second, third)
 
 
 def scramble(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
@@ -106,6 +112,18 @@ def scramble(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
         folded.bitwise_and_((1 << (32 - shift)) - 1)  # int32 shifts copy the sign: clear it
         x.bitwise_xor_(folded).mul_(_signed(multiplier))
     return x.bitwise_right_shift_(32 - RANDOM_BITS).bitwise_and_((1 << RANDOM_BITS) - 1)
+
+
+def _scramble_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) -> None:
+    """:func:`scramble` on the CPU, where NumPy has the unsigned shifts that torch lacks: half the time."""
+    folded = np.empty_like(x)
+    for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
+        if key is not None:
+            np.add(x, key, out=x)
+        np.right_shift(x, np.uint32(shift), out=folded)
+        np.bitwise_xor(x, folded, out=x)
+        np.multiply(x, np.uint32(multiplier), out=x)
+    np.right_shift(x, np.uint32(32 - RANDOM_BITS), out=x)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced big integers would overflow

@@ -333,3 +333,12 @@ GOLDEN: list[tuple[dict[str, int], list[int]]] = [
 def test_pinned_values(key: dict[str, int], expected: list[int]) -> None:
     """Runs are to be repeated in later releases too: these never change."""
     assert fm.random_bits((len(expected),), **key).tolist() == expected
+
+
+def test_numpys_rounds_are_torchs() -> None:
+    """The CPU's eager path scrambles unsigned words in NumPy; everything else signed ones in torch."""
+    from fp8manifold.random_bits import round_keys, scramble
+
+    first, second, third = round_keys((5, 6, 7), 0)
+    index = torch.arange(2**17, dtype=torch.int32)
+    assert torch.equal(scramble(index + first, second, third), fm.random_bits(2**17, seed=5, step=6, stream=7))
