@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,9 +79,17 @@ def _dispatch(words: list[str]) -> int:
         return 0
     commands[args.command].refuse_unknown(unknown_words)
     args.overrides = overrides
+    _require_packages()
     signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
     handler: Callable[[argparse.Namespace], int] = args.handler
     return handler(args)
+
+
+def _require_packages() -> None:
+    """Refuse to begin what a missing package would end halfway: the library alone installs without them."""
+    missing = [name for name in ("jsonargparse", "matplotlib", "plotly", "rich", "yaml") if find_spec(name) is None]
+    if missing:
+        raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
 
 
 def _interrupt(*_: Any) -> NoReturn:

@@ -108,3 +108,20 @@ def test_the_default_corpus_is_prepared_on_the_fly(capsys: pytest.CaptureFixture
     assert main(["run", "bf16_baseline", *QUICK]) == 0
     assert Path("data/stdlib/meta.json").is_file()
     assert "preparing data/stdlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["rich", "jsonargparse", "matplotlib"])
+def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
+    """As after `pip install fp8manifold` without the extra."""
+    script = (
+        f"import sys; sys.modules[{package!r}] = None; from nanogpt_bench.cli import main; "
+        "sys.exit(main(['compare', '--max-steps', '1', '--out', 'out']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith(f"nanogpt-bench: error: not installed: {package}; ")
+    assert "fp8manifold[bench]" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
