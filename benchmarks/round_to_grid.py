@@ -49,7 +49,8 @@ def ours(x: torch.Tensor) -> Iterator[Contender]:
             x.numel(),
         )
     compiled = torch.compile(fm.round_to_grid)
-    yield "round_to_grid E4M3 nearest, torch.compile", lambda: compiled(x, "E4M3"), x.numel()
+    for name in ("E4M3", "E7M0"):
+        yield f"round_to_grid {name} nearest, torch.compile", lambda n=name: compiled(x, n), x.numel()
     yield (
         "round_to_grid E4M3 stochastic, torch.compile",
         lambda: compiled(x, "E4M3", "stochastic", seed=1),
