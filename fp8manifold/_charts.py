@@ -7,7 +7,7 @@ of large coordinates).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final, Protocol
 
 import torch
@@ -197,13 +197,19 @@ class TabulatedChart:
 def chart_of(fmt: FloatFormat, metric: Metric) -> Chart:
     """The chart of a metric over a format, in units of the scale."""
     if callable(metric):
-        return TabulatedChart(metric, fmt)
+        return TabulatedChart(metric, fmt) if metric.__hash__ is None else _tabulated(metric, fmt)
     if not isinstance(metric, str):
         raise TypeError(f"metric must be a name or a function S(x, fmt), not {type(metric).__name__}: {metric!r}")
     check_choice("metric", metric, METRICS)
     if metric == "ulp":
         return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
     return LogChart(fmt.mantissa_bits, fmt.emin) if metric == "log" else EuclideanChart()
+
+
+@lru_cache(maxsize=64)
+def _tabulated(function: Callable[[Tensor, FloatFormat], Any], fmt: FloatFormat) -> TabulatedChart:
+    """One table for each function, not one for each step of an optimizer."""
+    return TabulatedChart(function, fmt)
 
 
 def within(x: Tensor, limit: float) -> Tensor:

@@ -374,3 +374,18 @@ def test_a_schedule_that_leaves_its_range_changes_nothing() -> None:
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert [int(optimizer.state[parameter]["step"]) for parameter in parameters] == [1, 1]
+
+
+def test_a_metric_function_is_tabulated_once() -> None:
+    asked: list[int] = []
+
+    def metric(x: Tensor, fmt: fm.FloatFormat) -> Tensor:
+        asked.append(x.numel())
+        return x.abs() + 1.0
+
+    weight = grid_weight()
+    optimizer = StiffnessAdamW([weight], metric=metric)
+    for t in range(5):
+        put_gradients([weight], t)
+        optimizer.step()
+    assert len(asked) == 1
