@@ -1,0 +1,228 @@
+"""Who takes part in ``optimizer_step.py``: each contender is a name and a factory of (parameters, optimizer).
+
+Whatever has two dimensions or more is stored as the contender's name says; vectors stay in the plain dtype, as biases
+and LayerNorms do in a model.  AdamW's settings are the same everywhere.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import geoopt
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+
+__all__ = ["CONTENDERS", "REFERENCE", "SIZES", "Contender", "Workload"]
+
+Shapes = tuple[tuple[int, ...], ...]
+Built = tuple[list[Tensor], torch.optim.Optimizer]
+
+ADAMW: Final[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def repeated(*counted: tuple[int, tuple[int, ...]]) -> Shapes:
+    """A flat list from (count, shape) pairs."""
+    return tuple(shape for count, shape in counted for _ in range(count))
+
+
+MIXED: Final = repeated(
+    (2, (2048, 512)), (2, (512, 2048)), (6, (512, 512)), (3, (1000, 777)), (4, (384, 384)), (4, (333, 500)),
+    (2, (1003, 129)), (3, (300, 301)), (5, (97, 1031)), (1, (193, 511)),
+    (4, (2048,)), (8, (512,)), (2, (777,)), (2, (384,)), (2, (50,)),
+)  # fmt: skip
+GPT2_BLOCK: Final = (
+    (768,), (768,), (2304, 768), (2304,), (768, 768), (768,), (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,),
+)  # fmt: skip
+#: 50 tensors of 10.5 million parameters in all, and GPT-2's 148 of 124 million.
+SIZES: Final[dict[str, Shapes]] = {
+    "10M": MIXED,
+    "124M": ((50257, 768), (1024, 768), *(GPT2_BLOCK * 12), (768,), (768,)),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The tensors to step: the same values for every contender."""
+
+    shapes: Shapes
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def sized(cls, params: str, elements: float, device: torch.device) -> "Workload":
+        """A named size, each tensor scaled to ``elements`` times its number of elements."""
+
+        def scaled(shape: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(max(1, round(n * elements ** (1 / len(shape)))) for n in shape)
+
+        return cls(tuple(map(scaled, SIZES[params])), device)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def weights(self, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+        """Ordinary parameters of standard deviation 0.02."""
+        return [nn.Parameter(w) for w in self._normal(0, 0.02, dtype)]
+
+    def set_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Give each parameter its gradient, in its own dtype."""
+        parameters = list(parameters)
+        for parameter, gradient in zip(parameters, self._normal(1, 1e-3, parameters[0].dtype), strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+
+    def _normal(self, seed: int, deviation: float, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.randn(shape, generator=generator) * deviation for shape in self.shapes]
+        return [tensor.to(self.device, dtype) for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table."""
+
+    kind: str
+    """``torch``, ``peer`` or ``ours``."""
+    label: str
+    build: Callable[[Workload], Built]
+    goals: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Largest ratio allowed by (device, size)."""
+
+
+def matrices(weights: list[nn.Parameter], convert: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+    """Replace what has two dimensions or more; ``convert`` also gets the position."""
+    return [convert(w.detach(), i) if w.dim() > 1 else w for i, w in enumerate(weights)]
+
+
+def torch_optimizer(label: str, optimizer: type[torch.optim.Optimizer], **options: Any) -> Contender:
+    """One of torch's own, in float32."""
+
+    def build(work: Workload) -> Built:
+        weights = work.weights()
+        return [*weights], optimizer(weights, **options)
+
+    return Contender("torch", label, build)
+
+
+def optimi(label: str, dtype: torch.dtype) -> Contender:
+    """optimi's AdamW, which sums with Kahan compensation in bfloat16."""
+
+    def build(work: Workload) -> Built:
+        from optimi import AdamW
+
+        weights = work.weights(dtype)
+        return [*weights], AdamW(weights, **ADAMW)
+
+    return Contender("peer", label, build)
+
+
+def torchao(label: str, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Contender:
+    """One of torchao's low-bit optimizers."""
+
+    def build(work: Workload) -> Built:
+        import torchao.optim
+
+        weights = work.weights(dtype)
+        return [*weights], getattr(torchao.optim, name)(weights, **ADAMW, **options)
+
+    return Contender("peer", label, build)
+
+
+def torchao_int8(work: Workload) -> Built:
+    """torchao's int8 weights, written back with stochastic rounding, under its single-rounding AdamW."""
+    from torchao.optim import _AdamW
+    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight as Int8Weight
+
+    weights = matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
+    return weights, _AdamW(weights, **ADAMW)
+
+
+def geoopt_adam(work: Workload) -> Built:
+    """geoopt's RiemannianAdam in flat space."""
+    weights: list[Tensor] = [geoopt.ManifoldParameter(w.detach()) for w in work.weights()]
+    return weights, geoopt.optim.RiemannianAdam(weights, **ADAMW)
+
+
+def bitsandbytes_8bit(work: Workload) -> Built:
+    """bitsandbytes' block-wise 8-bit AdamW."""
+    import bitsandbytes
+
+    weights = work.weights()
+    return [*weights], bitsandbytes.optim.AdamW8bit(weights, **ADAMW)
+
+
+def ours(label: str, optimizer: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
+    """An optimizer of this library over weights of one byte."""
+    residual = str(options.get("writeback")).startswith("residual")
+
+    def convert(weight: Tensor, position: int) -> Tensor:
+        return fm.FP8Parameter(weight, fmt, seed=position, keep_remainder=residual)
+
+    def build(work: Workload) -> Built:
+        weights = matrices(work.weights(), convert)
+        return weights, getattr(fm.optim, optimizer)(weights, weight_decay=ADAMW["weight_decay"], **options)
+
+    return Contender("ours", label, build, goals or {})
+
+
+def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
+    """StiffnessAdamW with AdamW's settings."""
+    settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")}
+    return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **settings, **options)
+
+
+def grid_adamw(work: Workload) -> Built:
+    """StiffnessAdamW over float32 parameters whose values lie on the grid."""
+
+    def convert(weight: Tensor, position: int) -> Tensor:
+        manifold = fm.FP8Manifold("E4M3", fm.storage_scale(weight, "E4M3"), "stochastic", position)
+        return geoopt.ManifoldParameter(manifold.projx(weight), manifold=manifold)
+
+    weights = matrices(work.weights(), convert)
+    return weights, fm.optim.StiffnessAdamW(weights, **ADAMW)
+
+
+REFERENCE: Final = "adamw-fused"
+CONTENDERS: Final[dict[str, Contender]] = {
+    REFERENCE: torch_optimizer("torch AdamW fused, float32", torch.optim.AdamW, fused=True, **ADAMW),
+    "adamw-loop": torch_optimizer("torch AdamW for-loop, float32", torch.optim.AdamW, foreach=False, **ADAMW),
+    "sgd-fused": torch_optimizer(
+        "torch SGD fused, float32, no momentum (a floor)", torch.optim.SGD, fused=True, lr=1e-3, weight_decay=0.1
+    ),
+    "optimi-float32": optimi("optimi AdamW float32", torch.float32),
+    "optimi-kahan": optimi("optimi AdamW bfloat16, Kahan sums", torch.bfloat16),
+    "geoopt-adam": Contender("peer", "geoopt RiemannianAdam, Euclidean, float32", geoopt_adam),
+    "torchao-fp8": torchao("torchao AdamWFp8, float32 weights", "AdamWFp8"),
+    "torchao-int8-weights": Contender("peer", "torchao int8 weights, stochastic, _AdamW", torchao_int8),
+    "torchao-bf16": torchao(
+        "torchao _AdamW bfloat16, stochastic", "_AdamW", torch.bfloat16, bf16_stochastic_round=True
+    ),
+    "torchao-8bit": torchao("torchao AdamW8bit, float32 weights", "AdamW8bit"),
+    "bitsandbytes-8bit": Contender("peer", "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit),
+    "stiffness-adamw": stiffness_adamw(
+        "stochastic, float32 moments", goals={("cpu", "10M"): 1.6, ("cuda", "124M"): 0.6}
+    ),
+    "stiffness-adamw-bfloat16": stiffness_adamw("stochastic, bfloat16 moments", moments="bfloat16"),
+    "stiffness-adamw-8bit": stiffness_adamw("stochastic, 8-bit moments", goals={("cpu", "10M"): 3.0}, moments="8bit"),
+    "stiffness-adamw-residual8": stiffness_adamw(
+        "residual8, float32 moments", goals={("cpu", "10M"): 2.0}, writeback="residual8"
+    ),
+    "stiffness-adamw-residual8-8bit": stiffness_adamw(
+        "residual8, 8-bit moments", writeback="residual8", moments="8bit"
+    ),
+    "stiffness-adamw-residual4": stiffness_adamw("residual4, float32 moments", writeback="residual4"),
+    "stiffness-adamw-nearest": stiffness_adamw("nearest, float32 moments", writeback="nearest"),
+    "stiffness-adamw-momentum": stiffness_adamw("momentum, float32 moments", writeback="momentum"),
+    "stiffness-adamw-k0": stiffness_adamw("stochastic, k = 0", stiffness=0.0),
+    "stiffness-adamw-annealed": stiffness_adamw("stochastic, k from 1 to 0", stiffness=fm.optim.anneal(1.0, 0.0, 1000)),
+    "stiffness-adamw-e5m2": stiffness_adamw("stochastic, float32 moments", "E5M2"),
+    "stiffness-adamw-e3m4": stiffness_adamw("stochastic, float32 moments", "E3M4"),
+    "stiffness-adamw-e7m0": stiffness_adamw("stochastic, float32 moments", "E7M0"),
+    "stiffness-adamw-grid": Contender("ours", "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw),
+    "riemannian-adam": ours("RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3),
+    "stiffness-sgd": ours("StiffnessSGD E4M3 stochastic, momentum 0.9", "StiffnessSGD"),
+    "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion"),
+    "madam": ours("Madam E4M3 stochastic", "Madam"),
+}

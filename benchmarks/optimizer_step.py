@@ -1,0 +1,266 @@
+"""What one optimizer step costs, as a ratio to torch's fused float32 AdamW, and how many bytes a parameter it needs.
+
+    python benchmarks/optimizer_step.py [--contenders 'stiffness-*' peers] [--pairs 25] [--processes 3]
+                                        [--params 10M] [--device cpu] [--markdown | --json]
+
+One thread.  Each contender runs in fresh processes of its own, its steps taken in turn with fused AdamW's over the
+same weights and gradients; the ratio is the median over the pairs, on the CPU of process CPU time, and the table shows
+the median of the processes with the smallest and the largest.  Our own steps include the check that every gradient is
+finite.  Bytes are those of the live tensors after the steps: parameters, state and whatever else the optimizer holds.
+The first step includes compilation: the first process begins with an empty compiler cache, the others find it filled.
+
+A peer that is not installed is left out with a word; anything else that goes wrong is printed, and the exit code is 1.
+"""
+
+import argparse
+import difflib
+import fnmatch
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from _contenders import CONTENDERS, REFERENCE, SIZES, Workload
+from _timing import live_bytes, paired_seconds, wall_seconds
+
+WARM_UP: Final = 3
+GROUPS: Final = {"all": ("torch", "peer", "ours"), "torch": ("torch",), "peers": ("peer",), "ours": ("ours",)}
+Step = Callable[[], object]
+
+
+def prepare(name: str, work: Workload) -> tuple[Step, list[Any]]:
+    """The step of one contender and the objects that hold its memory."""
+    parameters, optimizer = CONTENDERS[name].build(work)
+    work.set_gradients(parameters)
+    return optimizer.step, [parameters, optimizer]
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
+
+
+def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
+    """One contender in this process."""
+    try:
+        step, holders = prepare(name, work)
+    except (AttributeError, ImportError) as error:
+        return {"missing": f"{type(error).__name__}: {error}"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = wall_seconds(step, work.device)
+        for _ in range(WARM_UP - 1):
+            step()
+        reference, _ = prepare(REFERENCE, work)
+        for _ in range(WARM_UP):
+            reference()
+        graphs = graphs_compiled()
+        times = paired_seconds(step, reference, pairs, work.device)
+    return {
+        "first_step_s": first,
+        "ratio": statistics.median(ours / theirs for ours, theirs in times),
+        "ratio_of_sums": sum(ours for ours, _ in times) / sum(theirs for _, theirs in times),
+        "step_ms": 1e3 * statistics.median(ours for ours, _ in times),
+        "reference_ms": 1e3 * statistics.median(theirs for _, theirs in times),
+        "bytes_per_parameter": live_bytes(*holders) / work.numel,
+        "graphs": graphs,
+        "graphs_while_timed": graphs_compiled() - graphs,
+        "warnings": sorted({f"{w.category.__name__}: {w.message}" for w in caught}),
+    }
+
+
+def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
+    """What :func:`measure` returns in a process of its own."""
+    command = [sys.executable, __file__, "--worker", name, "--pairs", str(options.pairs), "--params", options.params]
+    command += ["--elements", str(options.elements), "--device", options.device]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / name),
+    }
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=options.timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result within {options.timeout} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return {"failed": f"exit code {done.returncode}: {reason}"}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Every contender once in each round, so that a drift of the machine meets all alike."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with tempfile.TemporaryDirectory() as cache:
+        for turn in range(options.processes):
+            for name, done in results.items():
+                if not turn or "ratio" in done[-1]:
+                    print(f"process {turn + 1} of {options.processes}: {name}", file=sys.stderr, flush=True)
+                    done.append(in_fresh_process(name, options, Path(cache)))
+    return results
+
+
+def row(name: str, runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """One line of the table: figures over the processes, or why there are none."""
+    contender = CONTENDERS[name]
+    head = {"name": name, "label": contender.label, "kind": contender.kind}
+    last = runs[-1]
+    if "ratio" not in last:
+        return head | last
+    ratios = [run["ratio"] for run in runs]
+    goal = contender.goals.get((options.device, options.params))
+    return head | {
+        "bytes_per_parameter": last["bytes_per_parameter"],
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "ratio_of_sums": statistics.median(run["ratio_of_sums"] for run in runs),
+        "step_ms": statistics.median(run["step_ms"] for run in runs),
+        "reference_ms": statistics.median(run["reference_ms"] for run in runs),
+        "first_step_s": [run["first_step_s"] for run in runs],
+        "goal": goal,
+        "met": None if goal is None else statistics.median(ratios) <= goal,
+        "graphs": last["graphs"],
+        "graphs_while_timed": max(run["graphs_while_timed"] for run in runs),
+        "warnings": sorted({text for run in runs for text in run["warnings"]}),
+    }
+
+
+def cells(line: dict[str, Any]) -> tuple[str, str, str, str, str]:
+    """A row as text."""
+    first, rest = line["first_step_s"][0], line["first_step_s"][1:]
+    warm = f", then {statistics.median(rest):.1f}" if rest else ""
+    goal = "" if line["goal"] is None else f"<= {line['goal']:g}x: {'met' if line['met'] else 'NOT met'}"
+    return (
+        line["label"],
+        f"{line['bytes_per_parameter']:.2f}",
+        f"{line['ratio']:.2f}x ({line['ratio_min']:.2f} .. {line['ratio_max']:.2f})",
+        f"{first:.1f}{warm}",
+        goal,
+    )
+
+
+HEADER: Final = ("contender", "bytes a parameter", "ratio (processes)", "first step, s", "goal")
+
+
+def table(rows: list[dict[str, Any]], markdown: bool) -> str:
+    """The measured rows, as Markdown or in columns."""
+    lines = [HEADER, *(cells(line) for line in rows if "ratio" in line)]
+    if markdown:
+        ruled = [lines[0], ("---", "---:", "---:", "---:", "---"), *lines[1:]]
+        return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def remarks(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each contender that is missing, failed, warned, or compiled while it was timed."""
+    found = []
+    for line in rows:
+        for kind in ("missing", "failed"):
+            if kind in line:
+                found.append(f"{line['label']} ({line['name']}): {kind}: {line[kind]}")
+        if line.get("graphs_while_timed"):
+            found.append(f"{line['label']}: {line['graphs_while_timed']} graphs compiled while it was timed")
+        found += [f"{line['label']}: {text}" for text in line.get("warnings", [])]
+    return found
+
+
+def title(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    """What was measured, and how long the reference took."""
+    work = Workload.sized(options.params, options.elements, torch.device("cpu"))
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, one thread, process CPU time"
+    text = (
+        f"torch {torch.__version__}, {work.numel:,} parameters in {len(work.shapes)} tensors, {device}, "
+        f"{options.processes} processes of {options.pairs} pairs"
+    )
+    measured = [line["reference_ms"] for line in rows if "ratio" in line]
+    return f"{text}; fused AdamW takes {statistics.median(measured):.2f} ms" if measured else text
+
+
+def chosen(patterns: list[str]) -> list[str]:
+    """Names of contenders for groups, names and wildcards, in the table's order."""
+    names: set[str] = set()
+    for pattern in patterns:
+        if pattern in GROUPS:
+            found = [name for name, contender in CONTENDERS.items() if contender.kind in GROUPS[pattern]]
+        else:
+            found = fnmatch.filter(CONTENDERS, pattern)
+        if not found:
+            nearest = difflib.get_close_matches(pattern, [*CONTENDERS, *GROUPS], n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise argparse.ArgumentTypeError(
+                f"--contenders {pattern}: a name, a wildcard or one of {', '.join(GROUPS)}{hint}"
+            )
+        names.update(found)
+    return [name for name in CONTENDERS if name in names]
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser of numbers above 0."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        return value
+
+    return parse
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contenders", nargs="+", default=["all"], help="names, wildcards, or all, torch, peers, ours")
+    parser.add_argument("--pairs", type=positive(int), default=25, help="pairs of steps in each process")
+    parser.add_argument("--processes", type=positive(int), default=3, help="fresh processes for each contender")
+    parser.add_argument("--params", choices=SIZES, default="10M", help="50 tensors of mixed shapes, or GPT-2's 148")
+    parser.add_argument("--elements", type=positive(float), default=1.0, help="factor on each tensor's elements")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--timeout", type=positive(float), default=900, help="seconds a process may take")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    parser.add_argument("--list", action="store_true", help="print the names of the contenders and stop")
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = build_parser()
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name:32s} {contender.label}" for name, contender in CONTENDERS.items()))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no GPU is at hand")
+    torch.set_num_threads(1)
+    if options.worker:
+        work = Workload.sized(options.params, options.elements, torch.device(options.device))
+        print(json.dumps(measure(options.worker, work, options.pairs)))
+        return 0
+    try:
+        names = chosen(options.contenders)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    rows = [row(name, done, options) for name, done in run(names, options).items()]
+    if options.json:
+        print(json.dumps({"title": title(rows, options), "rows": rows}, indent=1))
+    else:
+        print(title(rows, options), table(rows, options.markdown), *remarks(rows), sep="\n" * (1 + options.markdown))
+    return int(any("failed" in line or (line["kind"] == "ours" and "missing" in line) for line in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
