@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import Config
+from nanogpt_bench.memory import bytes_of, held_bytes
 from nanogpt_bench.observers import StallObserver
 from nanogpt_bench.resolve import format_summary, rule_name
 from nanogpt_bench.surgery import quantized_layers
@@ -24,6 +25,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the content of summary.json; losses in nats a token, null where there is none."""
     model, loss = trainer.model, outcome.final_val_loss
+    weights = [layer.weight for layer in _layers(model, config).values()]
     return {
         "name": name,
         "rule": rule_name(config),
@@ -31,7 +33,7 @@ def summarize(
         "storage": config.model.storage,
         "seed": config.seed,
         "parameters": count(model.parameters()),
-        "quantized_parameters": sum(layer.weight.numel() for layer in _layers(model, config).values()),
+        "quantized_parameters": count(weights),
         "steps": outcome.steps,
         "steps_planned": config.train.max_steps,
         "status": outcome.status,
@@ -39,16 +41,20 @@ def summarize(
         "final_val_loss": loss,
         "best_val_loss": outcome.best_val_loss,
         "first_val_loss": outcome.first_val_loss,
-        "bytes_per_parameter": scheme_bytes(model, config, trainer.optimizer) / count(model.parameters()),
-        "bytes_per_parameter_live": live_bytes(model, trainer.optimizer) / count(model.parameters()),
+        "bytes_per_parameter": held_bytes(model, trainer.optimizer) / count(model.parameters()),
+        "bytes_per_quantized_parameter": _ratio(bytes_of(weights, trainer.optimizer), count(weights)),
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,
-        "tokens_per_s": outcome.tokens / outcome.training_seconds if outcome.training_seconds else None,
+        "tokens_per_s": _ratio(outcome.tokens, outcome.training_seconds),
         "seconds": outcome.seconds,
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
         "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
     }
+
+
+def _ratio(amount: float, whole: float) -> float | None:
+    return amount / whole if whole else None
 
 
 def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
@@ -58,36 +64,6 @@ def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
 def count(parameters: Iterable[Tensor]) -> int:
     """Return the number of elements; a shared parameter counts once, as `Module.parameters` yields it."""
     return sum(parameter.numel() for parameter in parameters)
-
-
-def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that parameters, buffers and the optimizer's per-weight state occupy now."""
-    held = [*model.parameters(), *model.buffers(), *_state_tensors(optimizer)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-
-def scheme_bytes(model: nn.Module, config: Config, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes the storage scheme needs for weights and optimizer state.
-
-    A weight on the grid is one byte, a master weight five (float32 and its code), a row's power-of-two scale one;
-    floats and the optimizer's state count as they are.
-    """
-    total = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *_state_tensors(optimizer)])
-    for layer in _layers(model, config).values():
-        weight = layer.weight
-        needed = 1 if config.model.storage == "grid" else weight.element_size() + 1
-        total += weight.numel() * (needed - weight.element_size()) + layer.weight_scale().numel()
-    return total
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the optimizer's tensors with one element a weight; step counters are left out."""
-    return [
-        value
-        for parameter, state in optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.numel() == parameter.numel() and value.dim() > 0
-    ]
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def test_a_run_writes_its_five_files_and_the_summary_it_returns(tiny: Tiny, tmp_
     assert summary["steps"] == summary["steps_planned"] == 6
     assert summary["tokens"] == 6 * 4 * 16
     assert summary["failure"] is None
-    assert summary["bytes_per_parameter"] == summary["bytes_per_parameter_live"] == 12.0
+    assert summary["bytes_per_parameter"] == pytest.approx(12, rel=0.005)
     assert summary["stall"] is None
 
 

@@ -76,22 +76,12 @@ def test_adamw_on_the_grid_has_no_exponent(tiny: Tiny) -> None:
     assert stiffness_at(resolve(config_of(tiny, "nearest")), 0) is None
 
 
-@pytest.mark.parametrize(("storage", "per_weight"), [("grid", 9), ("master", 13)])
-def test_bytes_are_those_the_scheme_needs(tiny: Tiny, tmp_path: Path, storage: str, per_weight: int) -> None:
-    rule = "stochastic" if storage == "grid" else "master"
+@pytest.mark.parametrize("rule", ["stochastic", "master"])
+def test_a_copy_or_a_simulated_grid_holds_floats(tiny: Tiny, tmp_path: Path, rule: str) -> None:
     summary = run(config_of(tiny, rule), tmp_path / "r")
     weights = json.loads((tmp_path / "r" / "weights.json").read_text())
-    total, inside = summary["parameters"], summary["quantized_parameters"]
-    rows = 48 + 16 + 64 + 16 + vocabulary_of(tiny)  # one power-of-two scale a row
-    assert summary["bytes_per_parameter"] == pytest.approx(
-        (per_weight * inside + 12 * (total - inside) + rows) / total, rel=1e-9
-    )
-    assert summary["bytes_per_parameter_live"] >= 12
-    assert sum(sum(layer["counts"]) for layer in weights.values()) == inside
-
-
-def vocabulary_of(tiny: Tiny) -> int:
-    return load_corpus(Path(tiny().data.dir), 16).vocab_size
+    assert 12 <= summary["bytes_per_quantized_parameter"] < 12.1
+    assert sum(sum(layer["counts"]) for layer in weights.values()) == summary["quantized_parameters"]
 
 
 def test_histograms_list_every_value_of_the_format_once_in_order(tiny: Tiny, tmp_path: Path) -> None:

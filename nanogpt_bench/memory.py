@@ -1,0 +1,66 @@
+"""The bytes that a model and its optimizer hold: counted on the tensors that are alive, not derived from a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the parameters, the buffers and everything the optimizer keeps between steps.
+
+    A tensor subclass counts as the tensors inside it, a memory that several tensors share once, and a view as the
+    whole memory it keeps alive. Gradients are left out: a step ends without them.
+
+    >>> model = nn.Linear(8, 4, bias=False)
+    >>> held_bytes(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    128
+    """
+    return storage_bytes([*model.parameters(), *model.buffers(), *tensors_in(vars(optimizer))])
+
+
+def bytes_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of these parameters alone, with the optimizer's state for each."""
+    held = [tensor for parameter in parameters for tensor in (parameter, *tensors_in(optimizer.state.get(parameter)))]
+    return storage_bytes(held)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct memories behind the tensors.
+
+    >>> storage_bytes([torch.zeros(10), torch.zeros(4, dtype=torch.uint8)])
+    44
+    """
+    storages = [inner.untyped_storage() for tensor in tensors for inner in plain_tensors(tensor)]
+    return sum({(str(storage.device), storage.data_ptr()): storage.nbytes() for storage in storages}.values())
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold a tensor's memory: itself, or those inside a wrapper subclass, however deep."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, the keys of mappings among them.
+
+    >>> len(tensors_in({"a": [torch.zeros(1), 2.0], torch.zeros(1): None}))
+    2
+    """
+    return list(_walk(value, set()))
+
+
+def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | set) and id(value) not in seen:
+        seen.add(id(value))
+        for item in [*value, *(value.values() if isinstance(value, Mapping) else ())]:
+            yield from _walk(item, seen)

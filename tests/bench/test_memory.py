@@ -1,0 +1,90 @@
+"""Bytes are counted on what is alive: shared memory once, wrappers as what is inside them, state included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.memory import bytes_of, held_bytes, storage_bytes, tensors_in
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+
+
+class Packed(Tensor):
+    """A wrapper that looks like float32 and holds one byte an element, and a scale."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Packed:
+        made: Packed = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.codes, made.scale = codes, torch.ones(())
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+def test_a_wrapper_counts_as_what_is_inside_it() -> None:
+    assert storage_bytes([Packed(torch.zeros(100, dtype=torch.uint8))]) == 100 + 4
+
+
+def test_shared_memory_counts_once_and_a_view_keeps_all_of_its_memory() -> None:
+    whole = torch.zeros(100)
+    assert storage_bytes([whole, whole.view(10, 10), whole[:3]]) == 400
+    assert storage_bytes([whole[:3]]) == 400
+    assert storage_bytes([torch.zeros(0), torch.zeros(0)]) == 0
+
+
+def test_tensors_are_found_in_nested_containers_and_in_containers_that_hold_themselves() -> None:
+    a, b, c = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+    nested: dict[Any, Any] = {a: 1, "b": [2.0, (b, {"c": c})]}
+    nested["self"] = nested
+    assert {id(tensor) for tensor in tensors_in(nested)} == {id(a), id(b), id(c)}
+
+
+@pytest.mark.parametrize(
+    ("make", "per_parameter"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 4),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 8),
+        (lambda p: torch.optim.AdamW(p), 12),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 16),
+    ],
+)
+def test_an_optimizer_counts_with_everything_it_keeps_between_steps(make: Any, per_parameter: int) -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    optimizer = make(layer.parameters())
+    layer(torch.ones(1, 64)).sum().backward()
+    assert held_bytes(layer, optimizer) == 4 * 2048  # nothing before the first step, and no gradients
+    optimizer.step()
+    steps = 4 if isinstance(optimizer, torch.optim.AdamW) else 0
+    assert held_bytes(layer, optimizer) == bytes_of([layer.weight], optimizer) == per_parameter * 2048 + steps
+
+
+def test_a_tied_weight_counts_once(tiny: Tiny, tmp_path: Path) -> None:
+    tied, untied = (
+        run(tiny(model__tie_weights=tie, optimizer__name="sgd", optimizer__momentum=0), tmp_path / str(tie))
+        for tie in (True, False)
+    )
+    assert tied["parameters"] < untied["parameters"]
+    assert tied["bytes_per_parameter"] == untied["bytes_per_parameter"] == 4
+
+
+@pytest.mark.parametrize(("precision", "per_parameter"), [("float32", 12), ("bf16-pure", 6)])
+def test_a_run_reports_what_its_tensors_hold(tiny: Tiny, tmp_path: Path, precision: str, per_parameter: int) -> None:
+    summary = run(tiny(train__precision=precision), tmp_path / "r")
+    assert summary["bytes_per_parameter"] == pytest.approx(per_parameter, rel=0.005)
+    assert summary["bytes_per_quantized_parameter"] is None
