@@ -73,8 +73,13 @@ def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
         "bytes_per_parameter": live_bytes(*holders) / work.numel,
         "graphs": graphs,
         "graphs_while_timed": graphs_compiled() - graphs,
-        "warnings": sorted({f"{w.category.__name__}: {w.message}" for w in caught}),
+        "warnings": sorted({f"{w.category.__name__}: {w.message}" for w in caught if is_of_use(w.category)}),
     }
+
+
+def is_of_use(category: type[Warning]) -> bool:
+    """Whether a warning says something about the run: a deprecation inside a library does not."""
+    return not issubclass(category, DeprecationWarning | FutureWarning)
 
 
 def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dict[str, Any]:
@@ -172,7 +177,8 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
                 found.append(f"{line['label']} ({line['name']}): {kind}: {line[kind]}")
         if line.get("graphs_while_timed"):
             found.append(f"{line['label']}: {line['graphs_while_timed']} graphs compiled while it was timed")
-        found += [f"{line['label']}: {text}" for text in line.get("warnings", [])]
+        if line["kind"] == "ours":
+            found += [f"{line['label']}: {text}" for text in line.get("warnings", [])]
     return found
 
 

@@ -1,0 +1,163 @@
+"""What a linear layer with one-byte weights costs, as a ratio to ``nn.Linear`` of the same shape and dtype.
+
+    python benchmarks/linear_forward.py [--storage fp8] [--tokens 64 256 1024 4096] [--modes eager compiled]
+                                        [--pairs 25] [--seconds 5] [--device cpu] [--markdown | --json]
+
+One thread.  "forward" runs without gradients; "forward and backward" leaves gradients of the input, the weight and the
+bias.  The two layers are timed in turn (on the CPU: process CPU time), and the ratio is the median over the pairs with
+the smallest and the largest; under ``compiled`` both are compiled.  Cells that take long get fewer pairs, at least 3.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Final
+
+import torch
+from _timing import paired_seconds
+from torch import Tensor, nn
+
+import fp8manifold as fm
+
+Step = Callable[[], object]
+FEWEST_PAIRS: Final = 3
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement: where it was taken and what came out."""
+
+    inputs: int
+    outputs: int
+    tokens: int
+    mode: str
+    backward: bool
+    pairs: int
+    linear_ms: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+
+
+def step_of(layer: nn.Module, tokens: int, inputs: int, outputs: int, backward: bool, like: Tensor) -> Step:
+    """A function that runs the layer once over a fixed batch."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, inputs, generator=generator).to(like).requires_grad_(backward)
+    gradient = torch.randn(tokens, outputs, generator=generator).to(like)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return layer(x)
+
+    def both() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        layer(x).backward(gradient)
+
+    return both if backward else forward
+
+
+def measure(options: argparse.Namespace, size: tuple[int, int], tokens: int, mode: str, backward: bool) -> Cell:
+    """The ratio for one shape, batch and mode."""
+    inputs, outputs = size
+    like = torch.empty(0, dtype=DTYPES[options.dtype], device=options.device)
+    linear = nn.Linear(inputs, outputs, dtype=like.dtype, device=like.device)
+    quantized = fm.QuantizedLinear(copy.deepcopy(linear), fm.LayerSpec(options.format), options.storage)
+    layers: list[nn.Module] = [quantized, linear]
+    if mode == "compiled":
+        torch._dynamo.reset()
+        layers = [torch.compile(layer, dynamic=False, fullgraph=True) for layer in layers]
+    steps = [step_of(layer, tokens, inputs, outputs, backward, like) for layer in layers]
+    for step in steps:
+        step()
+    trial = paired_seconds(*steps, 1, like.device)[0]
+    pairs = max(FEWEST_PAIRS, min(options.pairs, int(options.seconds / (sum(trial) + 1e-9))))
+    times = paired_seconds(*steps, pairs, like.device)
+    ratios = [ours / theirs for ours, theirs in times]
+    linear_ms = 1e3 * statistics.median(theirs for _, theirs in times)
+    figures = (pairs, linear_ms, statistics.median(ratios), min(ratios), max(ratios))
+    return Cell(inputs, outputs, tokens, mode, backward, *figures)
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """Every combination asked for."""
+    for size, mode, tokens, backward in itertools.product(options.sizes, options.modes, options.tokens, (False, True)):
+        print(f"{size[0]}x{size[1]}, {tokens} tokens, {mode}, backward={backward}", file=sys.stderr, flush=True)
+        yield measure(options, size, tokens, mode, backward)
+
+
+HEADER: Final = ("layer", "mode", "tokens", "forward", "forward and backward", "nn.Linear, ms")
+
+
+def lines(measured: list[Cell]) -> list[tuple[str, ...]]:
+    """The table's rows: forward and backward of one combination side by side."""
+    rows: list[tuple[str, ...]] = [HEADER]
+    for forward, both in zip(measured[::2], measured[1::2], strict=True):
+        ratios = [f"{c.ratio:.2f}x ({c.ratio_min:.2f} .. {c.ratio_max:.2f})" for c in (forward, both)]
+        where = (f"{forward.inputs}x{forward.outputs}", forward.mode, str(forward.tokens))
+        rows.append((*where, *ratios, f"{forward.linear_ms:.2f}, {both.linear_ms:.2f}"))
+    return rows
+
+
+def text_of(rows: list[tuple[str, ...]], markdown: bool) -> str:
+    """The rows as Markdown or in columns."""
+    if markdown:
+        ruled = [rows[0], ("---", "---", "---:", "---:", "---:", "---:"), *rows[1:]]
+        return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows)
+
+
+def size_of(text: str) -> tuple[int, int]:
+    """``512x2048`` as (inputs, outputs)."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form inputs x outputs, such as 512x2048")
+    return int(parts[0]), int(parts[1])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--storage", choices=("fp8", "grid", "master"), default="fp8")
+    parser.add_argument("--format", choices=fm.NAMED_FORMATS, default="E4M3")
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=[(512, 2048), (2048, 8192)])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--pairs", type=int, default=25, help="pairs of a cell, where there is time")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time for a cell's pairs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    return parser
+
+
+def main() -> None:
+    """Print the table."""
+    parser = build_parser()
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no GPU is at hand")
+    if min(options.tokens) < 1:
+        parser.error(f"--tokens {min(options.tokens)}: at least 1")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    measured = list(cells(options))
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, one thread, process CPU time"
+    title = f"torch {torch.__version__}, {options.storage} {options.format}, {options.dtype}, {device}"
+    if options.json:
+        print(json.dumps({"title": title, "cells": [asdict(cell) for cell in measured]}, indent=1))
+    else:
+        print(title, text_of(lines(measured), options.markdown), sep="\n" * (1 + options.markdown))
+
+
+if __name__ == "__main__":
+    main()

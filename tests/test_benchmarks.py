@@ -1,0 +1,222 @@
+"""The benchmarks run from end to end at a tiny size, measure what they say, and report what goes wrong."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+NAMES = ("_timing", "_contenders", "optimizer_step", "linear_forward")
+
+
+def run(script: str, *arguments: str, code: int = 0, **environment: str) -> str:
+    """What a benchmark prints in a process without the compiler; fail unless it ends with ``code``."""
+    settings = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | environment
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules of the benchmarks, imported as the scripts do."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    threads = torch.get_num_threads()
+    yield {name: importlib.import_module(name) for name in NAMES}
+    torch.set_num_threads(threads)
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def small(modules: dict[str, ModuleType]) -> Any:
+    """A thousandth of the workload."""
+    return modules["_contenders"].Workload.sized("10M", 0.001, torch.device("cpu"))
+
+
+def test_optimizer_step_from_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "optimi.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
+    options = ("--elements", "0.001", "--pairs", "2", "--processes", "1", "--markdown")
+    printed = run("optimizer_step.py", *options, "--contenders", "sgd-fused", "optimi-kahan", PYTHONPATH=str(tmp_path))
+    table = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(table) == 3
+    assert re.fullmatch(r"\| torch SGD .* \| 4\.00 \| [\d.]+x \([\d.]+ \.\. [\d.]+\) \| [\d.]+ \|  \|", table[2])
+    assert "parameters in 50 tensors" in printed
+    assert "1 processes of 2 pairs" in printed
+    # a peer that is not installed is a line, and no failure
+    assert "(optimi-kahan): missing: ImportError: not here" in printed
+
+
+def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], small: Any) -> None:
+    lines = {name: modules["optimizer_step"].measure(name, small, 4) for name in ("adamw-loop", "sgd-fused")}
+    # weights and two moments, and a step count of 4 bytes for each of 50 tensors
+    assert lines["adamw-loop"]["bytes_per_parameter"] == 12 + 50 * 4 / small.numel
+    assert lines["sgd-fused"]["bytes_per_parameter"] == 4
+    assert lines["adamw-loop"]["ratio"] > lines["sgd-fused"]["ratio"] > 0
+    for line in lines.values():
+        assert line["first_step_s"] > 0
+
+
+def test_a_peer_that_breaks_is_no_missing_peer(
+    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(work: Any) -> None:
+        raise ValueError("broken")
+
+    contenders = modules["_contenders"].CONTENDERS
+    monkeypatch.setitem(contenders, "geoopt-adam", modules["_contenders"].Contender("peer", "geoopt", broken))
+    with pytest.raises(ValueError, match="broken"):
+        modules["optimizer_step"].measure("geoopt-adam", small, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "code"),
+    [
+        ("stiffness-adamw", {"failed": "exit code 1: ValueError: x"}, 1),
+        ("stiffness-adamw", {"missing": "AttributeError: x"}, 1),
+        ("geoopt-adam", {"failed": "exit code 1: ValueError: x"}, 1),
+        ("geoopt-adam", {"missing": "ImportError: x"}, 0),
+    ],
+)
+def test_exit_code(
+    modules: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    result: dict[str, str],
+    code: int,
+) -> None:
+    script = modules["optimizer_step"]
+    monkeypatch.setattr(script, "in_fresh_process", lambda *_: result)
+    monkeypatch.setattr(sys, "argv", ["optimizer_step.py", "--contenders", name])
+    assert script.main() == code
+    ((kind, reason),) = result.items()
+    assert f"({name}): {kind}: {reason}" in capsys.readouterr().out
+
+
+def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
+    script = modules["optimizer_step"]
+    options = script.build_parser().parse_args([])
+    ratios = (1.9, 1.5, 1.7)
+    common = {"ratio_of_sums": 1.0, "step_ms": 2.0, "reference_ms": 1.0, "bytes_per_parameter": 9.0, "graphs": 3}
+    runs = [common | {"ratio": r, "first_step_s": r, "graphs_while_timed": 0, "warnings": []} for r in ratios]
+    line = script.row("stiffness-adamw", runs, options)
+    assert (line["ratio"], line["ratio_min"], line["ratio_max"], line["met"]) == (1.7, 1.5, 1.9, False)
+    assert script.cells(line)[1:] == ("9.00", "1.70x (1.50 .. 1.90)", "1.9, then 1.6", "<= 1.6x: NOT met")
+    elsewhere = script.build_parser().parse_args(["--params", "124M"])
+    assert script.row("stiffness-adamw", runs, elsewhere)["met"] is None
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("optimizer_step", ("--contenders", "stifness-adamw"), "did you mean stiffness-adamw?"),
+        ("optimizer_step", ("--pairs", "0"), "not a number above 0"),
+        ("optimizer_step", ("--elements", "nan"), "not a number above 0"),
+        ("optimizer_step", ("--markdown", "--json"), "not allowed with"),
+        ("linear_forward", ("--sizes", "512"), "'512' is not of the form"),
+        ("linear_forward", ("--tokens", "0"), "--tokens 0: at least 1"),
+    ],
+)
+def test_bad_options_end_with_code_2(
+    modules: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    script: str,
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as end:
+        modules[script].main()
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_workload(modules: dict[str, ModuleType]) -> None:
+    sizes = modules["_contenders"].SIZES
+    work = {name: modules["_contenders"].Workload.sized(name, 1.0, torch.device("cpu")) for name in sizes}
+    assert len(work["10M"].shapes) == 50
+    assert abs(work["10M"].numel / 10.5e6 - 1) < 0.005
+    assert any(torch.Size(shape).numel() % 128 for shape in work["10M"].shapes if len(shape) == 2)
+    assert work["124M"].numel == 124_439_808
+    assert work["10M"].shapes == sizes["10M"]
+
+
+def test_live_bytes_counts_each_storage_once(modules: dict[str, ModuleType]) -> None:
+    live_bytes = modules["_timing"].live_bytes
+    base = nn.Parameter(torch.zeros(100))
+    base.grad = torch.zeros(100)
+    assert live_bytes(base) == 400
+    assert live_bytes([base, base.detach()[:10]], {"a": {base: (base,)}}) == 400
+    holder = nn.Linear(3, 2)
+    holder.extra = [torch.zeros(5, dtype=torch.uint8)]
+    assert live_bytes(holder) == 4 * (6 + 2) + 5
+
+
+class Pair(Tensor):
+    """A wrapper subclass of two tensors."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> "Pair":
+        pair = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        pair.codes, pair.scale = codes, scale
+        return pair
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func}: counting bytes runs nothing")
+
+
+def test_live_bytes_looks_into_subclasses(modules: dict[str, ModuleType]) -> None:
+    pair = Pair(torch.zeros(8, 4, dtype=torch.uint8), torch.ones(8, 1))
+    assert modules["_timing"].live_bytes([pair]) == 32 + 32
+
+
+def test_linear_forward_from_end_to_end() -> None:
+    options = ("--sizes", "32x48", "--tokens", "3", "--pairs", "3", "--seconds", "0.01", "--storage", "grid")
+    printed = run("linear_forward.py", *options, "--markdown")
+    table = [line.split(" | ") for line in printed.splitlines() if line.startswith("|")]
+    assert [cells[:3] for cells in table[2:]] == [["| 32x48", "eager", "3"], ["| 32x48", "compiled", "3"]]
+    assert "grid E4M3, float32" in printed
+
+
+def test_linear_forward_backward(modules: dict[str, ModuleType]) -> None:
+    script = modules["linear_forward"]
+    layer = nn.Linear(5, 4)
+    script.step_of(layer, 3, 5, 4, False, torch.empty(0))()
+    assert layer.weight.grad is None
+    step = script.step_of(layer, 3, 5, 4, True, torch.empty(0))
+    step()
+    assert layer.weight.grad is not None
+    once = layer.weight.grad.clone()
+    step()
+    assert torch.equal(layer.weight.grad, once)
+
+
+def test_linear_forward_figures(modules: dict[str, ModuleType]) -> None:
+    script = modules["linear_forward"]
+    options = script.build_parser().parse_args(["--storage", "master", "--pairs", "50", "--seconds", "0.01"])
+    cell = script.measure(options, (32, 48), 7, "eager", True)
+    assert (cell.inputs, cell.outputs, cell.tokens, cell.mode, cell.backward) == (32, 48, 7, "eager", True)
+    assert 0 < cell.ratio_min <= cell.ratio <= cell.ratio_max
+    assert 3 <= cell.pairs <= 50
+
+
+def test_round_to_grid_from_end_to_end() -> None:
+    printed = run("round_to_grid.py", "--elements", "4096", "--repeats", "1")
+    assert "round_to_grid E4M3 nearest" in printed
+    assert "decode E4M3" in printed
