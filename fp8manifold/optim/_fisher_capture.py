@@ -1,0 +1,190 @@
+"""What a Fisher metric is measured from: the inputs of linear layers, and gradients under labels of the model's own."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fp8manifold.fake_quant import fake_quantize
+from fp8manifold.nn import QuantizedLinear
+from fp8manifold.random_bits import RANDOM_BITS, random_bits
+
+__all__ = ["Draws", "Logits", "Rows", "call_model", "linear_layers", "rows_of_batches", "sample_labels", "take_batches"]
+
+Logits = Callable[[nn.Module, Any], Tensor]
+"""From a model and a batch of the loader to the logits (..., V)."""
+
+Rows = list[tuple[Tensor, Tensor]]
+"""For each use of a layer: its inputs (N, C_in) and the gradients at its outputs (N, C_out), in float32."""
+
+_LABELS = 0xF15E12_0000_0000  # keeps the draws of labels apart from those of the write-back
+_BATCHES = 0xBA7C4E_0000_0000
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The key of a measurement's random labels."""
+
+    seed: int
+    step: int
+    samples: int
+    """Labels drawn for each token."""
+
+
+def linear_layers(
+    model: nn.Module, parameters: Iterable[Tensor], max_features: int
+) -> dict[Tensor, tuple[str, nn.Linear]]:
+    """Name and layer of every parameter that is the weight of one linear layer and of nothing else.
+
+    Weights shared with an embedding or with a second layer have no metric of their own, empty ones need none, and
+    layers wider than ``max_features`` on either side are left out.
+    """
+    owners: dict[Tensor, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[parameter] = owners.get(parameter, 0) + 1
+    wanted = set(parameters)
+    return {
+        module.weight: (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.weight in wanted
+        and owners[module.weight] == 1
+        and module.weight.numel()
+        and max(module.in_features, module.out_features) <= max_features
+    }
+
+
+def call_model(model: nn.Module, batch: Any) -> Tensor:
+    """The logits of a model that takes the batch, or its first entry; tensors are moved to the model's device."""
+    inputs = batch[0] if isinstance(batch, Sequence) else batch
+    device = next(model.parameters()).device
+    output = model(inputs.to(device))
+    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+
+
+def take_batches(loader: Any, count: int, *, seed: int, step: int) -> list[Any]:
+    """The first batches of the loader, begun anew; a function is called with the number of steps taken.
+
+    A ``DataLoader`` draws its order from torch's global generator: it sees one that depends on seed and step, and
+    the caller's is put back.
+    """
+    generator = torch.default_generator
+    kept = generator.get_state()
+    generator.manual_seed((seed ^ _BATCHES ^ (step * 0x9E3779B97F4A7C15)) % 2**64)
+    try:
+        return list(islice(iter(loader(step) if callable(loader) else loader), count))
+    finally:
+        generator.set_state(kept)
+
+
+def rows_of_batches(
+    model: nn.Module, layers: Sequence[nn.Linear], batches: Sequence[Any], logits: Logits, draws: Draws
+) -> Iterator[dict[nn.Linear, Rows]]:
+    """Inputs and gradients of every layer, for every batch and draw of labels.
+
+    The model runs in evaluation mode and eagerly; its parameters, their gradients and its mode are as they were.
+
+    Raises:
+        ValueError: logits of another shape or type.
+    """
+    for index, batch in enumerate(batches):
+        with _measured(model), _recorded(layers) as record:
+            scores = _flat_logits(logits(model, batch))
+            for sample in range(draws.samples):
+                labels = sample_labels(
+                    scores.detach(), seed=draws.seed, step=draws.step, stream=index * draws.samples + sample
+                )
+                loss = F.cross_entropy(scores, labels, reduction="sum")
+                rows = _gradients(record, loss, retain=sample + 1 < draws.samples)
+                yield rows
+
+
+@torch.no_grad()
+def sample_labels(scores: Tensor, *, seed: int, step: int, stream: int) -> Tensor:
+    """One label for every row of logits (N, V), drawn from its softmax by inverting the cumulative distribution.
+
+    The draws are a pure function of the key; a label of probability 0 is never drawn, and one below 2^-24 is drawn
+    less often than it should be.
+    """
+    draws = random_bits(len(scores), seed=seed ^ _LABELS, step=step, stream=stream, device=scores.device)
+    labels = []
+    for part, bits in zip(
+        scores.split(max(_CHUNK // max(scores.shape[1], 1), 1)),
+        draws.split(max(_CHUNK // max(scores.shape[1], 1), 1)),
+        strict=True,
+    ):
+        cumulative = part.double().softmax(1).cumsum(1)
+        threshold = cumulative[:, -1:] * (bits.double()[:, None] * 2.0**-RANDOM_BITS)
+        labels.append(torch.searchsorted(cumulative, threshold, right=True)[:, 0])
+    return torch.cat(labels).clamp_(max=scores.shape[1] - 1)
+
+
+def _flat_logits(scores: Any) -> Tensor:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.dim() < 2 or scores.shape[-1] < 2:
+        shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"the model gave {shape}: logits (..., V) of at least two classes are needed; see logits=")
+    return scores.flatten(0, -2).float()
+
+
+@contextmanager
+def _measured(model: nn.Module) -> Iterator[None]:
+    """Gradients on, evaluation mode, nothing compiled (compiled code would not see the hooks)."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def _recorded(layers: Sequence[nn.Linear]) -> Iterator[dict[nn.Linear, list[tuple[Tensor, GradientEdge]]]]:
+    """For each layer the inputs of every call, and where the gradient of its output will appear."""
+    record: dict[nn.Linear, list[tuple[Tensor, GradientEdge]]] = {layer: [] for layer in layers}
+
+    def remember(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        assert isinstance(layer, nn.Linear)
+        # the edge, not the tensor: an activation may overwrite the output in place
+        record[layer].append((_rows(_multiplied(layer, inputs[0])), get_gradient_edge(output)))
+
+    hooks = [layer.register_forward_hook(remember) for layer in layers]
+    try:
+        yield record
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _multiplied(layer: nn.Linear, x: Tensor) -> Tensor:
+    """What the layer's weight is multiplied by: the input, quantised with the scale that was just used."""
+    x = x.detach()
+    if isinstance(layer, QuantizedLinear) and layer.activation_scaler is not None and layer.spec.activation is not None:
+        return fake_quantize(x, layer.spec.activation, layer.activation_scaler.value)
+    return x
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).float()
+
+
+def _gradients(
+    record: dict[nn.Linear, list[tuple[Tensor, GradientEdge]]], loss: Tensor, *, retain: bool
+) -> dict[nn.Linear, Rows]:
+    """Gradients of the loss at the outputs of all calls; zero where the loss does not depend on one."""
+    edges = [edge for calls in record.values() for _, edge in calls]
+    found = iter(torch.autograd.grad(loss, edges, retain_graph=retain, allow_unused=True) if edges else ())
+    return {layer: [_pair(layer, x, next(found)) for x, _ in calls] for layer, calls in record.items()}
+
+
+def _pair(layer: nn.Linear, x: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+    return x, x.new_zeros(len(x), layer.out_features) if gradient is None else _rows(gradient)

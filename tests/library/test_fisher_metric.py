@@ -1,0 +1,391 @@
+"""The Fisher metric of linear layers against brute force: captured rows, labels, representations and definiteness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim._fisher_adapter import LayerFisher, check_definite
+from fp8manifold.optim._fisher_capture import (
+    Draws,
+    call_model,
+    linear_layers,
+    rows_of_batches,
+    sample_labels,
+    take_batches,
+)
+from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, Layer, measure, natural_gradient, rank_one
+from nanogpt_bench.model import GPTShape, build_model
+
+pytest.importorskip("nngeometry", reason="extra fisher")
+
+EVERY = pytest.mark.parametrize("representation", REPRESENTATIONS)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classifier(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4, bias=False))
+
+
+def small_gpt(**options: Any) -> nn.Module:
+    return build_model(GPTShape(2, 2, 16, 8, vocab_size=31, **options), seed=1)
+
+
+def tokens(rows: int = 3, seed: int = 0) -> Tensor:
+    return torch.randint(0, 31, (rows, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def layers_of(model: nn.Module, stretches: Any = None) -> list[Layer]:
+    found = linear_layers(model, model.parameters(), 4096)
+    stretches = stretches or [None] * len(found)
+    return [
+        Layer(module, LayerFisher(name, weight), stretch, {})
+        for (weight, (name, module)), stretch in zip(found.items(), stretches, strict=True)
+    ]
+
+
+def stretches_of(model: nn.Module, *, product: bool = False) -> list[Tensor]:
+    """Powers of two, as stiffness ratios are; ``product`` makes them an outer product."""
+    fields = []
+    for i, weight in enumerate(linear_layers(model, model.parameters(), 4096)):
+        exponents = (normal(*weight.shape, seed=i) * 1.5).round()
+        fields.append(torch.exp2(exponents[:, :1] + exponents[:1] if product else exponents))
+    return fields
+
+
+def passes_over(model: nn.Module, layers: list[Layer], batches: list[Tensor], samples: int = 1) -> Any:
+    def begin() -> Iterator[Any]:
+        return rows_of_batches(model, [x.module for x in layers], batches, call_model, Draws(7, 2, samples))
+
+    return begin
+
+
+def labels_of(model: nn.Module, batch: Tensor, stream: int = 0) -> Tensor:
+    """The labels that the measurement draws."""
+    return sample_labels(model(batch).flatten(0, -2).detach(), seed=7, step=2, stream=stream)
+
+
+def gradients_by_token(model: nn.Module, weight: Tensor, batch: Tensor, labels: Tensor) -> Tensor:
+    """Brute force: one backward pass for every token's log-likelihood."""
+    chosen = F.log_softmax(model(batch).flatten(0, -2), -1).gather(1, labels[:, None])[:, 0]
+    return torch.stack([torch.autograd.grad(value, weight, retain_graph=True)[0] for value in chosen])
+
+
+def dense_solution(metric: Tensor, stretch: Tensor, gradient: Tensor) -> Tensor:
+    """``T M^-1 T g`` for a dense damped metric in chart coordinates."""
+    t = stretch.double().flatten()
+    solved = torch.linalg.solve(metric.double(), t * gradient.double().flatten())
+    return (t * solved).view(gradient.shape)
+
+
+def mean_eigenvalue(matrix: Tensor) -> float:
+    return matrix.double().diagonal().mean().item()
+
+
+# What is captured
+
+
+def test_selected_are_the_weights_that_belong_to_one_linear_layer_alone() -> None:
+    model = small_gpt(tie_weights=True)
+    found = linear_layers(model, model.parameters(), 4096)
+    assert len(found) == 8
+    assert not any(name == "lm_head" for name, _ in found.values())
+    assert {p for p in found if max(p.shape) <= 16} == set(linear_layers(model, model.parameters(), 16))
+    assert not linear_layers(model, [model.final_norm.weight], 4096)
+    shared = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1))
+    shared[2].weight = nn.Parameter(torch.empty(0, 3))
+    shared[1].weight = shared[0].weight
+    assert not linear_layers(shared, shared.parameters(), 4096)
+
+
+@pytest.mark.parametrize("storage", ["plain", "master", "grid"])
+def test_rows_give_the_gradient_that_autograd_gives(storage: Any) -> None:
+    model = small_gpt(bias=True)
+    if storage != "plain":
+        model = fm.quantize_model(model, fm.LayerSpec("E4M3", activation="E5M2"), storage=storage)
+    model.eval()
+    layers = layers_of(model)
+    batch = tokens()
+    rows = next(passes_over(model, layers, [batch])())
+    loss = F.cross_entropy(model(batch).flatten(0, -2), labels_of(model, batch), reduction="sum")
+    loss.backward()
+    assert len(rows) == 9
+    for layer in layers:
+        ((x, y),) = rows[layer.module]
+        assert x.dtype == y.dtype == torch.float32
+        assert len(x) == len(y) == batch.numel()
+        torch.testing.assert_close(y.T @ x, layer.module.weight.grad.as_subclass(Tensor), atol=1e-4, rtol=1e-4)
+
+
+def test_every_call_of_a_layer_counts_and_in_place_activations_do_no_harm() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(6, 6, bias=False), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = F.relu(self.inner(x), inplace=True)
+            return self.head(x)
+
+    model, batch = Twice(), normal(10, 6)
+    rows = next(passes_over(model, layers_of(model), [batch])())
+    F.cross_entropy(model(batch), labels_of(model, batch), reduction="sum").backward()
+    assert [len(x) for x, _ in rows[model.inner]] == [10, 10]
+    total = sum(y.T @ x for x, y in rows[model.inner])
+    torch.testing.assert_close(total, model.inner.weight.grad)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    model[2].eval()
+    model[0].weight.grad = torch.ones(5, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+    layers = layers_of(model)
+    for representation in REPRESENTATIONS:
+        batches = take_batches([normal(20, 6)], 1, seed=0, step=0)
+        found = measure(representation, layers, passes_over(model, layers, batches), damping=0.1, decay=0.5)
+        assert not any(x.requires_grad for metric in found for x in metric.values() if isinstance(x, Tensor))
+        assert all(metric.keys() <= METRIC for metric in found)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(5, 6))
+    assert model[3].weight.grad is None
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_batches_follow_the_key_and_not_the_global_generator() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(40.0)[:, None])
+
+    def order(step: int) -> list[float]:
+        loader = torch.utils.data.DataLoader(data, 4, shuffle=True)
+        return torch.cat([b[0] for b in take_batches(loader, 3, seed=5, step=step)]).flatten().tolist()
+
+    first = order(0)
+    torch.manual_seed(99)
+    assert order(0) == first != order(1)
+    assert take_batches(lambda step: [step, step + 1], 1, seed=0, step=6) == [6]
+    assert take_batches([1, 2, 3], 2, seed=0, step=0) == [1, 2]
+
+
+# Labels
+
+
+def test_labels_are_drawn_from_the_softmax_in_proportion() -> None:
+    n, scores = 200_000, torch.tensor([1.0, -1.0, -torch.inf, 2.0, 0.0, -torch.inf])
+    labels = sample_labels(scores.expand(n, -1), seed=3, step=1, stream=2)
+    counts = torch.bincount(labels, minlength=6).double()
+    expected = scores.double().softmax(0) * n
+    assert counts[[2, 5]].tolist() == [0, 0]
+    assert (((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum() < 16.3  # chi-square, 3 df, 0.1%
+
+
+def test_labels_depend_on_their_key_alone() -> None:
+    scores = normal(500, 11)
+    first = sample_labels(scores, seed=3, step=1, stream=2)
+    torch.manual_seed(1)
+    assert torch.equal(sample_labels(scores, seed=3, step=1, stream=2), first)
+    for key in ({"seed": 4}, {"step": 2}, {"stream": 3}):
+        assert not torch.equal(sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first)
+
+
+@pytest.mark.parametrize("scores", [torch.zeros(5), torch.zeros(5, 1), torch.zeros(5, 3, dtype=torch.long), "text"])
+def test_a_model_without_logits_is_refused(scores: Any) -> None:
+    model = classifier()
+    layers = [x.module for x in layers_of(model)]
+    with pytest.raises(ValueError, match=r"logits \(\.\.\., V\)"):
+        next(rows_of_batches(model, layers, [None], lambda *_: scores, Draws(0, 0, 1)))
+
+
+# Representations
+
+
+def test_diagonal_is_the_mean_square_of_gradients_taken_one_by_one() -> None:
+    model, batches = classifier(), [normal(9, 6, seed=1), normal(14, 6, seed=2)]
+    layers = layers_of(model)
+    found = measure("diagonal", layers, passes_over(model, layers, batches, samples=2), damping=0.1, decay=0.0)
+    for layer, metric in zip(layers, found, strict=True):
+        alone = [
+            gradients_by_token(model, layer.module.weight, batch, labels_of(model, batch, 2 * i + sample))
+            for i, batch in enumerate(batches)
+            for sample in range(2)
+        ]
+        expected = torch.cat(alone).square().mean(0)
+        torch.testing.assert_close(metric["fisher_diagonal"], expected)
+        assert metric["fisher_damping"] == pytest.approx(0.1 * expected.mean().item())
+
+
+def test_diagonal_approaches_the_exact_fisher_of_the_model() -> None:
+    model, batch = classifier(), normal(20, 6)
+    layers = layers_of(model)
+    found = measure("diagonal", layers, passes_over(model, layers, [batch], samples=400), damping=0.1, decay=0.0)
+    probabilities = model(batch).softmax(-1).detach()
+    for layer, metric in zip(layers, found, strict=True):
+        exact = sum(
+            (gradients_by_token(model, layer.module.weight, batch, torch.full((20,), label)) ** 2)
+            .mul(probabilities[:, label, None, None])
+            .mean(0)
+            for label in range(4)
+        )
+        assert ((metric["fisher_diagonal"] - exact).abs().sum() / exact.sum()).item() < 0.05
+
+
+def test_diagonal_of_the_head_of_a_gpt_is_that_of_its_tokens() -> None:
+    model, batch = small_gpt(), tokens()
+    layers = layers_of(model)
+    found = measure("diagonal", layers, passes_over(model, layers, [batch]), damping=0.1, decay=0.0)
+    expected = gradients_by_token(model, model.lm_head.weight, batch, labels_of(model, batch)).square().mean(0)
+    assert layers[-1].module is model.lm_head
+    torch.testing.assert_close(found[-1]["fisher_diagonal"], expected)
+
+
+@pytest.mark.parametrize("build", [classifier, small_gpt])
+def test_kfac_is_two_covariances(build: Any) -> None:
+    model = build()
+    batch = normal(30, 6) if build is classifier else tokens()
+    layers = layers_of(model)
+    passes = passes_over(model, layers, [batch])
+    rows = next(passes())
+    for layer, metric in zip(layers, measure("kfac", layers, passes, damping=0.25, decay=0.5), strict=True):
+        ((x, y),) = rows[layer.module]
+        inputs, outputs = x.T @ x / len(x), y.T @ y / len(y)
+        torch.testing.assert_close(metric["fisher_inputs"], inputs)
+        torch.testing.assert_close(metric["fisher_outputs"], outputs)
+        for factor, inverse in ((inputs, metric["inverse_inputs"]), (outputs, metric["inverse_outputs"])):
+            damped = factor.double() + 0.5 * mean_eigenvalue(factor) * torch.eye(len(factor))
+            torch.testing.assert_close(inverse, damped.inverse().float(), rtol=1e-3, atol=1e-3 * inverse.max().item())
+
+
+def test_diagonal_step_is_damped_in_the_stiffness_metric() -> None:
+    """``T (T F T + c)^-1 T g = (F + c T^-2)^-1 g``."""
+    model, batch = classifier(), normal(30, 6)
+    layers = layers_of(model, stretches_of(model))
+    for layer, metric in zip(
+        layers, measure("diagonal", layers, passes_over(model, layers, [batch]), damping=0.3, decay=0.0), strict=True
+    ):
+        gradient = normal(*layer.fisher.shape, seed=9)
+        fisher, t = metric["fisher_diagonal"].double(), layer.stretch.double()
+        added = 0.3 * (fisher * t * t).mean()
+        ours = natural_gradient("diagonal", layer.fisher, metric, gradient, layer.stretch)
+        torch.testing.assert_close(ours.double(), gradient / (fisher + added / t**2), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("product", [True, False])
+@pytest.mark.parametrize("representation", ["kfac", "ekfac"])
+def test_kronecker_steps_solve_the_dense_system(representation: str, product: bool) -> None:
+    """The chart enters the metric through the outer product nearest to it; where it is one, nothing is approximated."""
+    model, batch = classifier(), normal(50, 6)
+    layers = layers_of(model, stretches_of(model, product=product))
+    passes = passes_over(model, layers, [batch])
+    rows = next(passes())
+    for layer, metric in zip(layers, measure(representation, layers, passes, damping=0.2, decay=0.0), strict=True):
+        r, c = rank_one(layer.stretch)
+        assert not product or torch.allclose(torch.outer(r, c), layer.stretch)
+        ((x, y),) = rows[layer.module]
+        x, y = (x * c).double(), (y * r).double()
+        inputs, outputs = x.T @ x / len(x), y.T @ y / len(y)
+        if representation == "kfac":
+            damped = [f + 0.2**0.5 * mean_eigenvalue(f) * torch.eye(len(f)) for f in (outputs, inputs)]
+            dense = torch.kron(*damped)
+        else:
+            basis = torch.kron(torch.linalg.eigh(outputs)[1], torch.linalg.eigh(inputs)[1])
+            each = (y[:, :, None] * x[:, None]).flatten(1) @ basis
+            values = each.square().mean(0)
+            dense = basis @ torch.diag(values + 0.2 * values.mean()) @ basis.T
+        gradient = normal(*layer.fisher.shape, seed=9)
+        expected = dense_solution(dense, layer.stretch, gradient)
+        ours = natural_gradient(representation, layer.fisher, metric, gradient, layer.stretch)
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+        assert (gradient * ours).sum() > 0
+
+
+@EVERY
+def test_heavy_damping_gives_the_riemannian_gradient(representation: str) -> None:
+    model, batch = classifier(), normal(50, 6)
+    layers = layers_of(model, stretches_of(model))
+    found = measure(representation, layers, passes_over(model, layers, [batch]), damping=1e10, decay=0.0)
+    for layer, metric in zip(layers, found, strict=True):
+        gradient = normal(*layer.fisher.shape, seed=9)
+        ours = natural_gradient(representation, layer.fisher, metric, gradient, layer.stretch)
+        expected = layer.stretch**2 * gradient
+        torch.testing.assert_close(ours / ours.norm(), expected / expected.norm(), rtol=1e-3, atol=1e-4)
+
+
+@EVERY
+def test_earlier_measurements_count_with_their_decay(representation: str) -> None:
+    model = classifier()
+    layers = layers_of(model)
+    names = {"diagonal": ("fisher_diagonal",)}.get(representation, ("fisher_inputs", "fisher_outputs"))
+
+    def found(batch: Tensor, earlier: list[Any]) -> list[Any]:
+        again = [Layer(x.module, x.fisher, None, e) for x, e in zip(layers, earlier, strict=True)]
+        return measure(representation, again, passes_over(model, again, [batch]), damping=0.1, decay=0.75)
+
+    first, fresh = found(normal(30, 6, seed=1), [{}, {}]), found(normal(30, 6, seed=2), [{}, {}])
+    both = found(normal(30, 6, seed=2), first)
+    for a, b, mean in zip(first, fresh, both, strict=True):
+        for name in names:
+            torch.testing.assert_close(mean[name], 0.75 * a[name] + 0.25 * b[name])
+
+
+# Definiteness
+
+
+@EVERY
+def test_a_singular_metric_without_damping_is_refused(representation: str) -> None:
+    """Three tokens span three directions of six: without damping nothing can be inverted."""
+    model = classifier()
+    layers = layers_of(model)
+    batch = normal(3, 6)
+    if representation == "diagonal":
+        batch[:, 2] = 0  # an input that is never there
+    with pytest.raises(FloatingPointError, match=r"layer '0'.*not positive definite.*raise damping"):
+        measure(representation, layers, passes_over(model, layers, [batch]), damping=0.0, decay=0.0)
+    measure(representation, layers, passes_over(model, layers, [batch]), damping=0.01, decay=0.0)
+
+
+@EVERY
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e30])
+def test_dead_and_overflowing_layers_are_refused_whatever_the_damping(representation: str, value: float) -> None:
+    model = classifier()
+    layers = layers_of(model)[:1]
+    batch = torch.full((8, 6), value)
+    with pytest.raises(FloatingPointError, match="layer '0'"):
+        measure(representation, layers, passes_over(model, layers, [batch]), damping=1.0, decay=0.0)
+
+
+def test_a_layer_that_the_batches_do_not_reach_is_refused() -> None:
+    model = classifier()
+    model.add_module("spare", nn.Linear(4, 4))
+    layers = layers_of(model)
+    with pytest.raises(FloatingPointError, match=r"layer 'spare' was not reached"):
+        measure(
+            "kfac",
+            layers,
+            lambda: rows_of_batches(
+                model, [x.module for x in layers], [normal(5, 6)], lambda m, b: m[:3](b), Draws(0, 0, 1)
+            ),
+            damping=0.1,
+            decay=0.0,
+        )
+
+
+def test_definiteness_has_a_margin() -> None:
+    check_definite(torch.eye(3), 0.0, 1.0, "it")
+    check_definite(torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-6, 2 / 3, "it")
+    for matrix, added in ((torch.diag(torch.tensor([1.0, 1.0, 0.0])), 1e-8), (torch.tensor([[1.0, 2], [2, 1]]), 0.9)):
+        with pytest.raises(FloatingPointError, match="not positive definite"):
+            check_definite(matrix, added, 1.0, "it")
