@@ -7,11 +7,14 @@ from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
 from fp8manifold.random_bits import random_bits
-from fp8manifold.scaling import SaturationWarning, Scale, amax_scale, storage_scale
+from fp8manifold.scaling import SaturationWarning, Scale, amax_scale, storage_scale, widened_scale
+from fp8manifold.tensor import FP8Parameter, FP8Tensor
 
 __all__ = [
     "NAMED_FORMATS",
     "FP8Manifold",
+    "FP8Parameter",
+    "FP8Tensor",
     "FloatFormat",
     "LayerSpec",
     "QuantizedLinear",
@@ -32,4 +35,5 @@ __all__ = [
     "storage_scale",
     "to_chart",
     "ulp",
+    "widened_scale",
 ]

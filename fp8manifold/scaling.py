@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
@@ -11,25 +12,35 @@ from fp8manifold._checks import check_choice, check_number
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 __all__ = [
+    "BLOCK_SIZE",
     "GRANULARITIES",
     "POLICIES",
+    "STORAGE_GRANULARITIES",
     "Granularity",
     "Policy",
     "SaturationWarning",
     "Scale",
+    "StorageGranularity",
     "amax_scale",
     "storage_scale",
+    "widened_scale",
 ]
 
 Granularity = Literal["tensor", "channel"]
+StorageGranularity = Literal["tensor", "channel", "block"]
 Policy = Literal["dynamic", "static"]
 GRANULARITIES: Final = ("tensor", "channel")
+STORAGE_GRANULARITIES: Final = (*GRANULARITIES, "block")
 POLICIES: Final = ("dynamic", "static")
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
 
+BLOCK_SIZE: Final = 32
+"""Weights along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
+
 _DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
+_HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
 
 
 class SaturationWarning(UserWarning):
@@ -72,7 +83,12 @@ def amax_scale(
 
 
 def storage_scale(
-    w: Tensor, fmt: FormatLike, granularity: Granularity = "channel", *, headroom: float | None = None, axis: int = 0
+    w: Tensor,
+    fmt: FormatLike,
+    granularity: StorageGranularity = "channel",
+    *,
+    headroom: float | None = None,
+    axis: int = 0,
 ) -> Tensor:
     """The power-of-two scale of weights that are stored on the grid.
 
@@ -81,29 +97,61 @@ def storage_scale(
     squares of the stiffness stay within float32.
 
     Args:
-        w, fmt, granularity, axis: as in :func:`amax_scale`.
+        w, fmt, axis: as in :func:`amax_scale`.
+        granularity: one scale for the ``tensor``, for each ``channel``, or for each ``block`` of 32 weights along the
+            last dimension.
         headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
-        float32 tensor of powers of two that broadcasts against ``w``; 1 where all weights are 0.
+        float32 tensor of powers of two, 1 where all weights are 0.  It broadcasts against ``w``; under ``block`` it has
+        the shape of ``w`` with a 32nd of the last dimension.
 
     Raises:
-        ValueError: as :func:`amax_scale`, a headroom below 1, or weights that are not finite.
+        ValueError: as :func:`amax_scale`, a headroom below 1, weights that are not finite, or a last dimension that
+            32 does not divide.
 
     Example:
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
         True
     """
     fmt = as_format(fmt)
-    if headroom is None:
-        headroom = min(16.0, max(2.0, fmt.max / (8 * fmt.min_normal)))
-    check_number("headroom", headroom, 1.0)
-    amax = _amax(w, granularity, axis)
+    top = _placed_at(fmt, headroom)
+    amax = _block_amax(w) if granularity == "block" else _amax(w, granularity, axis, STORAGE_GRANULARITIES)
     if not bool(amax.isfinite().all()):
         raise ValueError(f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}")
-    top = min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
-    return torch.where(amax > 0, _power_of_two_above((amax / top).clamp(min=2.0**-126)), 1.0)
+    return _placing_scale(amax, top)
+
+
+def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:
+    """The scale that stored weights should have by now: the present one, unless they left its middle.
+
+    Where the largest weight has reached the end of the range, the scale is made wide enough to leave ``headroom``
+    again; where it has shrunk so far that the scale could be 16 times smaller with that headroom, it is made so
+    narrow (which moves no weight); everywhere else it stays, whatever ``headroom`` it leaves.
+
+    Args:
+        amax: the largest magnitude under each scale, in value; of the shape of ``scale``.
+        scale: powers of two.
+        fmt: a format or its name.
+        headroom: as in :func:`storage_scale`.
+
+    Returns:
+        float32 powers of two of the shape of ``scale``; unchanged where ``amax`` is 0 or NaN.
+
+    Raises:
+        ValueError: a headroom below 1.
+
+    Example:
+        >>> scale = torch.tensor([0.5, 0.5, 0.5])
+        >>> widened_scale(torch.tensor([224.0, 28.0, 0.25]), scale, "E4M3", headroom=8.0).tolist()
+        [4.0, 0.5, 0.0078125]
+    """
+    fmt = as_format(fmt)
+    fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom))
+    saturated = amax >= scale * fmt.max
+    shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
+    return torch.where(saturated | shrunk, fresh, scale)
 
 
 class Scale(nn.Module):
@@ -181,8 +229,30 @@ class Scale(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _amax(x: Tensor, granularity: str, axis: int) -> Tensor:
-    check_choice("granularity", granularity, GRANULARITIES)
+def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
+    """Where the largest of stored weights is placed, in units of the scale."""
+    if headroom is None:
+        headroom = min(16.0, max(2.0, fmt.max / (8 * fmt.min_normal)))
+    check_number("headroom", headroom, 1.0)
+    return min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
+
+
+def _placing_scale(amax: Tensor, top: float) -> Tensor:
+    return torch.where(amax > 0, _power_of_two_above((amax / top).clamp(min=2.0**-126)), 1.0)
+
+
+def _block_amax(x: Tensor) -> Tensor:
+    if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
+        raise ValueError(
+            f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not shape {tuple(x.shape)}: "
+            "take 'channel' or 'tensor'"
+        )
+    magnitude = x.detach().float().abs().view(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+    return magnitude.amax(-1)
+
+
+def _amax(x: Tensor, granularity: str, axis: int, allowed: Sequence[str] = GRANULARITIES) -> Tensor:
+    check_choice("granularity", granularity, allowed)
     magnitude = x.detach().float().abs()
     if granularity == "tensor":
         return magnitude.amax() if x.numel() else magnitude.new_zeros(())

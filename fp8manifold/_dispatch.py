@@ -1,0 +1,254 @@
+"""What torch's operators do with encoded tensors: decode the arguments, run, encode what was written.
+
+Three kinds of operators need more than that.  A view gives a :class:`View`, which decodes its base when someone needs
+the numbers: autograd then keeps codes, and writing into it reaches the codes.  A factory (``zeros_like``) gives a plain
+tensor.  What copies a tensor as a whole (``detach``, ``clone``, ``to``) gives another encoded one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fp8manifold._storage import dequantize_codes, is_traced
+
+__all__ = ["DTYPES", "EncodedTensor"]
+
+DTYPES: Final = (torch.float32, torch.bfloat16)
+"""What an encoded tensor may appear as."""
+
+_aten = torch.ops.aten
+Handler = Callable[..., Any]
+_HANDLERS: Final[dict[Any, Handler]] = {}
+
+_FACTORIES: Final = {
+    getattr(_aten, name).default
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+}
+
+
+class EncodedTensor(torch.Tensor):
+    """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator of torch's."""
+        return _run(func, args, kwargs or {})
+
+    def dequantize(self) -> Tensor:
+        """The values as a plain tensor."""
+        raise NotImplementedError
+
+    def write(self, values: Tensor) -> None:
+        """Encode values of the tensor's shape in place of the present ones."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history, sharing its codes; assigning writes values into them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.dtype not in DTYPES:
+            raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
+        with torch.no_grad():
+            self.copy_(values)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.dequantize().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array of its own memory."""
+        return (self.detach() if force else self).dequantize().numpy(force=force)
+
+
+class View(EncodedTensor):
+    """A view of an encoded tensor, as the operator that makes it."""
+
+    base: EncodedTensor
+    replay: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def __new__(cls, base: EncodedTensor, replay: Callable[[Tensor], Tensor], like: Tensor) -> "View":
+        """``replay(base)``, of the shape and strides of ``like``."""
+        view: View = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=base.dtype,
+            device=base.device,
+        )
+        view.base, view.replay = base, replay
+        return view
+
+    def dequantize(self) -> Tensor:
+        """The values as a plain tensor."""
+        return self.replay(self.base.dequantize())
+
+    def write(self, values: Tensor) -> None:
+        """Into the base, where all other values are on the grid already and stay."""
+        whole = self.base.dequantize()
+        self.replay(whole).copy_(values)
+        self.base.write(whole)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """That of the values."""
+        return f"View({self.dequantize()!r})"
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one operator over any mixture of plain and encoded arguments."""
+    if handler := _HANDLERS.get(func):
+        result = handler(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if func.is_view:
+        return _view(func, args, kwargs)
+    if func in _FACTORIES:
+        return func(_blank(args[0]), *args[1:], **kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(f"{func}: the shape of an FP8Tensor can't be changed in place; use {func} without the _")
+    written = _written(func, args, kwargs)
+    if any(isinstance(x, EncodedTensor) for x in written):
+        return _run_writing(func, args, kwargs, written)
+    return func(*_plain(args), **_plain(kwargs))
+
+
+def _plain(tree: Any) -> Any:
+    """A nest of arguments with every encoded tensor decoded."""
+    return pytree.tree_map_only(EncodedTensor, lambda x: x.dequantize(), tree)
+
+
+def _blank(x: Tensor) -> Tensor:
+    """A plain tensor of the same shape, dtype and device, without values."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the operator's schema says it writes to."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    written = [given.get(a.name) for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [x for x in pytree.tree_leaves(written) if isinstance(x, Tensor)]
+
+
+def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+    """Run on decoded copies of what is written, encode these, and return the arguments themselves.
+
+    The copies are float32, lest a bfloat16 loses what the rounding to the format is to see; a fused optimizer alone
+    wants all its tensors of one dtype.
+    """
+    widen = not func._schema.name.startswith("aten::_fused")
+    stands_for = {id(x): x for x in written}
+    for x in written:
+        if isinstance(x, EncodedTensor):
+            stands_for[id(x)] = x.dequantize().float() if widen else x.dequantize()
+
+    def argument(x: Tensor) -> Tensor:
+        if id(x) in stands_for:
+            return stands_for[id(x)]
+        plain = x.dequantize() if isinstance(x, EncodedTensor) else x
+        return plain.float() if widen and plain.dtype == torch.bfloat16 else plain
+
+    out = func(*pytree.tree_map_only(Tensor, argument, args), **pytree.tree_map_only(Tensor, argument, kwargs))
+    for x in written:
+        if isinstance(x, EncodedTensor):
+            x.write(stands_for[id(x)])
+    owners = {id(stands_for[id(x)]): x for x in written}
+    return pytree.tree_map_only(Tensor, lambda y: owners.get(id(y), y), out)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view, or one for each part, of the first argument."""
+    base = args[0]
+
+    def replay(x: Tensor) -> Any:
+        return func(x, *args[1:], **kwargs)
+
+    shapes = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+    if isinstance(shapes, Tensor):
+        return View(base, replay, shapes) if shapes.dtype == base.dtype else func(*_plain(args), **kwargs)
+    return [View(base, partial(_part, replay, i), shape) for i, shape in enumerate(shapes)]
+
+
+def _part(replay: Callable[[Tensor], Any], index: int, x: Tensor) -> Any:
+    return replay(x)[index]
+
+
+def _implements(*overloads: Any) -> Callable[[Handler], Handler]:
+    """Register what an operator does, called as ``handler(func, args, kwargs)``."""
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(overloads, handler))
+        return handler
+
+    return register
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, EncodedTensor) and not isinstance(x, View)
+
+
+@_implements(_aten.detach.default, _aten.alias.default)
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return View(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
+
+
+@_implements(_aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return x.with_parts(Tensor.clone) if _is_whole(x) else NotImplemented
+
+
+@_implements(_aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
+    x, dtype = args[0], kwargs.get("dtype")
+    if not _is_whole(x) or dtype not in (None, *DTYPES):
+        return NotImplemented
+    places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}
+    return x.with_parts(lambda part: func(part, **places), dtype)
+
+
+@_implements(_aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another FP8Tensor exactly, any other rounded."""
+    x, source = args[0], args[1]
+    if _is_whole(x) and _is_whole(source):
+        x.adopt(source)
+        return x
+    return NotImplemented
+
+
+@_implements(_aten.empty_like.default)
+def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A meta tensor is given memory (``Module.to_empty``); of any other it is a plain tensor."""
+    x = args[0]
+    if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
+        return NotImplemented
+    return x.with_parts(lambda part: torch.empty_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
+
+
+@_implements(_aten.embedding.default)
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Only the rows that are looked up are decoded."""
+    x, rows = args[:2]
+    if not _is_whole(x) or is_traced(x.codes):
+        return NotImplemented
+    codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
+    scale = x.scale[flat] if x.scale.dim() else x.scale
+    values = dequantize_codes(codes, scale, x.format, x.dtype, x.block_size)
+    return values.view(*rows.shape, x.shape[1])

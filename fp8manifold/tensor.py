@@ -1,0 +1,410 @@
+"""Weights that live in one byte each: codes of a float format and power-of-two scales, usable as any tensor is."""
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import geoopt
+import torch
+from torch import Tensor
+
+from fp8manifold._checks import check_choice, check_int
+from fp8manifold._codec import encode_bits
+from fp8manifold._dispatch import DTYPES, EncodedTensor
+from fp8manifold._float_bits import working_dtype
+from fp8manifold._storage import (
+    checked_codes,
+    dequantize_codes,
+    expand_scale,
+    fresh_scale,
+    given_scale,
+    is_traced,
+    power_of_two,
+    remainder_of,
+)
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.grid import decode, encode
+from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.scaling import BLOCK_SIZE, STORAGE_GRANULARITIES, StorageGranularity
+
+__all__ = ["FP8Parameter", "FP8Tensor"]
+
+Rounding = Literal["nearest", "stochastic"]
+
+_ROUNDINGS: Final = ("nearest", "stochastic")
+_LOG: Final = logging.getLogger("fp8manifold")
+
+
+class Traits(NamedTuple):
+    """What a tensor of codes is, apart from its tensors."""
+
+    format: FloatFormat
+    rounding: Rounding
+    seed: int
+    dtype: torch.dtype
+    block_size: int | None
+
+
+class FP8Tensor(EncodedTensor):
+    """A tensor that holds a code of at most eight bits for every value, and power-of-two scales.
+
+    .. math:: w = s \\cdot \\operatorname{decode}(code)
+
+    To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
+    operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
+    rounds the result back, once for every such operator: :mod:`fp8manifold.optim` rounds once a step instead.
+
+    Args:
+        w: float tensor of any shape; rounded to nearest.
+        fmt: a format or its name.
+        granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), or for each
+            ``block`` of 32 along the last.  A tensor of fewer than two dimensions has one scale instead of channels.
+        headroom: of the scale, as in :func:`fp8manifold.storage_scale`.
+        scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
+            shape.  What lies beyond its range saturates.
+        rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
+        seed: key of the random bits of ``stochastic``; give every tensor one of its own.
+        dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
+        keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
+
+    Attributes:
+        codes: uint8, in the shape of the tensor.
+        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.
+        format, block_size, rounding, seed: of the options above; ``block_size`` is 32 or None.
+        counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
+        remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
+
+    NaN is kept where the format has a code for it, Inf saturates, -0 is kept where the layout has it.
+
+    Raises:
+        TypeError: ``w`` is no float tensor, or an option of another type.
+        ValueError: an unknown format or option, a scale that is no power of two or does not fit, NaN without a code
+            for it, or without ``scale`` any value that is not finite.
+
+    Example:
+        >>> w = FP8Tensor(torch.tensor([[0.3, -0.7]]), "E4M3")
+        >>> w.codes.tolist(), w.scale.item() == 2.0**-5, (w + 1).tolist()
+        ([[82, 219]], True, [[1.3125, 0.3125]])
+    """
+
+    codes: Tensor
+    scale: Tensor
+    counter: Tensor
+    remainder: Tensor | None  # type: ignore[assignment]  # the operator of that name stays torch.remainder
+    format: FloatFormat
+    block_size: int | None
+    rounding: Rounding
+    seed: int
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        w: Tensor,
+        fmt: FormatLike = "E4M3",
+        *,
+        granularity: StorageGranularity = "channel",
+        headroom: float | None = None,
+        scale: float | Tensor | None = None,
+        rounding: Rounding = "stochastic",
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        keep_remainder: bool = False,
+        requires_grad: bool = False,
+    ) -> Self:
+        working_dtype(w, "w")
+        check_choice("granularity", granularity, STORAGE_GRANULARITIES)
+        w, fmt = w.detach(), as_format(fmt)
+        if dtype is None:
+            dtype = w.dtype if w.dtype in DTYPES else torch.float32
+        if granularity == "channel" and w.dim() < 2:
+            granularity = "tensor"
+        parts = fresh_scale(w, fmt, granularity, headroom) if scale is None else given_scale(scale, w, granularity)
+        block_size = BLOCK_SIZE if granularity == "block" else None
+        wide = expand_scale(parts, block_size, w.shape)
+        codes = encode(w / wide, fmt) if not w.is_meta else torch.empty_like(w, dtype=torch.uint8)
+        remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
+        counter = torch.zeros((), dtype=torch.int64, device=w.device)
+        traits = Traits(fmt, rounding, seed, dtype, block_size)
+        return cls._wrap(codes, parts, counter, remainder, traits, requires_grad)
+
+    @classmethod
+    def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
+        """Round a float tensor: the constructor under a name of its own, with its options.
+
+        Raises:
+            TypeError, ValueError: as the constructor.
+
+        Example:
+            >>> FP8Tensor.from_float(torch.ones(2, 64), "E5M2", granularity="block").scale.shape
+            torch.Size([2, 2])
+        """
+        return cls(w, fmt, **options)
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        fmt: FormatLike,
+        *,
+        block_size: int | None = None,
+        counter: int | Tensor = 0,
+        rounding: Rounding = "stochastic",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+    ) -> Self:
+        """Put codes and scales together; the tensors are held, not copied.
+
+        Args:
+            codes: uint8, contiguous.
+            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, or with ``block_size=32`` ``(.., C/32)``.
+            fmt, rounding, seed, dtype: as in the constructor.
+            block_size: 32 for one scale a block, otherwise None.
+            counter: number of stochastic writes so far.
+
+        Raises:
+            TypeError: ``codes`` is not uint8.
+            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.
+
+        Example:
+            >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
+            [0.5]
+        """
+        fmt = as_format(fmt)
+        codes = checked_codes(codes, fmt)
+        if block_size not in (None, BLOCK_SIZE):
+            raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE} or None")
+        granularity = "block" if block_size else "channel" if scale.dim() else "tensor"
+        scale = given_scale(scale, codes, granularity)
+        count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
+        return cls._wrap(codes, scale, count, None, Traits(fmt, rounding, seed, dtype, block_size), requires_grad)
+
+    @classmethod
+    def _wrap(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        counter: Tensor,
+        remainder: Tensor | None,
+        traits: Traits,
+        requires_grad: bool = False,
+    ) -> Self:
+        """The tensor around its parts.  Everything is set here: ``torch.nn.Parameter`` would call an ``__init__``."""
+        check_choice("rounding", traits.rounding, _ROUNDINGS)
+        check_int("seed", traits.seed, 0, 2**63 - 1)
+        if traits.dtype not in DTYPES:
+            raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
+        self: Self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            codes.shape,
+            strides=codes.stride(),
+            dtype=traits.dtype,
+            device=codes.device,
+            requires_grad=requires_grad,
+        )
+        self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
+        self.format, self.rounding, self.seed, _, self.block_size = traits
+        return self
+
+    def _traits(self, dtype: torch.dtype | None = None) -> Traits:
+        return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
+
+    def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """The same tensor with every part changed; never requires a gradient, as autograd sees to that."""
+        remainder = None if self.remainder is None else change(self.remainder)
+        parts = (change(self.codes), change(self.scale), change(self.counter), remainder)
+        return self._wrap(*parts, self._traits(dtype))
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """The names of the parts, and everything else that makes the tensor."""
+        parts = ["codes", "scale", "counter"] + ([] if self.remainder is None else ["remainder"])
+        return parts, (self.format.name, *self._traits()[1:])
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
+        """The way back."""
+        tensors = (parts["codes"], parts["scale"], parts["counter"], parts.get("remainder"))
+        return cls._wrap(*tensors, Traits(_format_named(rest[0]), *rest[1:]))
+
+    @property
+    def granularity(self) -> str:
+        """``tensor``, ``channel`` or ``block``: what shares a scale."""
+        return "block" if self.block_size else "channel" if self.scale.dim() else "tensor"
+
+    def expanded_scale(self) -> Tensor:
+        """The scale in a shape that broadcasts against the values."""
+        return expand_scale(self.scale, self.block_size, self.codes.shape)
+
+    def dequantize(self) -> Tensor:
+        """The values as a plain tensor of the apparent dtype; not differentiable."""
+        return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
+
+    def write(self, values: Tensor) -> None:
+        """Round values of the tensor's shape, in its own mode, and store their codes in place."""
+        self.codes.copy_(self._encoded(values, self.scale, self.rounding))
+        self._drop_remainder()
+
+    def adopt(self, other: "FP8Tensor") -> None:
+        """Take codes, scale and counter of another tensor, in place and exactly; what ``copy_`` of one does.
+
+        Raises:
+            ValueError: another format or shape, or scales finer than the own.
+        """
+        if other.format != self.format:
+            raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {self.format.name}")
+        if other.shape != self.shape:
+            raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
+        scale = other.expanded_scale() if other.block_size != self.block_size else other.scale
+        if torch.broadcast_shapes(scale.shape, self.scale.shape) != self.scale.shape:
+            raise ValueError(
+                f"the other tensor has a scale for each {other.granularity}, this one for each {self.granularity}"
+            )
+        self.codes.copy_(other.codes)
+        self.scale.copy_(scale)
+        self.counter.copy_(other.counter)
+        self._drop_remainder()
+
+    def _drop_remainder(self) -> None:
+        if self.remainder is not None:
+            self.remainder.zero_()  # for those that share it
+            self.remainder = None
+
+    def _encoded(self, values: Tensor, scale: Tensor, rounding: str) -> Tensor:
+        """Codes of values under a scale; stochastic rounding advances the counter."""
+        steps = values / expand_scale(scale, self.block_size, self.codes.shape)
+        if is_traced(self.codes):
+            return self._encoded_in_graph(steps, rounding)
+        if rounding == "nearest":
+            return encode(steps, self.format)
+        codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter))
+        self.counter.add_(1)
+        return codes
+
+    def _encoded_in_graph(self, steps: Tensor, rounding: str) -> Tensor:
+        if rounding == "stochastic" and not steps.is_meta:
+            raise RuntimeError("writing to an FP8Tensor in place with stochastic rounding can't be compiled")
+        return encode_bits(steps.float(), self.format)
+
+    @property
+    def manifold(self) -> FP8Manifold:
+        """The manifold of the format at the tensor's scale, counting its draws in the tensor's own counter."""
+        manifold = FP8Manifold(self.format, self.expanded_scale(), self.rounding, self.seed)
+        manifold.counter = self.counter
+        return manifold
+
+    def largest(self) -> Tensor:
+        """The largest stored magnitude under each scale, in value; of the shape of ``scale``."""
+        magnitude = self.codes & (self.format.sign_bit - 1)
+        magnitude = torch.where(magnitude > self.format.max_code, 0, magnitude)
+        if self.block_size:
+            top = magnitude.unflatten(-1, (-1, self.block_size)).amax(-1)
+        elif self.scale.dim():
+            top = magnitude.reshape(magnitude.shape[0], -1).amax(1).view(self.scale.shape)
+        else:
+            top = magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
+        return decode(top, self.format) * self.scale
+
+    def rescale_(self, scale: float | Tensor) -> Self:
+        """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
+
+        Args:
+            scale: powers of two; a number, or a tensor that broadcasts to the shape of ``scale``.
+
+        Raises:
+            ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
+
+        Example:
+            >>> w = FP8Tensor(torch.tensor([1.0, 0.25]), "E4M3", scale=0.125)
+            >>> w.rescale_(2.0).tolist()
+            [1.0, 0.25]
+        """
+        new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=self.device))
+        if torch.broadcast_shapes(new.shape, self.scale.shape) != self.scale.shape:
+            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(self.scale.shape)}")
+        largest = self.largest()
+        if bool((largest > new * self.format.max).any()):
+            raise ValueError(f"scale is too narrow: the largest stored value is {float(largest.max()):g}")
+        values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
+        new = new.expand(self.scale.shape)
+        self._log_rescale(new)
+        self.codes.copy_(self._encoded(values, new, "stochastic"))
+        self.scale.copy_(new)
+        self._drop_remainder()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of every part."""
+        if id(self) not in memo:
+            memo[id(self)] = self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
+        copied: Self = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
+        names, rest = self.__tensor_flatten__()
+        parts = {name: getattr(self, name) for name in names}
+        return _rebuild, (type(self), parts, rest, self.requires_grad)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
+        """Values, format, scale and shape."""
+        values = "..." if is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        shape = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        return f"{type(self).__name__}({values}, format={self.format.name}, scale={self._scale_text()}, {shape}{grad})"
+
+    def _scale_text(self) -> str:
+        if is_traced(self.scale) or not self.scale.numel():
+            return f"one for each {self.granularity}"
+        low, high = (f"2^{int(s)}" for s in torch.stack(torch.aminmax(self.scale)).log2())
+        return low if self.granularity == "tensor" else f"{low}..{high} for each {self.granularity}"
+
+    def _log_rescale(self, new: Tensor) -> None:
+        changed = int((new != self.scale).sum())
+        ratio = torch.stack(torch.aminmax(new / self.scale)).log2().tolist() if new.numel() else [0.0, 0.0]
+        _LOG.info(
+            "%s of shape %s: %d of %d scales changed, by 2^%+d to 2^%+d",
+            *(self.format.name, tuple(self.shape), changed, new.numel(), *map(int, ratio)),
+        )
+
+
+class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
+    """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's optimizers.
+
+    Gradients are ordinary tensors of the apparent dtype.  ``manifold`` is the :class:`FP8Manifold` of its format and
+    scale, so geoopt's RiemannianAdam and RiemannianSGD step it on the grid.
+
+    Args:
+        w, fmt, granularity, headroom, scale, rounding, seed, dtype, keep_remainder: as in :class:`FP8Tensor`.
+        requires_grad: whether it is trained.
+
+    Raises:
+        TypeError, ValueError: as :class:`FP8Tensor`.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight = FP8Parameter(torch.tensor([[0.5, -0.25]]), "E4M3")
+        >>> layer(torch.ones(1, 2)).backward()
+        >>> layer.weight.grad.tolist(), layer.weight.codes.dtype
+        ([[1.0, 1.0]], torch.uint8)
+    """
+
+    @staticmethod
+    def __new__(cls: type[Self], w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
+        return FP8Tensor.__new__(cls, w, fmt, **{"requires_grad": True, **options})
+
+
+def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
+    """What unpickling calls."""
+    tensor = cls.__tensor_unflatten__(parts, rest, None, None)
+    tensor.requires_grad_(requires_grad)
+    return tensor
+
+
+@lru_cache(maxsize=256)
+def _format_named(name: str) -> FloatFormat:
+    return FloatFormat.from_string(name)
+
+
+torch.serialization.add_safe_globals([_rebuild, FP8Tensor, FP8Parameter])
