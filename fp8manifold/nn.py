@@ -2,9 +2,8 @@
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, Self
 
 import geoopt
 import torch
@@ -12,68 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.fake_quant import STE, STES, fake_quantize
-from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold._layer_spec import NONE, Formats, LayerSpec, read_formats
+from fp8manifold.fake_quant import fake_quantize
+from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.scaling import GRANULARITIES, POLICIES, Granularity, Policy, Scale, storage_scale
+from fp8manifold.scaling import Scale, StorageGranularity, storage_scale
+from fp8manifold.tensor import FP8Parameter, FP8Tensor
 
 __all__ = ["STORAGES", "LayerSpec", "QuantizedLinear", "Storage", "dequantize_model", "quantize_model"]
 
-Storage = Literal["master", "grid"]
-STORAGES: Final = ("master", "grid")
-_NONE: Final = "none"
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What is quantised in a linear layer, and how.
-
-    Args:
-        weight: format of the weight; None (or ``"none"``) leaves it as it is.
-        activation: format of the layer's input; None leaves it as it is.
-        granularity: of the weight's scale: one for the ``tensor``, or one for each ``channel`` (row).  Activations
-            have one scale a tensor.
-        policy: of the amax scales (activations, and weights with a master copy): ``dynamic`` or ``static``, frozen
-            after the first forward pass.  Stored weights always have a static power-of-two scale.
-        ste: the straight-through gradient, as in :func:`fake_quantize`.
-
-    Raises:
-        TypeError, ValueError: a format or option that can't be read.
-
-    Example:
-        >>> LayerSpec("E4M3", activation="E5M2").weight.name
-        'E4M3'
-    """
-
-    weight: FloatFormat | None
-    activation: FloatFormat | None
-    granularity: Granularity
-    policy: Policy
-    ste: STE
-
-    def __init__(
-        self,
-        weight: FormatLike | None = None,
-        activation: FormatLike | None = None,
-        granularity: Granularity = "channel",
-        policy: Policy = "dynamic",
-        ste: STE = "identity",
-    ) -> None:
-        check_choice("granularity", granularity, GRANULARITIES)
-        check_choice("policy", policy, POLICIES)
-        check_choice("ste", ste, STES)
-        values = (_format_or_none(weight), _format_or_none(activation), granularity, policy, ste)
-        for field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
-
-    @property
-    def quantizes_nothing(self) -> bool:
-        """Whether the layer stays as it is."""
-        return self.weight is None and self.activation is None
-
-
-Formats = FormatLike | LayerSpec | Mapping[str, FormatLike | LayerSpec | Mapping[str, Any] | None]
+Storage = Literal["master", "grid", "fp8"]
+STORAGES: Final = ("master", "grid", "fp8")
 
 
 class QuantizedLinear(nn.Linear):
@@ -81,19 +30,24 @@ class QuantizedLinear(nn.Linear):
 
     With storage ``master`` the weight is an ordinary float parameter that is fake-quantised in the forward pass
     (quantisation-aware training); with ``grid`` it is a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, whose
-    float32 values lie on the grid at a static power-of-two scale, and there is no master copy.
+    float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
+    :class:`FP8Parameter`, the same weights in one byte each.
+
+    Loading a state dict takes the weight of another ``fp8`` layer exactly, scale, counter and seed included; a float
+    weight is rounded, at a scale of its own.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
         spec: formats and options.
-        storage: ``master`` or ``grid``.
-        headroom: of the grid's scale, as in :func:`fp8manifold.storage_scale`.
-        rounding: of the grid's manifold: what geoopt's own optimizers round with.
-        seed: of the grid's manifold; every parameter needs one of its own.
+        storage: ``master``, ``grid`` or ``fp8``.
+        headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
+        rounding: of stored weights: what geoopt's own optimizers round with.
+        seed: of stored weights; every parameter needs one of its own.
+        keep_remainder: with ``fp8``, keep what rounding the weight left, for a residual to begin with.
 
     Raises:
-        TypeError: ``linear`` is no ``nn.Linear``.
-        ValueError: an unknown storage, or weights that are not finite.
+        TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
+        ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
 
     Example:
         >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3"), "grid")
@@ -110,10 +64,12 @@ class QuantizedLinear(nn.Linear):
         headroom: float | None = None,
         rounding: Literal["nearest", "stochastic"] = "stochastic",
         seed: int = 0,
+        keep_remainder: bool = False,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
+        _check_fp8_only(storage, spec, keep_remainder)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
@@ -126,9 +82,12 @@ class QuantizedLinear(nn.Linear):
         self.weight = linear.weight
         if spec.weight is not None and not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(linear.weight.shape)} holds NaN or Inf: it can't be quantised")
+        self._headroom, self._keep_remainder = headroom, keep_remainder
         if spec.weight is not None and storage == "grid":
             self._store_on_grid(linear.weight, spec.weight, headroom, rounding, seed)
-        elif spec.weight is not None:
+        elif spec.weight is not None and storage == "fp8":
+            self.weight = self._in_codes(linear.weight, spec.weight, rounding, seed)
+        elif spec.weight is not None and spec.granularity != "block":
             self.weight_scaler = Scale(spec.weight, spec.granularity, spec.policy)
         if spec.activation is not None:
             self.activation_scaler = Scale(spec.activation, "tensor", spec.policy)
@@ -155,6 +114,8 @@ class QuantizedLinear(nn.Linear):
 
     def weight_scale(self) -> Tensor:
         """The scale of the weight, broadcasting against it; 1 for a weight that is not quantised."""
+        if isinstance(self.weight, FP8Tensor):
+            return self.weight.expanded_scale()
         if self.manifold is not None:
             return self.manifold.scale
         if self.weight_scaler is not None:
@@ -170,11 +131,13 @@ class QuantizedLinear(nn.Linear):
         """
         if self.spec.weight is None:
             raise ValueError("this layer's weight is not quantised: it has no codes")
+        if isinstance(self.weight, FP8Tensor):
+            return self.weight.codes.clone()
         return encode(self.weight.detach() / self.weight_scale(), self.spec.weight)
 
     def extra_repr(self) -> str:
         """nn.Linear's, with formats and storage."""
-        names = [f.name if f else _NONE for f in (self.spec.weight, self.spec.activation)]
+        names = [f.name if f else NONE for f in (self.spec.weight, self.spec.activation)]
         return f"{super().extra_repr()}, weight={names[0]}, activation={names[1]}, storage={self.storage}"
 
     def _store_on_grid(
@@ -191,16 +154,64 @@ class QuantizedLinear(nn.Linear):
         projected = manifold.projx(weight.detach())
         self.weight = geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad)
 
+    def _in_codes(
+        self, weight: Tensor, fmt: FloatFormat, rounding: Literal["nearest", "stochastic"], seed: int
+    ) -> FP8Parameter:
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers")
+        return FP8Parameter(
+            weight.detach(),
+            fmt,
+            granularity=self.spec.granularity,
+            headroom=self._headroom,
+            rounding=rounding,
+            seed=seed,
+            keep_remainder=self._keep_remainder,
+            requires_grad=weight.requires_grad,
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse a dtype that stored codes can't appear as, before anything has changed."""
+        if isinstance(self.weight, FP8Tensor):
+            dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
+            if dtype not in (torch.float32, torch.bfloat16):
+                raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """What the first rounding left is no part of the state."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        saved = destination.get(prefix + "weight")
+        if isinstance(saved, FP8Tensor) and not keep_vars:
+            saved.remainder = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Codes are taken as they are, floats are rounded."""
+        weight, saved = self.weight, state_dict.get(prefix + "weight")
+        if isinstance(weight, FP8Tensor) and isinstance(saved, FP8Tensor):
+            if saved.format != weight.format:
+                args[-1].append(
+                    f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
+                )
+                return
+            weight.seed = saved.seed
+        elif isinstance(weight, FP8Tensor) and isinstance(saved, Tensor):
+            floats = saved.detach().to(weight.dtype)
+            state_dict[prefix + "weight"] = self._in_codes(floats, weight.format, weight.rounding, weight.seed)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 def quantize_model(
     model: nn.Module,
     formats: Formats = "E4M3",
     storage: Storage = "master",
     *,
-    granularity: Granularity = "channel",
+    granularity: StorageGranularity = "channel",
     headroom: float | None = None,
     rounding: Literal["nearest", "stochastic"] = "stochastic",
     seed: int = 0,
+    keep_remainder: bool = False,
 ) -> nn.Module:
     """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
 
@@ -213,10 +224,11 @@ def quantize_model(
         model: changed in place.
         formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
             dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
-        storage: ``master`` (float copy, quantised forward) or ``grid`` (values on the grid, no master copy).
+        storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
+            ``fp8`` (the same in one byte a weight).
         granularity: of the weight scales, where a bare format is given.
-        headroom, rounding: as in :class:`QuantizedLinear`.
-        seed: the manifolds' seeds derive from it, one a layer.
+        headroom, rounding, keep_remainder: as in :class:`QuantizedLinear`.
+        seed: the seeds of stored weights derive from it, one a layer.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
@@ -238,11 +250,17 @@ def quantize_model(
     check_choice("storage", storage, STORAGES)
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_int("seed", seed, 0, 2**31 - 1)
-    specs = _matched_specs(model, _read_formats(formats, granularity))
+    specs = _matched_specs(model, read_formats(formats, granularity))
     _refuse_shared_weights(model, specs)
     layers = {
         name: QuantizedLinear(
-            _linear_at(model, name), spec, storage, headroom=headroom, rounding=rounding, seed=(seed << 32) + index
+            _linear_at(model, name),
+            spec,
+            storage,
+            headroom=headroom,
+            rounding=rounding,
+            seed=(seed << 32) + index,
+            keep_remainder=keep_remainder,
         )
         for index, (name, spec) in enumerate(specs.items())
     }
@@ -272,43 +290,24 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            values = module.quantized_weight().detach().clone().as_subclass(Tensor)
+            values = _float_values(module.quantized_weight().detach())
             linear.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
             linear.bias = module.bias
             layers[name] = linear.train(module.training)
     return _replace(model, layers)
 
 
-def _format_or_none(fmt: FormatLike | None) -> FloatFormat | None:
-    return None if fmt is None or (isinstance(fmt, str) and fmt.lower() == _NONE) else as_format(fmt)
+def _float_values(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
 
 
-def _read_formats(formats: Formats, granularity: Granularity) -> dict[str, LayerSpec]:
-    if not isinstance(formats, Mapping):
-        formats = {"*": formats}
-    if not formats:
-        raise ValueError("formats is empty: give a format, or a mapping from layer pattern to format")
-    for pattern in formats:
-        if not isinstance(pattern, str):
-            raise TypeError(f"formats has the key {pattern!r}: a layer pattern must be a string")
-    return {pattern: _read_spec(pattern, value, granularity) for pattern, value in formats.items()}
-
-
-def _read_spec(pattern: str, value: object, granularity: Granularity) -> LayerSpec:
-    if isinstance(value, LayerSpec):
-        return value
-    if value is None or isinstance(value, str | FloatFormat):
-        return LayerSpec(value, granularity=granularity)
-    if not isinstance(value, Mapping):
-        raise TypeError(f"formats[{pattern!r}] must be a format, a LayerSpec or a dict, not {type(value).__name__}")
-    known = [field.name for field in fields(LayerSpec)]
-    for key in value:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"formats[{pattern!r}] has an unknown key {key!r}: one of {', '.join(known)}; did you mean {nearest!r}?"
-            )
-    return LayerSpec(**{"granularity": granularity, **value})
+def _check_fp8_only(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> None:
+    if storage == "fp8":
+        return
+    if spec.weight is not None and spec.granularity == "block":
+        raise ValueError(f"granularity='block' needs storage='fp8', not storage={storage!r}")
+    if keep_remainder:
+        raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
 
 
 def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
