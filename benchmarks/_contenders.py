@@ -73,6 +73,11 @@ class Workload:
         for parameter, gradient in zip(parameters, self._normal(1, 1e-3, parameters[0].dtype), strict=True):
             parameter.grad = gradient.to(parameter.dtype)
 
+    def drop_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """What ``zero_grad`` does."""
+        for parameter in parameters:
+            parameter.grad = None
+
     def _normal(self, seed: int, deviation: float, dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         tensors = [torch.randn(shape, generator=generator) * deviation for shape in self.shapes]

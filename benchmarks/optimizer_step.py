@@ -6,7 +6,8 @@
 One thread.  Each contender runs in fresh processes of its own, its steps taken in turn with fused AdamW's over the
 same weights and gradients; the ratio is the median over the pairs, on the CPU of process CPU time, and the table shows
 the median of the processes with the smallest and the largest.  Our own steps include the check that every gradient is
-finite.  Bytes are those of the live tensors after the steps: parameters, state and whatever else the optimizer holds.
+finite.  Bytes are those of the live tensors after the steps and ``zero_grad``: parameters, state and whatever else the
+optimizer holds, gradients it does not let go included.
 The first step includes compilation: the first process begins with an empty compiler cache, the others find it filled.
 
 A peer that is not installed is left out with a word; anything else that goes wrong is printed, and the exit code is 1.
@@ -17,6 +18,7 @@ import difflib
 import fnmatch
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -64,6 +66,7 @@ def measure(name: str, work: Workload, pairs: int) -> dict[str, Any]:
             reference()
         graphs = graphs_compiled()
         times = paired_seconds(step, reference, pairs, work.device)
+    work.drop_gradients(holders[0])
     return {
         "first_step_s": first,
         "ratio": statistics.median(ours / theirs for ours, theirs in times),
@@ -97,10 +100,15 @@ def in_fresh_process(name: str, options: argparse.Namespace, cache: Path) -> dic
         return {"failed": f"no result within {options.timeout} s"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"failed": f"exit code {done.returncode}: {reason}"}
+        return {"failed": f"exit code {done.returncode}: {reason(done.stderr)}"}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
+
+
+def reason(errors: str) -> str:
+    """The line of a traceback that names the exception; hints may follow it."""
+    named = re.findall(r"^[\w.]+(?:Error|Exception|Interrupt|Unsupported)\b.*", errors, re.MULTILINE)
+    return (named or errors.strip().splitlines() or ["no output"])[-1]
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:

@@ -67,6 +67,31 @@ def test_bytes_and_ratios_of_torch_optimizers(modules: dict[str, ModuleType], sm
         assert line["first_step_s"] > 0
 
 
+class Hoarder(torch.optim.SGD):
+    """Keeps every gradient of the last step."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.hoard = {p: p.grad for p in self.param_groups[0]["params"]}
+
+
+def test_gradients_an_optimizer_holds_are_charged_to_it(
+    modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contenders = modules["_contenders"]
+    monkeypatch.setitem(contenders.CONTENDERS, "sgd-fused", contenders.torch_optimizer("hoarder", Hoarder, lr=0.1))
+    assert modules["optimizer_step"].measure("sgd-fused", small, 1)["bytes_per_parameter"] == 8
+
+
+def test_the_reason_of_a_failure_is_the_exception(modules: dict[str, ModuleType]) -> None:
+    errors = (
+        "Traceback:\n  line\nValueError: first\n\ntorch._dynamo.exc.Unsupported: second\n  more\n\nSet X=1 for more\n"
+    )
+    assert modules["optimizer_step"].reason(errors) == "torch._dynamo.exc.Unsupported: second"
+    assert modules["optimizer_step"].reason("Killed\n") == "Killed"
+    assert modules["optimizer_step"].reason("") == "no output"
+
+
 def test_a_peer_that_breaks_is_no_missing_peer(
     modules: dict[str, ModuleType], small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
