@@ -6,9 +6,10 @@ from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
+from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import SaturationWarning, Scale, amax_scale, storage_scale, widened_scale
-from fp8manifold.tensor import FP8Parameter, FP8Tensor
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
     "NAMED_FORMATS",

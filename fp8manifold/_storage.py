@@ -9,17 +9,14 @@ from fp8manifold._blocks import BLOCK
 from fp8manifold._codec import decode_bits
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode, to_chart
-from fp8manifold.scaling import BLOCK_SIZE, StorageGranularity, storage_scale
 
 __all__ = [
     "REMAINDER_STEPS",
     "checked_codes",
     "dequantize_codes",
     "expand_scale",
-    "fresh_scale",
-    "given_scale",
     "is_traced",
-    "power_of_two",
+    "largest_magnitude",
     "remainder_of",
 ]
 
@@ -85,47 +82,6 @@ def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> T
     return (left * REMAINDER_STEPS).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
 
 
-def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StorageGranularity, headroom: float | None) -> Tensor:
-    """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
-    if w.is_meta:
-        return torch.empty(_scale_shape(w.shape, granularity), device="meta")
-    return storage_scale(w, fmt, granularity, headroom=headroom)
-
-
-def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """A scale that the caller chose, as float32 in the granularity's shape.
-
-    Raises:
-        TypeError: neither a number nor a tensor.
-        ValueError: no power of two, or another shape.
-    """
-    if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
-    tensor = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=w.device))
-    shape = _scale_shape(w.shape, granularity)
-    if tensor.shape == shape:
-        return tensor
-    if tensor.dim() == 0:
-        return tensor.expand(shape).clone()
-    raise ValueError(
-        f"scale has shape {tuple(tensor.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
-        f"needs {tuple(shape)}"
-    )
-
-
-def power_of_two(scale: Tensor) -> Tensor:
-    """The scale itself.
-
-    Raises:
-        ValueError: an entry that is no positive power of two.
-    """
-    if not is_traced(scale):
-        wrong = ~((torch.frexp(scale).mantissa == 0.5) & scale.isfinite())
-        if bool(wrong.any()):
-            raise ValueError(f"scale holds {scale[wrong][0].item():g}: every entry must be a power of two")
-    return scale
-
-
 def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
     """The codes, contiguous.
 
@@ -144,11 +100,11 @@ def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
     return codes.contiguous()
 
 
-def _scale_shape(shape: torch.Size, granularity: str) -> torch.Size:
-    if granularity == "tensor":
-        return torch.Size()
-    if granularity == "channel":
-        return torch.Size((*shape[:1], *(1 for _ in shape[1:])))
-    if not shape or shape[-1] % BLOCK_SIZE:
-        raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {tuple(shape)}")
-    return torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
+def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: int | None) -> Tensor:
+    """The largest finite magnitude stored under each scale, in value; of the shape of ``scale``."""
+    magnitude = codes & (fmt.sign_bit - 1)
+    magnitude = torch.where(magnitude > fmt.max_code, 0, magnitude)
+    if not codes.numel():
+        return torch.zeros_like(scale)
+    groups = magnitude.view(-1, block_size) if block_size else magnitude.reshape(scale.numel(), -1)
+    return decode(groups.amax(1).view(scale.shape), fmt) * scale

@@ -16,8 +16,9 @@ from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import Scale, StorageGranularity, storage_scale
-from fp8manifold.tensor import FP8Parameter, FP8Tensor
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["STORAGES", "LayerSpec", "QuantizedLinear", "Storage", "dequantize_model", "quantize_model"]
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, Self
 
-import geoopt
 import torch
 from torch import Tensor
 
@@ -17,18 +16,24 @@ from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
     expand_scale,
-    fresh_scale,
-    given_scale,
     is_traced,
-    power_of_two,
+    largest_magnitude,
     remainder_of,
 )
+from fp8manifold._stored_scale import (
+    broadcasts_to,
+    describe_change,
+    describe_scale,
+    fresh_scale,
+    given_scale,
+    power_of_two,
+)
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.grid import decode, encode
+from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.scaling import BLOCK_SIZE, STORAGE_GRANULARITIES, StorageGranularity
+from fp8manifold.scaling import BLOCK_SIZE, STORAGE_GRANULARITIES, StorageGranularity, widened_scale
 
-__all__ = ["FP8Parameter", "FP8Tensor"]
+__all__ = ["FP8Tensor"]
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -218,9 +223,16 @@ class FP8Tensor(EncodedTensor):
         return self._wrap(*parts, self._traits(dtype))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The names of the parts, and everything else that makes the tensor."""
-        parts = ["codes", "scale", "counter"] + ([] if self.remainder is None else ["remainder"])
-        return parts, (self.format.name, *self._traits()[1:])
+        """The parts that a compiler sees, by name, and everything else that makes the tensor.
+
+        Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
+        """
+        return ["codes", "scale", "counter"], (self.format.name, *self._traits()[1:])
+
+    @classmethod
+    def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+        """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
+        return seen[:2] + seen[3:] == now[:2] + now[3:]
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
@@ -257,7 +269,7 @@ class FP8Tensor(EncodedTensor):
         if other.shape != self.shape:
             raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
         scale = other.expanded_scale() if other.block_size != self.block_size else other.scale
-        if torch.broadcast_shapes(scale.shape, self.scale.shape) != self.scale.shape:
+        if not broadcasts_to(scale.shape, self.scale.shape):
             raise ValueError(
                 f"the other tensor has a scale for each {other.granularity}, this one for each {self.granularity}"
             )
@@ -284,7 +296,10 @@ class FP8Tensor(EncodedTensor):
 
     def _encoded_in_graph(self, steps: Tensor, rounding: str) -> Tensor:
         if rounding == "stochastic" and not steps.is_meta:
-            raise RuntimeError("writing to an FP8Tensor in place with stochastic rounding can't be compiled")
+            raise RuntimeError(
+                "compiled code can't write to an FP8Tensor in place with rounding='stochastic', whose draws are counted"
+                " outside the graph: write in eager mode, take rounding='nearest', or step it with fp8manifold.optim"
+            )
         return encode_bits(steps.float(), self.format)
 
     @property
@@ -296,15 +311,7 @@ class FP8Tensor(EncodedTensor):
 
     def largest(self) -> Tensor:
         """The largest stored magnitude under each scale, in value; of the shape of ``scale``."""
-        magnitude = self.codes & (self.format.sign_bit - 1)
-        magnitude = torch.where(magnitude > self.format.max_code, 0, magnitude)
-        if self.block_size:
-            top = magnitude.unflatten(-1, (-1, self.block_size)).amax(-1)
-        elif self.scale.dim():
-            top = magnitude.reshape(magnitude.shape[0], -1).amax(1).view(self.scale.shape)
-        else:
-            top = magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
-        return decode(top, self.format) * self.scale
+        return largest_magnitude(self.codes, self.scale, self.format, self.block_size)
 
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
@@ -321,18 +328,40 @@ class FP8Tensor(EncodedTensor):
             [1.0, 0.25]
         """
         new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=self.device))
-        if torch.broadcast_shapes(new.shape, self.scale.shape) != self.scale.shape:
+        if not broadcasts_to(new.shape, self.scale.shape):
             raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(self.scale.shape)}")
-        largest = self.largest()
+        new, largest = new.expand(self.scale.shape), self.largest()
         if bool((largest > new * self.format.max).any()):
             raise ValueError(f"scale is too narrow: the largest stored value is {float(largest.max()):g}")
+        _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
-        new = new.expand(self.scale.shape)
-        self._log_rescale(new)
         self.codes.copy_(self._encoded(values, new, "stochastic"))
         self.scale.copy_(new)
         self._drop_remainder()
         return self
+
+    def adapt_scale_(self, headroom: float | None = None) -> bool:
+        """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.
+
+        Args:
+            headroom: as in :func:`fp8manifold.storage_scale`.
+
+        Returns:
+            Whether any scale changed, by one :meth:`rescale_`.
+
+        Raises:
+            ValueError: a headroom below 1.
+
+        Example:
+            >>> w = FP8Tensor(torch.tensor([448.0, 1.0]), "E4M3", scale=1.0)
+            >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
+            (True, 2.0, [448.0, 1.0], False)
+        """
+        new = widened_scale(self.largest(), self.scale, self.format, headroom)
+        changed = bool((new != self.scale).any())
+        if changed:
+            self.rescale_(new)
+        return changed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of every part."""
@@ -344,55 +373,15 @@ class FP8Tensor(EncodedTensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
         names, rest = self.__tensor_flatten__()
-        parts = {name: getattr(self, name) for name in names}
+        parts = {name: getattr(self, name) for name in (*names, "remainder") if getattr(self, name) is not None}
         return _rebuild, (type(self), parts, rest, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
         """Values, format, scale and shape."""
         values = "..." if is_traced(self.codes) else repr(self.dequantize())[len("tensor(") : -1]
-        grad = ", requires_grad=True" if self.requires_grad else ""
+        store = f"format={self.format.name}, scale={describe_scale(self.scale)}"
         shape = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
-        return f"{type(self).__name__}({values}, format={self.format.name}, scale={self._scale_text()}, {shape}{grad})"
-
-    def _scale_text(self) -> str:
-        if is_traced(self.scale) or not self.scale.numel():
-            return f"one for each {self.granularity}"
-        low, high = (f"2^{int(s)}" for s in torch.stack(torch.aminmax(self.scale)).log2())
-        return low if self.granularity == "tensor" else f"{low}..{high} for each {self.granularity}"
-
-    def _log_rescale(self, new: Tensor) -> None:
-        changed = int((new != self.scale).sum())
-        ratio = torch.stack(torch.aminmax(new / self.scale)).log2().tolist() if new.numel() else [0.0, 0.0]
-        _LOG.info(
-            "%s of shape %s: %d of %d scales changed, by 2^%+d to 2^%+d",
-            *(self.format.name, tuple(self.shape), changed, new.numel(), *map(int, ratio)),
-        )
-
-
-class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
-    """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's optimizers.
-
-    Gradients are ordinary tensors of the apparent dtype.  ``manifold`` is the :class:`FP8Manifold` of its format and
-    scale, so geoopt's RiemannianAdam and RiemannianSGD step it on the grid.
-
-    Args:
-        w, fmt, granularity, headroom, scale, rounding, seed, dtype, keep_remainder: as in :class:`FP8Tensor`.
-        requires_grad: whether it is trained.
-
-    Raises:
-        TypeError, ValueError: as :class:`FP8Tensor`.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 1, bias=False)
-        >>> layer.weight = FP8Parameter(torch.tensor([[0.5, -0.25]]), "E4M3")
-        >>> layer(torch.ones(1, 2)).backward()
-        >>> layer.weight.grad.tolist(), layer.weight.codes.dtype
-        ([[1.0, 1.0]], torch.uint8)
-    """
-
-    @staticmethod
-    def __new__(cls: type[Self], w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
-        return FP8Tensor.__new__(cls, w, fmt, **{"requires_grad": True, **options})
+        return f"{type(self).__name__}({values}, {store}, {shape}{', requires_grad=True' * self.requires_grad})"
 
 
 def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
@@ -407,4 +396,4 @@ def _format_named(name: str) -> FloatFormat:
     return FloatFormat.from_string(name)
 
 
-torch.serialization.add_safe_globals([_rebuild, FP8Tensor, FP8Parameter])
+torch.serialization.add_safe_globals([_rebuild, FP8Tensor])

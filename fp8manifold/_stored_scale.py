@@ -1,0 +1,90 @@
+"""The power-of-two scales of stored weights: made, checked against a shape, and described in words."""
+
+import torch
+from torch import Tensor
+
+from fp8manifold._storage import is_traced
+from fp8manifold.formats import FloatFormat
+from fp8manifold.scaling import BLOCK_SIZE, StorageGranularity, storage_scale
+
+__all__ = ["broadcasts_to", "describe_change", "describe_scale", "fresh_scale", "given_scale", "power_of_two"]
+
+
+def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StorageGranularity, headroom: float | None) -> Tensor:
+    """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
+    if w.is_meta:
+        return torch.empty(_scale_shape(w.shape, granularity), device="meta")
+    return storage_scale(w, fmt, granularity, headroom=headroom)
+
+
+def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
+    """A scale that the caller chose, as float32 in the granularity's shape.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: no power of two, or another shape.
+    """
+    if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
+    tensor = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=w.device))
+    shape = _scale_shape(w.shape, granularity)
+    if tensor.shape == shape:
+        return tensor
+    if tensor.dim() == 0:
+        return tensor.expand(shape).clone()
+    raise ValueError(
+        f"scale has shape {tuple(tensor.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
+        f"needs {tuple(shape)}"
+    )
+
+
+def power_of_two(scale: Tensor) -> Tensor:
+    """The scale itself.
+
+    Raises:
+        ValueError: an entry that is no positive power of two.
+    """
+    if not is_traced(scale):
+        wrong = ~((torch.frexp(scale).mantissa == 0.5) & scale.isfinite())
+        if bool(wrong.any()):
+            raise ValueError(f"scale holds {scale[wrong][0].item():g}: every entry must be a power of two")
+    return scale
+
+
+def _scale_shape(shape: torch.Size, granularity: str) -> torch.Size:
+    if granularity == "tensor":
+        return torch.Size()
+    if granularity == "channel":
+        return torch.Size((*shape[:1], *(1 for _ in shape[1:])))
+    if not shape or shape[-1] % BLOCK_SIZE:
+        raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {tuple(shape)}")
+    return torch.Size((*shape[:-1], shape[-1] // BLOCK_SIZE))
+
+
+def broadcasts_to(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether one shape broadcasts to the other without widening it."""
+    try:
+        return bool(torch.broadcast_shapes(shape, other) == other)
+    except RuntimeError:
+        return False
+
+
+def describe_scale(scale: Tensor) -> str:
+    """``2^-5``, or ``2^-5..2^-3`` where there are several."""
+    if is_traced(scale) or not scale.numel():
+        return "?"
+    low, high = _exponents(scale)
+    return f"2^{low}" if scale.dim() == 0 else f"2^{low}..2^{high}"
+
+
+def describe_change(old: Tensor, new: Tensor) -> str:
+    """How many scales change, and by how much."""
+    if not old.numel():
+        return "no scale to change"
+    low, high = _exponents(new / old)
+    return f"{int((old != new).sum())} of {old.numel()} scales changed, by 2^{low:+d} to 2^{high:+d}"
+
+
+def _exponents(scale: Tensor) -> tuple[int, int]:
+    low, high = torch.frexp(torch.stack(torch.aminmax(scale))).exponent.tolist()
+    return low - 1, high - 1

@@ -1,0 +1,41 @@
+"""A parameter that lives in one byte a weight, on the manifold of its format."""
+
+from typing import Any, Self
+
+import geoopt
+import torch
+from torch import Tensor
+
+from fp8manifold.formats import FormatLike
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["FP8Parameter"]
+
+
+class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
+    """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's optimizers.
+
+    Gradients are ordinary tensors of the apparent dtype.  ``manifold`` is the :class:`FP8Manifold` of its format and
+    scale, so geoopt's RiemannianAdam and RiemannianSGD step it on the grid.
+
+    Args:
+        w, fmt, granularity, headroom, scale, rounding, seed, dtype, keep_remainder: as in :class:`FP8Tensor`.
+        requires_grad: whether it is trained.
+
+    Raises:
+        TypeError, ValueError: as :class:`FP8Tensor`.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> layer.weight = FP8Parameter(torch.tensor([[0.5, -0.25]]), "E4M3")
+        >>> layer(torch.ones(1, 2)).backward()
+        >>> layer.weight.grad.tolist(), layer.weight.codes.dtype
+        ([[1.0, 1.0]], torch.uint8)
+    """
+
+    @staticmethod
+    def __new__(cls: type[Self], w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
+        return FP8Tensor.__new__(cls, w, fmt, **{"requires_grad": True, **options})
+
+
+torch.serialization.add_safe_globals([FP8Parameter])
