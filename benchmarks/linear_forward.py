@@ -6,6 +6,7 @@
 One thread.  "forward" runs without gradients; "forward and backward" leaves gradients of the input, the weight and the
 bias.  The two layers are timed in turn (on the CPU: process CPU time), and the ratio is the median over the pairs with
 the smallest and the largest; under ``compiled`` both are compiled.  Cells that take long get fewer pairs, at least 3.
+With storage fp8 the last lines give the decoding of the weight alone, as a ratio to ``clone`` of the decoded one.
 """
 
 import argparse
@@ -79,10 +80,8 @@ def measure(options: argparse.Namespace, size: tuple[int, int], tokens: int, mod
     trial = paired_seconds(*steps, 1, like.device)[0]
     pairs = max(FEWEST_PAIRS, min(options.pairs, int(options.seconds / (sum(trial) + 1e-9))))
     times = paired_seconds(*steps, pairs, like.device)
-    ratios = [ours / theirs for ours, theirs in times]
     linear_ms = 1e3 * statistics.median(theirs for _, theirs in times)
-    figures = (pairs, linear_ms, statistics.median(ratios), min(ratios), max(ratios))
-    return Cell(inputs, outputs, tokens, mode, backward, *figures)
+    return Cell(inputs, outputs, tokens, mode, backward, pairs, linear_ms, *ratios_of(times))
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
@@ -90,6 +89,20 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
     for size, mode, tokens, backward in itertools.product(options.sizes, options.modes, options.tokens, (False, True)):
         print(f"{size[0]}x{size[1]}, {tokens} tokens, {mode}, backward={backward}", file=sys.stderr, flush=True)
         yield measure(options, size, tokens, mode, backward)
+
+
+def decoding(options: argparse.Namespace, size: tuple[int, int]) -> dict[str, float | str]:
+    """The ratio of ``dequantize`` to ``clone``: both write the same float tensor once."""
+    values = torch.randn(size[1], size[0], dtype=DTYPES[options.dtype], device=options.device)
+    weight = fm.FP8Parameter(values, options.format)
+    ratio, low, high = ratios_of(paired_seconds(weight.dequantize, values.clone, 1 + options.pairs, values.device)[1:])
+    return {"layer": f"{size[0]}x{size[1]}", "ratio": ratio, "ratio_min": low, "ratio_max": high}
+
+
+def ratios_of(times: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Median, smallest and largest ratio of the pairs."""
+    ratios = [ours / theirs for ours, theirs in times]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 HEADER: Final = ("layer", "mode", "tokens", "forward", "forward and backward", "nn.Linear, ms")
@@ -151,12 +164,17 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     measured = list(cells(options))
+    decoded = [decoding(options, size) for size in options.sizes] if options.storage == "fp8" else []
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU, one thread, process CPU time"
     title = f"torch {torch.__version__}, {options.storage} {options.format}, {options.dtype}, {device}"
     if options.json:
-        print(json.dumps({"title": title, "cells": [asdict(cell) for cell in measured]}, indent=1))
+        print(json.dumps({"title": title, "cells": [asdict(cell) for cell in measured], "decoding": decoded}, indent=1))
     else:
-        print(title, text_of(lines(measured), options.markdown), sep="\n" * (1 + options.markdown))
+        remarks = [
+            f"decoding {d['layer']}: {d['ratio']:.2f}x ({d['ratio_min']:.2f} .. {d['ratio_max']:.2f}) clone"
+            for d in decoded
+        ]
+        print(title, text_of(lines(measured), options.markdown), *remarks, sep="\n" * (1 + options.markdown))
 
 
 if __name__ == "__main__":

@@ -212,11 +212,12 @@ def test_live_bytes_looks_into_subclasses(modules: dict[str, ModuleType]) -> Non
 
 
 def test_linear_forward_from_end_to_end() -> None:
-    options = ("--sizes", "32x48", "--tokens", "3", "--pairs", "3", "--seconds", "0.01", "--storage", "grid")
+    options = ("--sizes", "32x48", "--tokens", "3", "--pairs", "3", "--seconds", "0.01")
     printed = run("linear_forward.py", *options, "--markdown")
     table = [line.split(" | ") for line in printed.splitlines() if line.startswith("|")]
     assert [cells[:3] for cells in table[2:]] == [["| 32x48", "eager", "3"], ["| 32x48", "compiled", "3"]]
-    assert "grid E4M3, float32" in printed
+    assert "fp8 E4M3, float32" in printed
+    assert re.search(r"^decoding 32x48: [\d.]+x \([\d.]+ \.\. [\d.]+\) clone$", printed, re.MULTILINE)
 
 
 def test_linear_forward_backward(modules: dict[str, ModuleType]) -> None:
@@ -232,9 +233,10 @@ def test_linear_forward_backward(modules: dict[str, ModuleType]) -> None:
     assert torch.equal(layer.weight.grad, once)
 
 
-def test_linear_forward_figures(modules: dict[str, ModuleType]) -> None:
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+def test_linear_forward_figures(modules: dict[str, ModuleType], storage: str) -> None:
     script = modules["linear_forward"]
-    options = script.build_parser().parse_args(["--storage", "master", "--pairs", "50", "--seconds", "0.01"])
+    options = script.build_parser().parse_args(["--storage", storage, "--pairs", "50", "--seconds", "0.01"])
     cell = script.measure(options, (32, 48), 7, "eager", True)
     assert (cell.inputs, cell.outputs, cell.tokens, cell.mode, cell.backward) == (32, 48, 7, "eager", True)
     assert 0 < cell.ratio_min <= cell.ratio <= cell.ratio_max
