@@ -1,6 +1,7 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
 from fp8manifold import monitor, optim
+from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
@@ -27,6 +28,7 @@ __all__ = [
     "dequantize_model",
     "encode",
     "fake_quantize",
+    "flatten_state_dict",
     "from_chart",
     "monitor",
     "optim",
@@ -36,5 +38,6 @@ __all__ = [
     "storage_scale",
     "to_chart",
     "ulp",
+    "unflatten_state_dict",
     "widened_scale",
 ]

@@ -71,7 +71,7 @@ class EncodedTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array of its own memory."""
-        return (self.detach() if force else self).dequantize().numpy(force=force)
+        return self.dequantize().numpy(force=force)
 
 
 class View(EncodedTensor):
@@ -104,6 +104,14 @@ class View(EncodedTensor):
         self.replay(whole).copy_(values)
         self.base.write(whole)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """The values: a copy views nothing."""
+        return self.dequantize()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The values, in memory of their own."""
+        return self.dequantize().clone().__reduce_ex__(protocol)
+
     def __repr__(self) -> str:  # type: ignore[override]
         """That of the values."""
         return f"View({self.dequantize()!r})"
@@ -115,7 +123,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = handler(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    if func.is_view:
+    if func.is_view and isinstance(args[0], EncodedTensor):
         return _view(func, args, kwargs)
     if func in _FACTORIES:
         return func(_blank(args[0]), *args[1:], **kwargs)
@@ -225,12 +233,12 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_implements(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another FP8Tensor exactly, any other rounded."""
+    """Another FP8Tensor exactly; anything else is rounded."""
     x, source = args[0], args[1]
-    if _is_whole(x) and _is_whole(source):
-        x.adopt(source)
-        return x
-    return NotImplemented
+    if not _is_whole(x) or not _is_whole(source):
+        return NotImplemented
+    x.adopt(source)
+    return x
 
 
 @_implements(_aten.empty_like.default)

@@ -1,13 +1,23 @@
 """The power-of-two scales of stored weights: made, checked against a shape, and described in words."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from fp8manifold._storage import is_traced
 from fp8manifold.formats import FloatFormat
-from fp8manifold.scaling import BLOCK_SIZE, StorageGranularity, storage_scale
+from fp8manifold.scaling import BLOCK_SIZE, SaturationWarning, StorageGranularity, storage_scale
 
-__all__ = ["broadcasts_to", "describe_change", "describe_scale", "fresh_scale", "given_scale", "power_of_two"]
+__all__ = [
+    "broadcasts_to",
+    "describe_change",
+    "describe_scale",
+    "fresh_scale",
+    "given_scale",
+    "power_of_two",
+    "warn_if_saturated",
+]
 
 
 def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StorageGranularity, headroom: float | None) -> Tensor:
@@ -83,6 +93,20 @@ def describe_change(old: Tensor, new: Tensor) -> str:
         return "no scale to change"
     low, high = _exponents(new / old)
     return f"{int((old != new).sum())} of {old.numel()} scales changed, by 2^{low:+d} to 2^{high:+d}"
+
+
+def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
+    """Warn where values to be stored do not even round to the largest value at their scale."""
+    if is_traced(scale) or is_traced(values):
+        return
+    beyond = int((values.abs() > scale * (fmt.max + fmt.ulp_max / 2)).sum())
+    if beyond:
+        warnings.warn(
+            f"{beyond} of {values.numel()} values lie beyond the range of a stored {fmt.name} scale, and saturate: "
+            "widen it with adapt_scale_ or rescale_, or make a new FP8Parameter of them",
+            SaturationWarning,
+            stacklevel=2,
+        )
 
 
 def _exponents(scale: Tensor) -> tuple[int, int]:

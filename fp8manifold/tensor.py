@@ -2,8 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +26,9 @@ from fp8manifold._stored_scale import (
     fresh_scale,
     given_scale,
     power_of_two,
+    warn_if_saturated,
 )
+from fp8manifold._traits import ROUNDINGS, Rounding, Traits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
@@ -35,20 +36,7 @@ from fp8manifold.scaling import BLOCK_SIZE, STORAGE_GRANULARITIES, StorageGranul
 
 __all__ = ["FP8Tensor"]
 
-Rounding = Literal["nearest", "stochastic"]
-
-_ROUNDINGS: Final = ("nearest", "stochastic")
 _LOG: Final = logging.getLogger("fp8manifold")
-
-
-class Traits(NamedTuple):
-    """What a tensor of codes is, apart from its tensors."""
-
-    format: FloatFormat
-    rounding: Rounding
-    seed: int
-    dtype: torch.dtype
-    block_size: int | None
 
 
 class FP8Tensor(EncodedTensor):
@@ -183,7 +171,7 @@ class FP8Tensor(EncodedTensor):
             raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE} or None")
         granularity = "block" if block_size else "channel" if scale.dim() else "tensor"
         scale = given_scale(scale, codes, granularity)
-        count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
+        count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device).view(())
         return cls._wrap(codes, scale, count, None, Traits(fmt, rounding, seed, dtype, block_size), requires_grad)
 
     @classmethod
@@ -197,7 +185,7 @@ class FP8Tensor(EncodedTensor):
         requires_grad: bool = False,
     ) -> Self:
         """The tensor around its parts.  Everything is set here: ``torch.nn.Parameter`` would call an ``__init__``."""
-        check_choice("rounding", traits.rounding, _ROUNDINGS)
+        check_choice("rounding", traits.rounding, ROUNDINGS)
         check_int("seed", traits.seed, 0, 2**63 - 1)
         if traits.dtype not in DTYPES:
             raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
@@ -227,18 +215,18 @@ class FP8Tensor(EncodedTensor):
 
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
-        return ["codes", "scale", "counter"], (self.format.name, *self._traits()[1:])
+        return ["codes", "scale", "counter"], self._traits().flat
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
-        return seen[:2] + seen[3:] == now[:2] + now[3:]
+        return Traits.from_flat(seen)._replace(seed=0) == Traits.from_flat(now)._replace(seed=0)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
         """The way back."""
         tensors = (parts["codes"], parts["scale"], parts["counter"], parts.get("remainder"))
-        return cls._wrap(*tensors, Traits(_format_named(rest[0]), *rest[1:]))
+        return cls._wrap(*tensors, Traits.from_flat(rest))
 
     @property
     def granularity(self) -> str:
@@ -254,7 +242,11 @@ class FP8Tensor(EncodedTensor):
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor) -> None:
-        """Round values of the tensor's shape, in its own mode, and store their codes in place."""
+        """Round values of the tensor's shape, in its own mode, and store their codes in place.
+
+        Where some saturate, a :class:`SaturationWarning` says so.
+        """
+        warn_if_saturated(values, self.expanded_scale(), self.format)
         self.codes.copy_(self._encoded(values, self.scale, self.rounding))
         self._drop_remainder()
 
@@ -273,9 +265,8 @@ class FP8Tensor(EncodedTensor):
             raise ValueError(
                 f"the other tensor has a scale for each {other.granularity}, this one for each {self.granularity}"
             )
-        self.codes.copy_(other.codes)
-        self.scale.copy_(scale)
-        self.counter.copy_(other.counter)
+        for own, part in ((self.codes, other.codes), (self.scale, scale), (self.counter, other.counter)):
+            own.copy_(part)
         self._drop_remainder()
 
     def _drop_remainder(self) -> None:
@@ -358,16 +349,17 @@ class FP8Tensor(EncodedTensor):
             (True, 2.0, [448.0, 1.0], False)
         """
         new = widened_scale(self.largest(), self.scale, self.format, headroom)
-        changed = bool((new != self.scale).any())
-        if changed:
-            self.rescale_(new)
-        return changed
+        if bool((new == self.scale).all()):
+            return False
+        self.rescale_(new)
+        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of every part."""
-        if id(self) not in memo:
-            memo[id(self)] = self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
-        copied: Self = memo[id(self)]
+        copied: Self = (
+            memo[id(self)] if id(self) in memo else self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
+        )
+        memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -389,11 +381,6 @@ def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ..
     tensor = cls.__tensor_unflatten__(parts, rest, None, None)
     tensor.requires_grad_(requires_grad)
     return tensor
-
-
-@lru_cache(maxsize=256)
-def _format_named(name: str) -> FloatFormat:
-    return FloatFormat.from_string(name)
 
 
 torch.serialization.add_safe_globals([_rebuild, FP8Tensor])

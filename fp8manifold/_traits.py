@@ -1,0 +1,38 @@
+"""What a tensor of codes is, apart from its tensors: the part that a compiler treats as constant."""
+
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import torch
+
+from fp8manifold.formats import FloatFormat
+
+__all__ = ["ROUNDINGS", "Rounding", "Traits"]
+
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: Final = ("nearest", "stochastic")
+
+
+class Traits(NamedTuple):
+    """Format, options and apparent dtype."""
+
+    format: FloatFormat
+    rounding: Rounding
+    seed: int
+    dtype: torch.dtype
+    block_size: int | None
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        """With the format by name: what can be compared, hashed and unpickled without a class of ours."""
+        return (self.format.name, *self[1:])
+
+    @classmethod
+    def from_flat(cls, flat: tuple[Any, ...]) -> Self:
+        """The way back."""
+        return cls(_format_named(flat[0]), *flat[1:])
+
+
+@lru_cache(maxsize=256)
+def _format_named(name: str) -> FloatFormat:
+    return FloatFormat.from_string(name)
