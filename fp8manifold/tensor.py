@@ -46,7 +46,7 @@ class FP8Tensor(EncodedTensor):
 
     To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
     operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
-    rounds the result back, once for every such operator: :mod:`fp8manifold.optim` rounds once a step instead.
+    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
@@ -64,7 +64,8 @@ class FP8Tensor(EncodedTensor):
     Attributes:
         codes: uint8, in the shape of the tensor.
         scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.
-        format, block_size, rounding, seed: of the options above; ``block_size`` is 32 or None.
+        format: the :class:`FloatFormat`.
+        block_size: 32, or None where no blocks have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
 
@@ -356,11 +357,9 @@ class FP8Tensor(EncodedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of every part."""
-        copied: Self = (
-            memo[id(self)] if id(self) in memo else self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
-        )
-        memo[id(self)] = copied
-        return copied
+        twin = self.with_parts(Tensor.clone)
+        twin.requires_grad_(self.requires_grad)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
