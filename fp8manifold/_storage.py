@@ -49,19 +49,17 @@ def dequantize_codes(
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    groups = max(scale.numel(), 1)
-    pieces = (codes.reshape(groups, -1), scale.reshape(groups, 1), out.view(groups, -1))
-    if groups == 1 or codes.device.type != "cpu":
-        _decode_pieces(*pieces, fmt, axis=1)
-    else:
-        _decode_pieces(*pieces, fmt, axis=0)
+    if out.numel():
+        groups = scale.numel()
+        pieces = (codes.reshape(groups, -1), scale.reshape(groups, 1), out.view(groups, -1))
+        _decode_pieces(*pieces, fmt, axis=1 if groups == 1 else 0)
     return out
 
 
 def _decode_pieces(codes: Tensor, scale: Tensor, out: Tensor, fmt: FloatFormat, axis: int) -> None:
     """Decode a matrix with one scale a row, in pieces of whole rows (axis 0) or of columns (axis 1)."""
-    length = codes.shape[axis] if codes.device.type != "cpu" else max(BLOCK // max(codes.shape[1 - axis], 1), 1)
-    for start in range(0, codes.shape[axis], max(length, 1)):
+    length = codes.shape[axis] if codes.device.type != "cpu" else max(BLOCK // codes.shape[1 - axis], 1)
+    for start in range(0, codes.shape[axis], length):
         size = min(length, codes.shape[axis] - start)
         rows = scale.narrow(0, start, size) if axis == 0 else scale
         torch.mul(decode(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))

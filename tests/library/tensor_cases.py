@@ -1,0 +1,79 @@
+"""What the tests of one-byte weights share: formats, granularities, the definition to compare with, a small network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from torch import Tensor, nn
+
+import fp8manifold as fm
+
+#: IEEE-like, fn, fnuz, finite and P3109 layouts, no mantissa, one exponent bit, and codes of fewer than eight bits.
+FORMATS = ("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E3M2", "E2M1")
+GRANULARITIES = ("tensor", "channel", "block")
+
+every_format = pytest.mark.parametrize("name", FORMATS)
+every_granularity = pytest.mark.parametrize("granularity", GRANULARITIES)
+
+
+def parameter(name: str = "E4M3", shape: tuple[int, ...] = (4, 64), seed: int = 0, **options: Any) -> fm.FP8Parameter:
+    return fm.FP8Parameter(normal(*shape, seed=seed, std=0.1), name, **{"seed": seed, **options})
+
+
+def decoded(p: fm.FP8Tensor) -> Tensor:
+    """The definition: the code's value times its scale, one for each element, in float64."""
+    scale = p.scale.double()
+    if p.block_size:
+        scale = scale.repeat_interleave(p.block_size, -1)
+    return fm.decode(p.codes, p.format, torch.float64) * scale
+
+
+def same_store(a: fm.FP8Tensor, b: fm.FP8Tensor) -> bool:
+    """Whether two are the same to the bit: codes, scale, counter, format."""
+    parts = ((a.codes, b.codes), (a.scale, b.scale), (a.counter, b.counter))
+    return a.format == b.format and a.block_size == b.block_size and all(torch.equal(x, y) for x, y in parts)
+
+
+class Net(nn.Module):
+    """Two layers of one-byte weights, one with a bias, and a float layer."""
+
+    def __init__(self, name: str = "E4M3", dtype: torch.dtype | None = None, **options: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(32, 64), nn.Linear(64, 32, bias=False), nn.Linear(32, 1)
+        for i, p in enumerate(self.parameters()):
+            p.data = normal(*p.shape, seed=i, std=0.15)
+        if dtype is not None:
+            self.to(dtype)
+        for i, layer in enumerate((self.first, self.second)):
+            layer.weight = fm.FP8Parameter(layer.weight, name, **{"seed": i, **options})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.head(torch.relu(self.second(x)))  # type: ignore[no-any-return]
+
+    @property
+    def stored(self) -> list[fm.FP8Parameter]:
+        return [self.first.weight, self.second.weight]  # type: ignore[list-item]
+
+
+INPUT = normal(256, 32, seed=99)
+TARGET = INPUT[:, :1] * INPUT[:, 1:2]
+
+
+def loss_of(net: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (net(INPUT.to(dtype)).float() - TARGET).square().mean()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 40, *, dtype: Any = torch.float32) -> float:
+    """The mean loss of the last five steps."""
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(net, dtype)
+        loss.backward()
+        return loss.item()
+
+    return sum([float(optimizer.step(closure)) for _ in range(steps)][-5:]) / 5  # type: ignore[arg-type]

@@ -1,0 +1,252 @@
+"""FP8Tensor as a store: what it holds, how many bytes, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from optimizer_cases import normal, same_bits
+from tensor_cases import decoded, every_format, every_granularity, parameter, same_store
+from torch import Tensor, nn
+
+import fp8manifold as fm
+
+settings = hypothesis_settings(derandomize=True, deadline=None, database=None, max_examples=100)
+
+
+# --------------------------------------------------------------------------------------------------- what it holds
+@every_granularity
+@every_format
+def test_values_are_the_nearest_at_the_scale(name: str, granularity: Any) -> None:
+    w = normal(6, 96, std=0.1)
+    p = fm.FP8Parameter(w, name, granularity=granularity)
+    scale = fm.storage_scale(w, name, granularity)
+    wide = scale.repeat_interleave(32, -1) if granularity == "block" else scale
+    assert p.codes.dtype == torch.uint8
+    assert p.scale.dtype == torch.float32
+    assert torch.equal(p.scale, scale)
+    assert torch.equal(p.codes, fm.encode(w / wide, name))
+    assert torch.equal(p.dequantize(), fm.round_to_grid(w / wide, name) * wide)
+    assert torch.equal(p.dequantize().double(), decoded(p))
+    assert torch.equal(p.expanded_scale().expand(w.shape), wide.expand(w.shape))
+    assert (p.granularity, p.block_size) == (granularity, 32 if granularity == "block" else None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity", "scale"),
+    [
+        ((4, 64), "tensor", ()),
+        ((4, 64), "channel", (4, 1)),
+        ((4, 64), "block", (4, 2)),
+        ((4, 3, 2, 2), "channel", (4, 1, 1, 1)),
+        ((2, 3, 32), "block", (2, 3, 1)),
+        ((64,), "block", (2,)),
+        ((64,), "channel", ()),  # a scale for each weight would be four bytes more
+        ((), "channel", ()),
+        ((0, 5), "channel", (0, 1)),
+        ((3, 0), "channel", (3, 1)),
+        ((3, 0), "block", (3, 0)),
+        ((0,), "tensor", ()),
+    ],
+)
+def test_shapes_of_scales(shape: tuple[int, ...], granularity: Any, scale: tuple[int, ...]) -> None:
+    p = fm.FP8Parameter(normal(*shape), "E4M3", granularity=granularity)
+    assert tuple(p.scale.shape) == tuple(p.largest().shape) == scale
+    assert p.shape == p.codes.shape == p.dequantize().shape == shape
+    assert p.is_contiguous()
+    assert torch.equal(p.dequantize().double(), decoded(p))
+
+
+@every_format
+def test_every_code_survives(name: str) -> None:
+    """All finite codes and NaN at three scales: decoded, written back and encoded they are what they were."""
+    fmt = fm.FloatFormat.from_string(name)
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
+    codes = codes[~fm.decode(codes, fmt).isinf()]
+    scale = torch.tensor([[2.0**-20], [1.0], [2.0**13]])
+    p = fm.FP8Parameter.from_codes(codes.expand(3, -1).contiguous(), scale, fmt)
+    values = p.dequantize()
+    assert same_bits([values], [fm.decode(codes, fmt) * scale])
+    again = fm.FP8Parameter(values, fmt, scale=scale)
+    canonical = fm.encode(fm.decode(codes, fmt), fmt)
+    assert torch.equal(again.codes, canonical.expand(3, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_it_appears_as(dtype: torch.dtype) -> None:
+    p = parameter(dtype=dtype)
+    assert p.dtype == p.dequantize().dtype == dtype
+    assert torch.equal(p.dequantize().double(), decoded(p))
+
+
+@pytest.mark.parametrize(
+    ("given_dtype", "dtype"),
+    [(torch.float64, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
+def test_other_floats_are_rounded_once(given_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    w = normal(3, 40).to(given_dtype)
+    p = fm.FP8Parameter(w, "E4M3")
+    assert p.dtype == dtype
+    assert torch.equal(p.codes, fm.encode(w.double() / p.scale, "E4M3"))
+    tie = torch.tensor([1.0625 + 2.0**-40], dtype=torch.float64)
+    assert fm.FP8Tensor(tie, "E4M3", scale=1.0).item() == 1.125
+
+
+def test_a_parameter_of_every_family() -> None:
+    p, t = parameter(), fm.FP8Tensor(normal(3, 3))
+    assert isinstance(p, nn.Parameter)
+    assert isinstance(p, geoopt.ManifoldParameter)
+    assert isinstance(p, fm.FP8Tensor)
+    assert isinstance(p, Tensor)
+    assert p.requires_grad
+    assert p.is_leaf
+    assert not isinstance(t, geoopt.ManifoldParameter)
+    assert not t.requires_grad
+    assert type(fm.FP8Parameter.from_float(normal(2, 2), "E5M2", seed=3)) is fm.FP8Parameter
+    assert type(nn.Parameter(t)) is fm.FP8Tensor
+    assert isinstance(nn.Parameter(t), nn.Parameter)
+
+
+# ---------------------------------------------------------------------------------------------- what is left, and bytes
+@every_format
+def test_the_remainder_is_what_rounding_left(name: str) -> None:
+    """Code plus remainder is the chart coordinate of the weight, to half of 1/256 of a step (or the end of int8)."""
+    w = normal(5, 200, std=0.3)
+    p = fm.FP8Parameter(w, name, keep_remainder=True)
+    assert p.remainder is not None
+    assert p.remainder.dtype == torch.int8
+    assert p.remainder.shape == w.shape
+    coordinate = fm.to_chart(w.double() / p.scale, name)
+    kept = fm.to_chart(fm.decode(p.codes, name, torch.float64), name) + p.remainder / 256
+    assert ((kept - coordinate).abs() <= 1 / 512).logical_or(p.remainder == 127).all()
+    assert p.remainder.unique().numel() > 100
+    assert parameter(name).remainder is None
+
+
+def test_it_is_one_byte_a_weight() -> None:
+    """No float copy anywhere: all tensors that come alive with a parameter, counted by their storage."""
+    w = normal(64, 4096)
+
+    def live() -> dict[int, int]:
+        gc.collect()
+        tensors = [x for x in gc.get_objects() if type(x) is Tensor or type(x) is nn.Parameter]
+        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+
+    before = live()
+    p = fm.FP8Parameter(w, "E4M3")
+    new = sum(n for pointer, n in live().items() if pointer not in before)
+    assert new == sum(part.untyped_storage().nbytes() for part in (p.codes, p.scale, p.counter))
+    assert new == 64 * 4096 + 64 * 4 + 8
+
+
+@pytest.mark.parametrize("call", ["linear", "bias", "tokens", "matmul", "slice", "embedding", "autocast"])
+def test_autograd_keeps_codes(call: str) -> None:
+    """Nothing of the size of the weight is saved for the backward pass but views of its codes."""
+    p, x, b = parameter(shape=(48, 64)), normal(5, 64, seed=1).requires_grad_(), normal(48, seed=2)
+    calls: dict[str, Any] = {
+        "linear": lambda: nn.functional.linear(x, p),
+        "bias": lambda: nn.functional.linear(x, p, b),
+        "tokens": lambda: nn.functional.linear(x[None], p, b),
+        "matmul": lambda: x @ p.T,
+        "slice": lambda: x[:4] * p[:4],
+        "embedding": lambda: nn.functional.embedding(torch.arange(6), p),
+        "autocast": lambda: nn.functional.linear(x, p, b),
+    }
+    saved: list[Tensor] = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"),
+    ):
+        y = calls[call]()
+    assert not [t.shape for t in saved if type(t) is Tensor and t.numel() > x.numel()]
+    y.float().square().sum().backward()
+    q, p_grad, x_grad = nn.Parameter(p.dequantize()), p.grad, x.grad
+    x.grad, p = None, q
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=call == "autocast"):
+        z = calls[call]()
+    z.float().square().sum().backward()
+    assert torch.equal(y, z)
+    assert torch.equal(p_grad, q.grad)  # type: ignore[arg-type]
+    assert (x_grad is None and x.grad is None) or torch.equal(x_grad, x.grad)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_has_no_scale(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"\(1, 2\) hold NaN or Inf.*E4M3"):
+        fm.FP8Parameter(torch.tensor([[1.0, bad]]), "E4M3")
+
+
+@every_format
+def test_it_never_holds_inf_and_nan_only_where_there_is_a_code(name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    p = fm.FP8Tensor(torch.tensor([math.inf, -math.inf, 0.0]), name, scale=1.0)
+    assert p.tolist() == [fmt.max, -fmt.max, 0.0]
+    if fmt.nan_code is None:
+        with pytest.raises(ValueError, match="no code for NaN"):
+            fm.FP8Tensor(torch.tensor([math.nan]), name, scale=1.0)
+        with pytest.raises(ValueError, match="no code for NaN"):
+            p[0] = math.nan
+        assert p.tolist() == [fmt.max, -fmt.max, 0.0]
+    else:
+        assert fm.FP8Tensor(torch.tensor([math.nan]), name, scale=1.0).isnan().all()
+    if fmt.inf_code is not None:
+        with pytest.raises(ValueError, match="Inf"):
+            fm.FP8Tensor.from_codes(torch.tensor([fmt.inf_code | fmt.sign_bit], dtype=torch.uint8), p.scale, name)
+
+
+W = torch.ones(2, 64)
+CODES = torch.zeros(2, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fm.FP8Parameter(W, "E4MM3"), ValueError, "E4MM3"),
+        (lambda: fm.FP8Parameter(W, 8), TypeError, "FloatFormat or its name, not int"),
+        (lambda: fm.FP8Parameter([1.0]), TypeError, "w must be a tensor, not list"),
+        (lambda: fm.FP8Parameter(W.int()), TypeError, "w has dtype torch.int32"),
+        (lambda: fm.FP8Parameter(W, granularity="blok"), ValueError, "granularity='blok'.*did you mean 'block'"),
+        (lambda: fm.FP8Parameter(W[:, :40], granularity="block"), ValueError, r"32 divides, not shape \(2, 40\)"),
+        (lambda: fm.FP8Parameter(W[0, 0], granularity="block"), ValueError, r"32 divides, not shape \(\)"),
+        (lambda: fm.FP8Parameter(W, rounding="up"), ValueError, "rounding='up'"),
+        (lambda: fm.FP8Parameter(W, seed=-1), ValueError, "seed=-1"),
+        (lambda: fm.FP8Parameter(W, seed=0.5), TypeError, r"seed=0\.5"),
+        (lambda: fm.FP8Parameter(W, headroom=0.5), ValueError, r"headroom=0\.5"),
+        (lambda: fm.FP8Parameter(W, dtype=torch.float64), TypeError, "dtype=torch.float64.*float32 or torch.bfloat16"),
+        (lambda: fm.FP8Parameter(W, scale=0.3), ValueError, r"scale holds 0\.3.*power of two"),
+        (lambda: fm.FP8Parameter(W, scale=-1.0), ValueError, "scale holds -1"),
+        (lambda: fm.FP8Parameter(W, scale=math.inf), ValueError, "scale holds inf"),
+        (lambda: fm.FP8Parameter(W, scale=0.0), ValueError, "scale holds 0"),
+        (lambda: fm.FP8Parameter(W, scale="1"), TypeError, "scale must be a number or a tensor, not str"),
+        (lambda: fm.FP8Parameter(W, scale=torch.ones(64)), ValueError, r"\(64,\): .*'channel'.*needs \(2, 1\)"),
+        (lambda: fm.FP8Parameter(W, granularity="block", scale=torch.ones(2, 1)), ValueError, r"needs \(2, 2\)"),
+        (lambda: fm.FP8Tensor.from_codes(CODES.int(), W[:, :1], "E4M3"), TypeError, "uint8 tensor, not torch.int32"),
+        (lambda: fm.FP8Tensor.from_codes(CODES + 64, W[:, :1], "E2M3"), ValueError, "code 64 is out of range for E2M3"),
+        (lambda: fm.FP8Tensor.from_codes(CODES, W, "E4M3"), ValueError, r"needs \(2, 1\)"),
+        (lambda: fm.FP8Tensor.from_codes(CODES, W[:, :2], "E4M3", block_size=16), ValueError, "block_size=16"),
+    ],
+)
+def test_refusals(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ------------------------------------------------------------------------------------------------------------- codes
+@settings
+@given(st.sampled_from(["E4M3", "E7M0", "E1M6"]), st.integers(0, 2**31), st.sampled_from([(), (2, 1), (2, 2)]))
+def test_parts_make_the_tensor(name: str, seed: int, shape: tuple[int, ...]) -> None:
+    """from_codes of a tensor's own parts is that tensor, sharing them."""
+    granularity: Any = {(): "tensor", (2, 1): "channel", (2, 2): "block"}[shape]
+    p = parameter(name, (2, 64), seed, granularity=granularity)
+    q = fm.FP8Parameter.from_codes(p.codes, p.scale, name, block_size=p.block_size, seed=seed)
+    assert same_store(p, q)
+    assert q.codes.data_ptr() == p.codes.data_ptr()
+    assert (q.seed, q.rounding, q.requires_grad) == (seed, "stochastic", False)
