@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -13,29 +14,27 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the parameters, the buffers and everything the optimizer keeps between steps.
 
     A tensor subclass counts as the tensors inside it, a memory that several tensors share once, and a view as the
-    whole memory it keeps alive. Gradients are left out: a step ends without them.
+    whole memory it keeps alive. Gradients are left out, unless the optimizer keeps some that the model does not.
 
     >>> model = nn.Linear(8, 4, bias=False)
     >>> held_bytes(model, torch.optim.SGD(model.parameters(), lr=0.1))
     128
     """
-    return storage_bytes([*model.parameters(), *model.buffers(), *tensors_in(vars(optimizer))])
+    held = [*model.parameters(), *model.buffers(), *tensors_in(vars(optimizer))]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return sum(_sizes(held).values()) - sum(size for key, size in _sizes(gradients).items() if key in _sizes(held))
 
 
 def bytes_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of these parameters alone, with the optimizer's state for each."""
     held = [tensor for parameter in parameters for tensor in (parameter, *tensors_in(optimizer.state.get(parameter)))]
-    return storage_bytes(held)
+    return sum(_sizes(held).values())
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct memories behind the tensors.
-
-    >>> storage_bytes([torch.zeros(10), torch.zeros(4, dtype=torch.uint8)])
-    44
-    """
+def _sizes(tensors: Iterable[Tensor]) -> dict[tuple[str, int], int]:
+    """Return the bytes of the distinct memories behind the tensors, by device and address."""
     storages = [inner.untyped_storage() for tensor in tensors for inner in plain_tensors(tensor)]
-    return sum({(str(storage.device), storage.data_ptr()): storage.nbytes() for storage in storages}.values())
+    return {(str(storage.device), storage.data_ptr()): storage.nbytes() for storage in storages}
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -49,7 +48,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested containers, the keys of mappings among them.
+    """Return the tensors in nested containers and objects, the keys of mappings among them.
 
     >>> len(tensors_in({"a": [torch.zeros(1), 2.0], torch.zeros(1): None}))
     2
@@ -60,7 +59,17 @@ def tensors_in(value: Any) -> list[Tensor]:
 def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple | set) and id(value) not in seen:
+    elif id(value) not in seen:
         seen.add(id(value))
-        for item in [*value, *(value.values() if isinstance(value, Mapping) else ())]:
+        for item in _contents(value):
             yield from _walk(item, seen)
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, type | ModuleType | FunctionType) or not hasattr(value, "__dict__"):
+        return ()
+    return list(vars(value).values())

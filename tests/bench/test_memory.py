@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanogpt_bench.config import Config
-from nanogpt_bench.memory import bytes_of, held_bytes, storage_bytes, tensors_in
+from nanogpt_bench.memory import bytes_of, held_bytes, tensors_in
 from nanogpt_bench.train import run
 
 Tiny = Callable[..., Config]
@@ -37,15 +37,44 @@ class Packed(Tensor):
         raise NotImplementedError(function)
 
 
+class Holder:
+    """Something an optimizer might keep its tensors in."""
+
+    def __init__(self, **contents: Any) -> None:
+        vars(self).update(contents)
+
+
+def bytes_with(**kept: Any) -> int:
+    """What an optimizer over no memory of its own holds with these attributes."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    vars(optimizer).update(kept)
+    return held_bytes(layer, optimizer) - 4
+
+
 def test_a_wrapper_counts_as_what_is_inside_it() -> None:
-    assert storage_bytes([Packed(torch.zeros(100, dtype=torch.uint8))]) == 100 + 4
+    assert bytes_with(kept=Packed(torch.zeros(100, dtype=torch.uint8))) == 100 + 4
 
 
 def test_shared_memory_counts_once_and_a_view_keeps_all_of_its_memory() -> None:
     whole = torch.zeros(100)
-    assert storage_bytes([whole, whole.view(10, 10), whole[:3]]) == 400
-    assert storage_bytes([whole[:3]]) == 400
-    assert storage_bytes([torch.zeros(0), torch.zeros(0)]) == 0
+    assert bytes_with(kept=[whole, whole.view(10, 10), whole[:3]]) == 400
+    assert bytes_with(kept=whole[:3]) == 400
+    assert bytes_with(kept=[torch.zeros(0), torch.zeros(0)]) == 0
+
+
+def test_what_an_object_of_the_optimizer_keeps_counts() -> None:
+    assert bytes_with(jobs={"a": Holder(scratch=torch.zeros(10), name="a")}) == 40
+
+
+def test_gradients_do_not_count_while_the_model_has_them() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 8)).sum().backward()
+    optimizer.kept = Holder(gradient=layer.weight.grad.view(-1))  # type: ignore[attr-defined, union-attr]
+    assert held_bytes(layer, optimizer) == 256
+    optimizer.zero_grad()
+    assert held_bytes(layer, optimizer) == 512
 
 
 def test_tensors_are_found_in_nested_containers_and_in_containers_that_hold_themselves() -> None:
