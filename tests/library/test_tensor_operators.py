@@ -1,0 +1,308 @@
+"""FP8Tensor under torch's operators: what is read, what is written, views, draws, saturation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from tensor_cases import GRANULARITIES, decoded, every_format, every_granularity, parameter, same_store
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import SaturationWarning
+
+# ----------------------------------------------------------------------------------------------------------- reading
+READS: dict[str, Any] = {
+    "add": lambda w: w + 1,
+    "radd": lambda w: 1 - w,
+    "matmul": lambda w: w @ w.t(),
+    "sum": lambda w: w.sum(1),
+    "where": lambda w: torch.where(w > 0, w, 0.0),
+    "cat": lambda w: torch.cat([w, w]),
+    "stack": lambda w: torch.stack([w[0], w[1]]),
+    "index": lambda w: w[torch.tensor([2, 0, 2])],
+    "mask": lambda w: w[w > 0],
+    "take": lambda w: w.index_select(1, torch.tensor([3, 1])),
+    "embedding": lambda w: nn.functional.embedding(torch.tensor([[1, 3], [0, 1]]), w),
+    "conv": lambda w: nn.functional.conv1d(torch.ones(1, 2, 40), w.view(4, 2, 32)),
+    "einsum": lambda w: torch.einsum("oi,bi->bo", w, torch.ones(2, 64)),
+    "foreach-norm": lambda w: torch.stack(torch._foreach_norm([w, w])),
+    "sort": lambda w: w.sort(1).values,
+    "equal": lambda w: torch.tensor(torch.equal(w, w)),
+    "remainder": lambda w: torch.remainder(w, 0.25),
+    "bool": lambda w: torch.tensor(bool(w.isfinite().all())),
+    "to-float64": lambda w: w.double(),
+    "to-int": lambda w: (w * 100).int(),
+    "norm": lambda w: torch.linalg.vector_norm(w),
+    "ulp": lambda w: fm.ulp(w, "E4M3"),
+    "round": lambda w: fm.round_to_grid(w, "E5M2"),
+    "encode": lambda w: fm.encode(w, "E5M2"),
+    "chart": lambda w: fm.to_chart(w, "E4M3"),
+}
+
+
+@every_granularity
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_gives_plain_tensors_of_the_values(read: Any, granularity: Any) -> None:
+    p = parameter(granularity=granularity)
+    codes = p.codes.clone()
+    got = read(p)
+    assert type(got) is Tensor
+    assert torch.equal(got, read(p.dequantize()))
+    assert torch.equal(p.codes, codes)
+
+
+VIEWS: dict[str, Any] = {
+    "row": lambda w: w[1],
+    "item": lambda w: w[1, 2],
+    "slice": lambda w: w[1:3, ::2],
+    "transpose": lambda w: w.t(),
+    "permute": lambda w: w.view(2, 2, 64).permute(2, 0, 1),
+    "view": lambda w: w.view(-1),
+    "flatten": lambda w: w.t().t().reshape(8, 32),
+    "unsqueeze": lambda w: w[None, ..., None],
+    "squeeze": lambda w: w[None].squeeze(0),
+    "narrow": lambda w: w.narrow(1, 3, 5),
+    "diagonal": lambda w: w.diagonal(),
+    "chunk": lambda w: w.chunk(2, 0)[1],
+    "unbind": lambda w: w.unbind(1)[7],
+    "unfold": lambda w: w.unfold(1, 4, 4),
+    "detach": lambda w: w[1].detach(),
+    "nested": lambda w: w.t()[3:9].view(2, 3, 4)[1],
+}
+
+
+@every_granularity
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_reads_the_values_and_writes_into_the_codes(view: Any, granularity: Any) -> None:
+    p = parameter(granularity=granularity)
+    plain = p.dequantize()
+    with torch.no_grad():
+        part = view(p)
+        assert part.shape == view(plain).shape
+        assert part.dtype == p.dtype
+        assert part.tolist() == view(plain).tolist()
+        assert torch.equal(part + 0, view(plain))
+        part.neg_()
+        view(plain).neg_()
+        assert torch.equal(p.dequantize(), plain)
+        assert torch.equal(part + 0, view(plain))  # the view goes on following
+
+
+def test_a_view_of_what_can_not_be_viewed_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        parameter().t().view(-1)
+    for resize in (lambda w: w.t_(), lambda w: w.unsqueeze_(0), lambda w: w.resize_(2, 2)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"in place|resize"):
+            resize(parameter())
+
+
+def test_expanded_views_read() -> None:
+    p = parameter()
+    assert torch.equal(p.expand(3, 4, 64) + 0, p.dequantize().expand(3, 4, 64))
+    assert torch.equal(torch.stack(list(p)), p.dequantize())
+
+
+@pytest.mark.parametrize("make", ["zeros_like", "ones_like", "empty_like", "rand_like", "randn_like"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_made_like_it_is_plain(make: str, dtype: torch.dtype) -> None:
+    p = parameter(dtype=dtype)
+    made = [getattr(torch, make)(p), p.new_zeros(4, 64), p.new_empty(4, 64), torch.full_like(p, 2.0)]
+    for x in made:
+        assert type(x) is Tensor
+        assert (x.shape, x.dtype, x.device, x.stride()) == (p.shape, dtype, p.device, p.stride())
+
+
+def test_it_prints() -> None:
+    p = parameter("E5M2", (2, 3), scale=torch.tensor([[2.0**-12], [2.0**-9]]))
+    text = repr(p)
+    for part in ("FP8Parameter(", "format=E5M2", "scale=2^-12..2^-9", "shape=(2, 3)", "requires_grad=True"):
+        assert part in text
+    assert repr(p.dequantize())[7:20] in text
+    assert "scale=2^-3," in str(fm.FP8Tensor(torch.ones(2), "E4M3", scale=0.125))
+    assert "device=meta" in repr(p.to("meta"))
+    assert f"{p[0]}".startswith("View(tensor([")
+    assert "[]" in repr(fm.FP8Tensor(torch.empty(0)))
+
+
+def test_numbers_and_arrays() -> None:
+    p = parameter()
+    assert p.tolist() == p.dequantize().tolist()
+    assert (p.numpy() == p.dequantize().numpy()).all()
+    assert p[1, 2].item() == p.dequantize()[1, 2].item()
+    assert len(p) == 4
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+WRITES: dict[str, Any] = {
+    "add": lambda w: w.add_(normal(4, 64, seed=5), alpha=0.01),
+    "iadd": lambda w: w.__iadd__(0.001),
+    "mul": lambda w: w.mul_(0.99),
+    "addcdiv": lambda w: w.addcdiv_(normal(4, 64, seed=5), torch.full((4, 64), 3.0), value=-0.01),
+    "lerp": lambda w: w.lerp_(normal(4, 64, seed=5), 0.01),
+    "copy": lambda w: w.copy_(normal(4, 64, seed=5, std=0.1)),
+    "fill": lambda w: w.fill_(0.0123),
+    "clamp": lambda w: w.clamp_(-0.05, 0.05),
+    "sub-row": lambda w: w[1].sub_(0.001),
+    "index-put": lambda w: w.__setitem__((torch.tensor([0, 2]), torch.tensor([5, 6])), 0.0123),
+    "mask": lambda w: w.__setitem__(w > 0, 0.0123),
+    "out": lambda w: torch.mul(normal(4, 64, seed=5), 0.05, out=w),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.99),
+    "foreach-addcmul": lambda w: torch._foreach_addcmul_([w], [torch.ones(4, 64)], [torch.ones(4, 64)], 0.001),
+}
+
+
+@every_granularity
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writing_rounds_the_result_to_nearest(write: Any, granularity: Any) -> None:
+    p = parameter(granularity=granularity, rounding="nearest")
+    plain = p.dequantize()
+    with torch.no_grad():
+        write(plain)
+        write(p)
+    assert torch.equal(p.dequantize(), fm.round_to_grid(plain / wide(p), "E4M3") * wide(p))
+    assert int(p.counter) == 0
+
+
+def wide(p: fm.FP8Tensor) -> Tensor:
+    return p.expanded_scale()
+
+
+@every_format
+def test_writing_rounds_stochastically_by_the_counter(name: str) -> None:
+    """The draws are those of (seed, counter): one count for every write."""
+    p = parameter(name, seed=7)
+    with torch.no_grad():
+        for step in range(3):
+            target = p.dequantize() * 0.97
+            expected = fm.encode(target / wide(p), name, "stochastic", seed=7, step=step)
+            p.mul_(0.97)
+            assert torch.equal(p.codes, expected)
+            assert int(p.counter) == step + 1
+
+
+def test_stochastic_writing_is_unbiased() -> None:
+    w = fm.FP8Tensor(torch.full((200_000,), 1.0), "E4M3", scale=1.0, seed=3)
+    w.add_(0.03)  # 0.24 ULP
+    assert w.unique().tolist() == [1.0, 1.125]
+    mean, deviation = w.double().mean().item(), 0.125 * math.sqrt(0.24 * 0.76 / 200_000)
+    assert abs(mean - 1.03) < 4 * deviation
+
+
+def test_draws_follow_the_seed_and_nothing_else() -> None:
+    """Not the global generator, not the layout of the scale."""
+    results = []
+    for global_seed, seed in ((0, 1), (5, 1), (0, 2)):
+        torch.manual_seed(global_seed)
+        torch.rand(3)
+        p = parameter(shape=(40, 64))
+        p.seed = seed
+        with torch.no_grad():
+            p.mul_(0.97)
+        results.append(p.codes.clone())
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_bfloat16_is_written_in_float32(granularity: Any) -> None:
+    """An update below half a bfloat16 ULP is still seen by the rounding."""
+    p = fm.FP8Tensor(torch.ones(4, 4096, dtype=torch.bfloat16), "E4M3", scale=1.0, granularity=granularity)
+    p.add_(torch.full((4, 4096), 2.0**-10, dtype=torch.bfloat16))
+    assert p.dtype == torch.bfloat16
+    moved = (p.dequantize() > 1).float().mean().item()
+    assert abs(moved - 2.0**-7) < 4 * math.sqrt(2.0**-7 / (4 * 4096))
+
+
+def test_writes_from_nan_are_refused_before_anything_changes() -> None:
+    p = parameter("E1M6")
+    codes = p.codes.clone()
+    gradient = torch.full((4, 64), 0.01)
+    gradient[2, 3] = math.nan
+    with torch.no_grad(), pytest.raises(ValueError, match="1 NaN, and E1M6 has no code"):
+        p.sub_(gradient)
+    assert torch.equal(p.codes, codes)
+    assert int(p.counter) == 0
+
+
+@every_format
+def test_saturating_writes_warn(name: str) -> None:
+    p = parameter(name)
+    limit = (p.expanded_scale() * p.format.max).expand(p.shape).clone()
+    with torch.no_grad():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            p.copy_(limit)
+        with pytest.warns(SaturationWarning, match=f"1 of 256 values .* {name} scale, and saturate.*adapt_scale_"):
+            p[1, 3].mul_(2)
+    assert torch.equal(p.dequantize(), limit)
+
+
+def test_writing_drops_the_remainder_for_all_that_share_it() -> None:
+    p = parameter(keep_remainder=True)
+    shared, copied = p.detach(), p.clone()
+    assert shared.remainder is not None
+    with torch.no_grad():
+        p.mul_(0.9)
+    assert p.remainder is None
+    assert shared.remainder.count_nonzero() == 0
+    assert copied.remainder is not None
+    assert copied.remainder.count_nonzero() > 0
+
+
+# ----------------------------------------------------------------------------------------------------------- copying
+def test_copying_one_into_another_is_exact() -> None:
+    p, q = parameter(seed=1), parameter(seed=2)
+    with torch.no_grad():
+        p.mul_(0.9)
+        p.rescale_(p.scale * 4)
+        q.copy_(p)
+    assert same_store(p, q)
+    assert (q.seed, p.seed) == (2, 1)
+    assert q.codes.data_ptr() != p.codes.data_ptr()
+
+
+@pytest.mark.parametrize(("own", "other"), [("channel", "tensor"), ("block", "tensor"), ("block", "channel")])
+def test_a_finer_scale_takes_a_coarser_one(own: Any, other: Any) -> None:
+    p, q = parameter(granularity=own), parameter(granularity=other, seed=1)
+    with torch.no_grad():
+        p.copy_(q)
+        assert torch.equal(p.dequantize(), q.dequantize())
+        assert p.granularity == own
+        with pytest.raises(ValueError, match=f"a scale for each {own}, this one for each {other}"):
+            q.copy_(p)
+
+
+def test_copying_what_does_not_fit_is_refused() -> None:
+    p = parameter()
+    for other, message in (
+        (parameter("E5M2"), "of E5M2, but this one is of E4M3"),
+        (parameter(shape=(4, 32)), "shape"),
+    ):
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            p.copy_(other)
+
+
+def test_data_is_the_tensor_and_can_be_written() -> None:
+    p = parameter(rounding="nearest")
+    assert type(p.data) is fm.FP8Parameter
+    assert p.data.codes.data_ptr() == p.codes.data_ptr()
+    p.data = torch.full((4, 64), 0.0625)
+    assert (p == 0.0625).all()
+    p.data.zero_()
+    assert (p == 0).all()
+    with pytest.raises(TypeError, match=r"float32 or bfloat16, not torch\.float64"):
+        p.data = torch.ones(4, 64, dtype=torch.float64)
+
+
+@every_granularity
+def test_large_tensors_are_decoded_in_pieces(granularity: Any) -> None:
+    """Several pieces of the decoder, the last one shorter, in both dtypes."""
+    for shape in ((3, 70_016), (5003, 96)):
+        p = parameter(shape=shape, granularity=granularity)
+        assert torch.equal(p.dequantize().double(), decoded(p))
+        assert torch.equal(p.to(torch.bfloat16).dequantize().double(), decoded(p))
