@@ -81,18 +81,24 @@ class View(EncodedTensor):
     replay: Callable[[Tensor], Tensor]
 
     @staticmethod
-    def __new__(cls, base: EncodedTensor, replay: Callable[[Tensor], Tensor], like: Tensor) -> "View":
-        """``replay(base)``, of the shape and strides of ``like``."""
+    def __new__(
+        cls, base: EncodedTensor, replay: Callable[[Tensor], Tensor], size: Any, stride: Any, offset: Any = 0
+    ) -> "View":
+        """``replay(base)``, whose size, stride and offset it is told."""
         view: View = torch.Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=base.dtype,
-            device=base.device,
+            cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
         )
         view.base, view.replay = base, replay
         return view
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """The base, and how it is viewed."""
+        return ["base"], (self.replay, self.storage_offset())
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, Any], rest: tuple[Any, ...], size: Any, stride: Any) -> "View":
+        """The way back."""
+        return cls(parts["base"], rest[0], size, stride, rest[1])
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor."""
@@ -187,8 +193,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     shapes = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
     if isinstance(shapes, Tensor):
-        return View(base, replay, shapes) if shapes.dtype == base.dtype else func(*_plain(args), **kwargs)
-    return [View(base, partial(_part, replay, i), shape) for i, shape in enumerate(shapes)]
+        return _view_of(base, replay, shapes) if shapes.dtype == base.dtype else func(*_plain(args), **kwargs)
+    return [_view_of(base, partial(_part, replay, i), shape) for i, shape in enumerate(shapes)]
+
+
+def _view_of(base: EncodedTensor, replay: Callable[[Tensor], Tensor], like: Tensor) -> View:
+    return View(base, replay, like.shape, like.stride(), like.storage_offset())
 
 
 def _part(replay: Callable[[Tensor], Any], index: int, x: Tensor) -> Any:
@@ -212,7 +222,7 @@ def _is_whole(x: Any) -> bool:
 @_implements(_aten.detach.default, _aten.alias.default)
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    return View(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
+    return _view_of(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
 
 
 @_implements(_aten.clone.default)

@@ -1,0 +1,195 @@
+"""FP8Tensor under torch.compile: one graph, the same numbers, codes in and codes saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from tensor_cases import INPUT, Net, decoded, loss_of, parameter
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fp8manifold as fm
+
+pytestmark = pytest.mark.usefixtures("cpp_compiler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def compare(net: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Loss and gradients of one fullgraph compilation against eager."""
+    compiled = torch.compile(net, fullgraph=True)
+    eager_loss = loss_of(net, dtype)
+    eager_loss.backward()
+    expected = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    loss = loss_of(compiled, dtype)
+    loss.backward()
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.01}
+    torch.testing.assert_close(loss, eager_loss, **tolerance)
+    for p, e in zip(net.parameters(), expected, strict=True):
+        assert (p.grad is None) == (e is None)
+        if p.grad is not None:
+            assert type(p.grad) is Tensor
+            torch.testing.assert_close(p.grad, e, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("E4M3", {}),
+        ("E7M0", {"granularity": "tensor"}),
+        ("E1M6", {"granularity": "block", "keep_remainder": True}),
+        ("E5M2FNUZ", {"dtype": torch.bfloat16}),
+        ("E2M1", {"requires_grad": False}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_forward_and_backward_in_one_graph(name: str, options: dict[str, Any]) -> None:
+    dtype = options.get("dtype", torch.float32)
+    net = Net(name, **options).to(dtype)
+    compare(net, dtype)
+    assert all(type(p) is fm.FP8Parameter for p in net.stored)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_frozen_model_compiles(mode: Any) -> None:
+    net = Net(requires_grad=False)
+    net.requires_grad_(False)
+    compiled = torch.compile(net, fullgraph=True)
+    with mode():
+        torch.testing.assert_close(compiled(INPUT), net(INPUT), rtol=1e-4, atol=1e-5)
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(net, fullgraph=True)(INPUT), net(INPUT), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E5M2", "E7M0", "E4M3FNUZ", "E2M3"])
+def test_values_are_the_same_to_the_bit(name: str) -> None:
+    """All codes, at scales that reach into bfloat16's subnormals."""
+    fmt = fm.FloatFormat.from_string(name)
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
+    codes = codes[~fm.decode(codes, fmt).isinf()].expand(3, -1).contiguous()
+    for dtype in (torch.float32, torch.bfloat16):
+        p = fm.FP8Parameter.from_codes(codes, torch.tensor([[2.0**-30], [1.0], [2.0**20]]), fmt, dtype=dtype)
+        values = torch.compile(lambda w: w * 1, fullgraph=True)(p)
+        torch.testing.assert_close(values, p.dequantize(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(values.nan_to_num(0).double(), decoded(p).nan_to_num(0))
+
+
+def test_training_compiled_follows_the_codes() -> None:
+    """The graph reads the codes of the moment: steps between calls are seen, without compiling again."""
+    net = Net()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend=counter)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = loss_of(compiled)
+        assert loss.item() == pytest.approx(loss_of(net).item(), rel=1e-4)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+    assert counter.frame_count == 1
+
+
+def test_taking_the_remainder_or_changing_scales_compiles_nothing_anew() -> None:
+    net = Net(keep_remainder=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(net, fullgraph=True, backend=counter)
+    compiled(INPUT)
+    for p in net.stored:
+        p.remainder = None
+        p.rescale_(p.scale * 2)
+    torch.testing.assert_close(compiled(INPUT), net(INPUT))
+    assert counter.frame_count == 1
+
+
+class Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.inner.weight = parameter(shape=(32, 32), seed=seed)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x))
+
+
+def test_blocks_of_different_seeds_share_one_graph() -> None:
+    """More blocks than the compiler would specialise one function for."""
+    blocks = [Block(seed) for seed in range(torch._dynamo.config.recompile_limit + 4)]
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in blocks:
+        block.compile(fullgraph=True, backend=counter)
+    for block in blocks:
+        expected = torch.relu(nn.functional.linear(INPUT, block.inner.weight, block.inner.bias))
+        torch.testing.assert_close(block(INPUT), expected)
+    assert counter.frame_count == 1
+
+
+def test_the_compiled_backward_keeps_codes() -> None:
+    net = Net()
+    saved: list[Tensor] = []
+    compiled = torch.compile(net, fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        compiled(INPUT[:4].clone().requires_grad_())
+    shapes = {tuple(p.shape) for p in net.stored} | {tuple(p.t().shape) for p in net.stored}
+    assert saved
+    assert [t.dtype for t in saved if tuple(t.shape) in shapes and t.dtype != torch.uint8] == []
+
+
+def test_nearest_writes_compile() -> None:
+    def write(p: Tensor, g: Tensor) -> Tensor:
+        p.mul_(0.9)
+        p.add_(g, alpha=-0.01)
+        p[1].zero_()
+        p.t()[3].mul_(0.5)
+        return p.sum()
+
+    p, q = parameter(rounding="nearest"), parameter(rounding="nearest")
+    g = torch.ones(4, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(write, fullgraph=True)(p, g), write(q, g))
+    assert torch.equal(p.codes, q.codes)
+
+
+def test_stochastic_writes_do_not_compile() -> None:
+    """Their draws would be those of one moment for good."""
+    with torch.no_grad(), pytest.raises(Exception, match="take rounding='nearest', or step it with"):
+        torch.compile(lambda p: p.mul_(0.9), fullgraph=True)(parameter())
+
+
+VIEWS: dict[str, Any] = {
+    "row": lambda w, x: x @ w[1],
+    "transpose": lambda w, x: x @ w.t(),
+    "flat": lambda w, x: w.view(-1).square().sum() + x.sum(),
+    "chunk": lambda w, x: x * w.chunk(2)[1],
+    "twice": lambda w, x: x @ w[:2].T @ w[:2],
+    "embedding": lambda w, x: nn.functional.embedding(torch.tensor([1, 3]), w) * x,
+}
+
+
+@pytest.mark.parametrize("call", VIEWS.values(), ids=VIEWS)
+def test_views_compile(call: Any) -> None:
+    p, x = parameter(), INPUT[:2].repeat(1, 2)
+    expected = call(p, x)
+    (gradient,) = torch.autograd.grad(expected.sum(), p)
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(p, x)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), p)[0], gradient)
+
+
+def test_a_compiled_module_can_be_moved() -> None:
+    net = Net()
+    compiled = torch.compile(net, fullgraph=True)
+    loss_of(compiled).backward()
+    net.zero_grad()
+    net.to(torch.bfloat16)
+    assert compiled(INPUT.bfloat16()).dtype == torch.bfloat16

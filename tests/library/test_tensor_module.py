@@ -1,0 +1,284 @@
+"""FP8Parameter in a module: copies, files, devices and dtypes, torch's own helpers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from optimizer_cases import normal, through_disk
+from tensor_cases import FORMATS, INPUT, TARGET, Net, every_format, every_granularity, loss_of, parameter, same_store
+from torch import Tensor, nn
+
+import fp8manifold as fm
+
+
+def loaded(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, **options)
+
+
+def stepped(net: Net, steps: int = 2) -> Net:
+    """Advance codes and counters, so that there is more to keep than the first rounding."""
+    with torch.no_grad():
+        for p in net.stored:
+            for _ in range(steps):
+                p.mul_(0.99)
+    return net
+
+
+# ------------------------------------------------------------------------------------------------- copies of a tensor
+COPIES: dict[str, Any] = {
+    "clone": lambda p: p.clone(),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "torch.load": loaded,
+    "torch.load-mmap-free": lambda p: loaded({"w": p})["w"],
+    "to-copy": lambda p: p.to(torch.float32, copy=True),
+    "bfloat16-and-back": lambda p: p.to(torch.bfloat16).to(torch.float32),
+    "bfloat16-module": lambda p: p.bfloat16().float(),
+}
+
+
+@pytest.mark.parametrize("kind", [fm.FP8Parameter, fm.FP8Tensor])
+@every_granularity
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_copy_is_the_same_and_apart(make: Any, granularity: Any, kind: Any) -> None:
+    options: dict[str, Any] = {"granularity": granularity, "rounding": "nearest", "seed": 11, "keep_remainder": True}
+    p = kind(normal(4, 64), "E3M4", **options)
+    q = make(p)
+    assert type(q) is kind
+    assert same_store(p, q)
+    assert (q.rounding, q.seed, q.dtype, q.requires_grad) == ("nearest", 11, torch.float32, p.requires_grad)
+    assert torch.equal(q.remainder, p.remainder)
+    pairs = ((p.codes, q.codes), (p.scale, q.scale), (p.counter, q.counter), (p.remainder, q.remainder))
+    assert all(a.data_ptr() != b.data_ptr() for a, b in pairs)
+    with torch.no_grad():
+        q.neg_()
+    assert not torch.equal(p.codes, q.codes)
+
+
+def test_detaching_shares() -> None:
+    p = parameter(keep_remainder=True)
+    q = p.detach()
+    assert type(q) is fm.FP8Parameter
+    assert not q.requires_grad
+    pairs = ((p.codes, q.codes), (p.scale, q.scale), (p.counter, q.counter), (p.remainder, q.remainder))
+    assert all(a.data_ptr() == b.data_ptr() for a, b in pairs if a is not None and b is not None)
+
+
+def test_files_are_one_byte_a_weight() -> None:
+    p = parameter(shape=(256, 1024))
+    file = io.BytesIO()
+    torch.save(p, file)
+    assert file.tell() < 256 * 1024 + 256 * 4 + 4000
+
+
+@every_format
+def test_files_name_the_format(name: str) -> None:
+    assert loaded(parameter(name)).format == fm.FloatFormat.from_string(name)
+
+
+def test_saved_views_are_values() -> None:
+    p = parameter()
+    assert type(loaded(p[1])) is Tensor
+    assert torch.equal(loaded(p[1]), p.dequantize()[1])
+    assert torch.equal(copy.deepcopy(p[1].detach()), p.dequantize()[1])
+
+
+# ------------------------------------------------------------------------------------------------- modules, state dicts
+@pytest.mark.parametrize("name", FORMATS)
+def test_state_dict_round_trip(name: str) -> None:
+    """Scale and counter of the file are adopted exactly, into weights of another scale."""
+    net, other = stepped(Net(name)), Net(name)
+    with torch.no_grad():
+        for p in other.stored:
+            p.rescale_(p.scale * 8)
+    assert str(other.load_state_dict(through_disk(net.state_dict()))) == "<All keys matched successfully>"
+    assert all(same_store(a, b) for a, b in zip(net.stored, other.stored, strict=True))
+    assert all(int(p.counter) == 2 for p in other.stored)
+    assert torch.equal(net(INPUT), other(INPUT))
+    assert all(type(p) is fm.FP8Parameter and p.requires_grad for p in other.stored)
+    assert all(same_store(a, b) for a, b in zip(stepped(net).stored, stepped(other).stored, strict=True))
+
+
+def test_assigning_a_state_dict() -> None:
+    net = stepped(Net())
+    with torch.device("meta"):
+        other = Net(granularity="tensor")
+    assert all(p.is_meta and type(p) is fm.FP8Parameter for p in other.stored)
+    other.load_state_dict(through_disk(net.state_dict()), assign=True)
+    assert all(same_store(a, b) for a, b in zip(net.stored, other.stored, strict=True))
+    assert all(type(p) is fm.FP8Parameter and p.requires_grad and not p.is_meta for p in other.stored)
+    assert all(isinstance(p, geoopt.ManifoldParameter) for p in other.stored)
+    assert torch.equal(net(INPUT), other(INPUT))
+
+
+def test_another_format_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeError, match=r"first\.weight.*is of E4M3, but this one is of E5M2"):
+        Net("E5M2").load_state_dict(Net("E4M3").state_dict())
+
+
+def test_floats_are_rounded_at_the_scale_that_is_there() -> None:
+    net, floats = Net(rounding="nearest"), Net()
+    for layer in (floats.first, floats.second):
+        layer.weight = nn.Parameter(normal(*layer.weight.shape, seed=7, std=0.1))
+    scales = [p.scale.clone() for p in net.stored]
+    net.load_state_dict(through_disk(floats.state_dict()))
+    for p, scale, layer in zip(net.stored, scales, (floats.first, floats.second), strict=True):
+        assert torch.equal(p.scale, scale)
+        assert torch.equal(p.codes, fm.encode(layer.weight.detach() / scale, "E4M3"))
+
+
+def test_a_float_model_takes_the_values() -> None:
+    net, floats = Net(), Net()
+    for layer in (floats.first, floats.second):
+        layer.weight = nn.Parameter(torch.zeros_like(layer.weight))
+    floats.load_state_dict(net.state_dict())
+    assert type(floats.first.weight) is nn.Parameter
+    assert torch.equal(floats.first.weight, net.first.weight.dequantize())
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_moving_a_module_keeps_class_and_codes(swap: bool) -> None:
+    net = stepped(Net(keep_remainder=False))
+    loss_of(net).backward()
+    codes = [p.codes.clone() for p in net.stored]
+    identities = [id(p) for p in net.stored]
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        for dtype in (torch.bfloat16, torch.float32):
+            net.to(dtype)
+            assert [id(p) for p in net.stored] == identities
+            assert all(type(p) is fm.FP8Parameter and p.dtype == dtype and p.requires_grad for p in net.stored)
+            assert all(p.grad.dtype == dtype for p in net.stored if p.grad is not None)
+            assert all(torch.equal(p.codes, c) for p, c in zip(net.stored, codes, strict=True))
+            assert net(INPUT.to(dtype)).dtype == dtype
+        net.to("meta")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(type(p) is fm.FP8Parameter and p.is_meta and p.codes.is_meta for p in net.stored)
+    assert net(torch.empty(3, 32, device="meta")).shape == (3, 1)
+
+
+def test_memory_for_meta_weights() -> None:
+    """to_empty gives codes, not floats; a state dict then fills them."""
+    net = stepped(Net())
+    with torch.device("meta"):
+        other = Net()
+    other.to_empty(device="cpu")
+    assert all(type(p) is fm.FP8Parameter and p.codes.dtype == torch.uint8 for p in other.stored)
+    other.load_state_dict(net.state_dict())
+    assert torch.equal(net(INPUT), other(INPUT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_refused_by_modules_and_plain_elsewhere(dtype: torch.dtype) -> None:
+    net = Net()
+    with pytest.raises((TypeError, RuntimeError), match="float32 or bfloat16, not"):
+        net.to(dtype)
+    converted = net.first.weight.to(dtype)
+    assert type(converted) is Tensor
+    assert converted.dtype == dtype
+
+
+def test_a_deep_copy_of_a_module_is_independent() -> None:
+    net = stepped(Net())
+    twin = copy.deepcopy(net)
+    assert all(same_store(a, b) for a, b in zip(net.stored, twin.stored, strict=True))
+    expected = net(INPUT)
+    stepped(twin)
+    assert torch.equal(net(INPUT), expected)
+    assert not torch.equal(twin(INPUT), expected)
+    tied = nn.ModuleList([net.first, net.first])
+    copied = copy.deepcopy(tied)
+    assert copied[0].weight is copied[1].weight
+
+
+# -------------------------------------------------------------------------------------------------- torch's own helpers
+def test_gradients_are_those_of_the_values() -> None:
+    net, floats = Net(), Net()
+    for layer, p in zip((floats.first, floats.second), net.stored, strict=True):
+        layer.weight = nn.Parameter(p.dequantize())
+    losses = [loss_of(n) for n in (net, floats)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    for p, q in zip(net.parameters(), floats.parameters(), strict=True):
+        assert type(p.grad) is Tensor
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    loss_of(net).backward()
+    assert torch.equal(net.first.weight.grad, 2 * floats.first.weight.grad)  # type: ignore[operator, arg-type]
+
+
+def test_gradient_helpers() -> None:
+    net = Net()
+    (1000 * loss_of(net)).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    assert norm > 1
+    total = torch.stack([p.grad.square().sum() for p in net.parameters() if p.grad is not None]).sum()
+    assert total.item() == pytest.approx(1.0, rel=1e-4)
+    nn.utils.clip_grad_value_(net.parameters(), 0.01)
+    assert all(p.grad.abs().max() <= 0.01 for p in net.parameters() if p.grad is not None)
+    net.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+    loss_of(net).backward()
+    net.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in net.parameters())
+    net.first.weight.requires_grad_(False)
+    net.first.weight.grad = None
+    loss_of(net).backward()
+    assert net.first.weight.grad is None
+    assert net.second.weight.grad.any()  # type: ignore[union-attr]
+    p = parameter()
+    p.grad = torch.ones(4, 64)
+    assert p.grad.sum() == 256
+
+
+def test_parameters_to_vector_and_back() -> None:
+    net = Net()
+    vector = nn.utils.parameters_to_vector(net.parameters())
+    assert type(vector) is Tensor
+    assert vector.numel() == sum(p.numel() for p in net.parameters())
+    assert torch.equal(vector[: 32 * 64].view(64, 32), net.first.weight.dequantize())
+    nn.utils.vector_to_parameters(torch.zeros_like(vector), net.parameters())
+    assert all(not p.detach().any() for p in net.parameters())
+    assert all(type(p) is fm.FP8Parameter for p in net.stored)
+
+
+def test_initialisers_write_into_the_codes() -> None:
+    p = parameter()
+    nn.init.uniform_(p, -0.1, 0.1)
+    assert 0.05 < p.abs().max() <= 0.11
+    nn.init.zeros_(p)
+    assert not p.any()
+
+
+def test_an_average_of_models() -> None:
+    net = Net()
+    average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    average.update_parameters(net)
+    stepped(net, 30)
+    average.update_parameters(net)
+    start, now = Net().first.weight.abs().mean(), net.first.weight.abs().mean()
+    assert now < average.module.first.weight.abs().mean() < start
+
+
+def test_calling_with_other_parameters() -> None:
+    net, other = Net(), Net()
+    stepped(other)
+    assert torch.equal(torch.func.functional_call(net, dict(other.named_parameters()), (INPUT,)), other(INPUT))
+
+
+def test_checkpointed_activations() -> None:
+    net, again = Net(), Net()
+    loss_of(net).backward()
+    out = torch.utils.checkpoint.checkpoint(again, INPUT, use_reentrant=False)
+    (out - TARGET).square().mean().backward()
+    assert torch.equal(net.first.weight.grad, again.first.weight.grad)  # type: ignore[arg-type]
