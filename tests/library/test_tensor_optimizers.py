@@ -1,0 +1,221 @@
+"""Other people's optimizers on one-byte weights: torch's, geoopt's, optimi's.  Every in-place operator rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from optimizer_cases import normal, through_disk
+from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, parameter, same_store, train
+from torch import Tensor, optim
+
+import fp8manifold as fm
+
+Make = Callable[[Iterable[Tensor]], optim.Optimizer]
+
+#: name: (make, largest share of the first loss that may be left after 40 steps)
+OPTIMIZERS: dict[str, tuple[Make, float]] = {
+    "Adam": (lambda p: optim.Adam(p, 1e-2), 0.1),
+    "Adam-amsgrad": (lambda p: optim.Adam(p, 1e-2, amsgrad=True, weight_decay=1e-3), 0.1),
+    "AdamW": (lambda p: optim.AdamW(p, 1e-2), 0.1),
+    "AdamW-foreach": (lambda p: optim.AdamW(p, 1e-2, foreach=True), 0.1),
+    "AdamW-fused": (lambda p: optim.AdamW(p, 1e-2, fused=True), 0.1),
+    "SGD": (lambda p: optim.SGD(p, 0.1), 0.5),
+    "SGD-momentum": (lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=1e-4), 0.1),
+    "SGD-foreach": (lambda p: optim.SGD(p, 0.1, momentum=0.9, foreach=True), 0.1),
+    "SGD-fused": (lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True), 0.1),
+    "Adafactor": (lambda p: optim.Adafactor(p, 5e-2), 0.7),
+    "Muon": (lambda p: optim.Muon([x for x in p if x.dim() == 2], 2e-2), 0.5),
+    "LBFGS": (lambda p: optim.LBFGS(p, 0.1, max_iter=4), 0.5),
+    "LBFGS-wolfe": (lambda p: optim.LBFGS(p, 1.0, max_iter=4, line_search_fn="strong_wolfe"), 0.1),
+    "RMSprop": (lambda p: optim.RMSprop(p, 2e-3), 0.1),
+    "NAdam": (lambda p: optim.NAdam(p, 1e-2), 0.1),
+    "geoopt.RiemannianAdam": (lambda p: geoopt.optim.RiemannianAdam(in_ulps(p, 0.5, 1e-2)), 0.2),
+    # without momentum: geoopt starts it from the Euclidean gradient, which is no step in ULPs
+    "geoopt.RiemannianSGD": (lambda p: geoopt.optim.RiemannianSGD(in_ulps(p, 300.0, 0.1), lr=0.1, stabilize=7), 0.7),
+}
+everyone = pytest.mark.parametrize(("make", "share"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def in_ulps(params: Iterable[Tensor], lr: float, float_lr: float) -> list[dict[str, Any]]:
+    """Two groups: geoopt's learning rates are in ULPs on our manifolds."""
+    params = list(params)
+    own = [p for p in params if isinstance(p, fm.FP8Parameter)]
+    return [{"params": own, "lr": lr}, {"params": [p for p in params if p not in set(own)], "lr": float_lr}]
+
+
+def stores(net: Net) -> tuple[list[Tensor], list[Tensor]]:
+    return [p.codes for p in net.stored], [p.scale for p in net.stored]
+
+
+@everyone
+def test_it_learns(make: Make, share: float) -> None:
+    """The loss falls, codes move, and everything stays what it was: one byte a weight, on the grid."""
+    net = Net()
+    first, codes, scales = (
+        loss_of(net).item(),
+        [p.codes.clone() for p in net.stored],
+        [p.scale.clone() for p in net.stored],
+    )
+    last = train(net, make(net.parameters()))
+    assert last < share * first
+    for p, before, scale in zip(net.stored, codes, scales, strict=True):
+        assert type(p) is fm.FP8Parameter
+        assert (p.codes != before).float().mean() > 0.2
+        assert torch.equal(p.scale, scale)
+        assert p.manifold.check_point_on_manifold(p)
+        assert int(p.counter) >= 40
+
+
+@everyone
+def test_runs_repeat_to_the_bit(make: Make, share: float) -> None:
+    """Whatever the global generator does meanwhile."""
+    nets = [Net(), Net()]
+    for i, net in enumerate(nets):
+        torch.manual_seed(i)
+        train(net, make(net.parameters()), 3)
+    assert all(same_store(a, b) for a, b in zip(nets[0].stored, nets[1].stored, strict=True))
+
+
+@pytest.mark.parametrize("name", ["E1M6", "E7M0", "E5M2", "E3M4", "E4M3FNUZ", "P3109_8P3", "E2M3", "E2M1"])
+@pytest.mark.parametrize("rule", ["AdamW", "AdamW-fused", "geoopt.RiemannianAdam"])
+def test_every_format_learns(name: str, rule: str) -> None:
+    net = Net(name, headroom=2.0)
+    first = loss_of(net).item()
+    make, _ = OPTIMIZERS[rule]
+    assert train(net, make(net.parameters())) < 0.8 * first
+    assert all(p.isfinite().all() for p in net.stored)
+
+
+@every_granularity
+@pytest.mark.parametrize("rule", ["AdamW", "geoopt.RiemannianAdam"])
+def test_every_granularity_learns(granularity: Any, rule: str) -> None:
+    net = Net(granularity=granularity)
+    first = loss_of(net).item()
+    make, share = OPTIMIZERS[rule]
+    assert train(net, make(net.parameters())) < share * first
+    assert {p.granularity for p in net.stored} == {granularity}
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "AdamW-foreach", "AdamW-fused", "SGD-momentum", "Muon", "Adafactor"])
+def test_bfloat16_models_learn(rule: str) -> None:
+    net = Net(dtype=torch.bfloat16)
+    first = loss_of(net, torch.bfloat16).item()
+    make, share = OPTIMIZERS[rule]
+    assert train(net, make(net.parameters()), dtype=torch.bfloat16) < max(2 * share, 0.8) * first
+    assert all(p.dtype == torch.bfloat16 for p in net.stored)
+
+
+def test_optimi() -> None:
+    optimi = pytest.importorskip("optimi", reason="the extra optimi is not installed")
+    for options in ({}, {"foreach": False}, {"decouple_lr": True, "weight_decay": 1e-5}):
+        net = Net()
+        first = loss_of(net).item()
+        assert train(net, optimi.AdamW(net.parameters(), 1e-2, **options)) < 0.2 * first
+        assert all(type(p) is fm.FP8Parameter for p in net.stored)
+
+
+# ------------------------------------------------------------------------------------------------------- the rounding
+def test_steps_are_the_operators_with_a_rounding_each() -> None:
+    """AdamW decays (one rounding) and steps (another), with draws of counts 0 and 1."""
+    p = parameter(seed=9)
+    start = p.dequantize()
+    p.grad = normal(4, 64, seed=1)
+    optim.AdamW([p], lr=1e-2, weight_decay=0.1).step()
+    scale = p.scale
+    decayed = fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", seed=9, step=0) * scale
+    stepped = decayed - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
+    expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", seed=9, step=1) * scale
+    assert (p.dequantize() == expected).float().mean() > 0.99  # the last bits of the direction are torch's own
+    assert int(p.counter) == 2
+
+
+def test_nearest_rounding_stalls_where_stochastic_moves() -> None:
+    shares = {}
+    for rounding in ("nearest", "stochastic"):
+        net = Net(rounding=rounding)
+        before = net.first.weight.codes.clone()
+        train(net, optim.AdamW(net.parameters(), 1e-4), 10)
+        shares[rounding] = (net.first.weight.codes != before).float().mean().item()  # type: ignore[operator]
+    assert shares["nearest"] < 0.2 * shares["stochastic"]
+
+
+def test_geoopt_steps_as_on_the_grid_of_floats() -> None:
+    """An FP8Parameter moves, code for code, as a ManifoldParameter of float values on the same manifold."""
+    p = parameter(seed=4)
+    manifold = fm.FP8Manifold("E4M3", p.scale, "stochastic", seed=4)
+    q = geoopt.ManifoldParameter(p.dequantize(), manifold=manifold)
+    optimizers = [geoopt.optim.RiemannianAdam([x], lr=0.5) for x in (p, q)]
+    for step in range(5):
+        for x, optimizer in zip((p, q), optimizers, strict=True):
+            x.grad = normal(4, 64, seed=step)
+            optimizer.step()
+        manifold.counter += 1  # copying into codes is a write as well, if one that moves nothing
+        assert torch.equal(p.dequantize(), q.detach().as_subclass(Tensor))
+    assert int(p.counter) == int(manifold.counter) == 10
+
+
+def test_resuming_is_bit_exact() -> None:
+    """From the files of every step into a model and an optimizer made anew, to the end of the run."""
+    net = Net()
+    optimizer, files = optim.AdamW(net.parameters(), 1e-2), []
+    for _ in range(5):
+        train(net, optimizer, 1)
+        files.append(through_disk({"model": net.state_dict(), "optimizer": optimizer.state_dict()}))
+    for done, file in enumerate(files, 1):
+        again = Net()
+        resumed = optim.AdamW(again.parameters(), 1e-2)
+        again.load_state_dict(file["model"])
+        resumed.load_state_dict(file["optimizer"])
+        for _ in range(5 - done):
+            train(again, resumed, 1)
+        assert all(same_store(a, b) for a, b in zip(net.stored, again.stored, strict=True))
+
+
+def test_optimizer_state_is_plain() -> None:
+    net = Net()
+    optimizer = optim.AdamW(net.parameters(), 1e-2)
+    train(net, optimizer, 1)
+    for p in net.stored:
+        assert {type(x) for x in optimizer.state[p].values()} == {Tensor}
+
+
+def test_loss_scaling_and_schedules() -> None:
+    net = Net()
+    optimizer = optim.AdamW(net.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    first = loss_of(net).item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(net)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+    assert loss_of(net).item() < 0.2 * first
+
+
+def test_gradients_that_are_not_finite_never_become_numbers() -> None:
+    for name in ("E1M6", "E4M3"):
+        p = parameter(name)
+        p.grad = torch.full((4, 64), math.nan)
+        optimizer = optim.SGD([p], lr=0.1)
+        if p.format.nan_code is None:
+            with pytest.raises(ValueError, match="no code for NaN"):
+                optimizer.step()
+            assert p.isfinite().all()
+        else:
+            optimizer.step()
+            assert p.isnan().all()
+
+
+def test_the_data_is_what_it_should_be() -> None:
+    """The network of these tests has something to learn."""
+    assert TARGET.var() > 0.5
+    assert INPUT.shape[0] == TARGET.shape[0]
