@@ -238,7 +238,7 @@ def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
 
 
 def _placing_scale(amax: Tensor, top: float) -> Tensor:
-    return torch.where(amax > 0, _power_of_two_above((amax / top).clamp(min=2.0**-126)), 1.0)
+    return torch.where(amax > 0, _power_of_two_above((amax / top).clamp(2.0**-126, 2.0**127)), 1.0)
 
 
 def _block_amax(x: Tensor) -> Tensor:
