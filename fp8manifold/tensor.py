@@ -139,7 +139,7 @@ class FP8Tensor(EncodedTensor):
     def from_codes(
         cls,
         codes: Tensor,
-        scale: Tensor,
+        scale: float | Tensor,
         fmt: FormatLike,
         *,
         block_size: int | None = None,
@@ -170,9 +170,11 @@ class FP8Tensor(EncodedTensor):
         codes = checked_codes(codes, fmt)
         if block_size not in (None, BLOCK_SIZE):
             raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE} or None")
-        granularity = "block" if block_size else "channel" if scale.dim() else "tensor"
-        scale = given_scale(scale, codes, granularity)
-        count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device).view(())
+        rows = isinstance(scale, Tensor) and scale.dim() > 0
+        scale = given_scale(scale, codes, "block" if block_size else "channel" if rows else "tensor")
+        count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
+        if count.dim():
+            raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
         return cls._wrap(codes, scale, count, None, Traits(fmt, rounding, seed, dtype, block_size), requires_grad)
 
     @classmethod

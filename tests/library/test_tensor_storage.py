@@ -232,6 +232,8 @@ CODES = torch.zeros(2, 64, dtype=torch.uint8)
         (lambda: fm.FP8Tensor.from_codes(CODES + 64, W[:, :1], "E2M3"), ValueError, "code 64 is out of range for E2M3"),
         (lambda: fm.FP8Tensor.from_codes(CODES, W, "E4M3"), ValueError, r"needs \(2, 1\)"),
         (lambda: fm.FP8Tensor.from_codes(CODES, W[:, :2], "E4M3", block_size=16), ValueError, "block_size=16"),
+        (lambda: fm.FP8Tensor.from_codes(CODES, "1", "E4M3"), TypeError, "scale must be a number or a tensor, not str"),
+        (lambda: fm.FP8Tensor.from_codes(CODES, 1.0, "E4M3", counter=torch.ones(2)), ValueError, r"counter .* \(2,\)"),
     ],
 )
 def test_refusals(call: Any, error: type[Exception], message: str) -> None:
