@@ -1,0 +1,237 @@
+"""quantize_model(storage="fp8"), QuantizedLinear over codes, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_cases import normal, through_disk
+from surgery_models import LINEARS, TOKENS, Model
+from tensor_cases import FORMATS, GRANULARITIES, same_store
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
+
+
+def stored(name: str = "E4M3", **options: Any) -> nn.Module:
+    return quantize_model(Model(), name, "fp8", **options)
+
+
+def layers(model: nn.Module) -> list[QuantizedLinear]:
+    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+
+
+# ---------------------------------------------------------------------------------------------- what a layer computes
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_weight_is_the_grids_in_one_byte(name: str, granularity: Any) -> None:
+    """The same values, codes and scales as storage grid, where that has the granularity."""
+    linear = nn.Linear(64, 6)
+    twin = copy.deepcopy(linear)
+    layer = quantize_model(linear, LayerSpec(name, granularity=granularity), "fp8")
+    assert isinstance(layer.weight, fm.FP8Parameter)
+    assert layer.bias is linear.bias
+    assert layer.weight.granularity == granularity
+    x = normal(3, 64)
+    values = fm.decode(layer.weight_codes(), name) * layer.weight_scale()
+    assert torch.equal(layer(x), F.linear(x, values, linear.bias))
+    assert torch.equal(layer.weight_codes(), layer.weight.codes)
+    assert layer.weight_codes().data_ptr() != layer.weight.codes.data_ptr()
+    if granularity != "block":
+        grid = quantize_model(twin, LayerSpec(name, granularity=granularity), "grid")
+        assert torch.equal(layer.weight_codes(), grid.weight_codes())
+        assert torch.equal(layer.weight_scale(), grid.weight_scale())
+        assert torch.equal(layer(x), grid(x))
+
+
+def test_activations_are_quantised_too() -> None:
+    layer = quantize_model(nn.Linear(8, 4), LayerSpec("E4M3", activation="E5M2"), "fp8")
+    x = normal(3, 8, std=5.0).requires_grad_()
+    weight = layer.weight.dequantize()
+    assert torch.equal(layer(x), F.linear(fm.fake_quantize(x, "E5M2"), weight, layer.bias))
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad, weight.sum(0).expand(3, 8))  # type: ignore[arg-type]
+    assert type(layer.weight.grad) is Tensor
+
+
+def test_options_reach_the_weights() -> None:
+    model = stored(rounding="nearest", seed=3, headroom=4.0, granularity="tensor", keep_remainder=True)
+    weights = [layer.weight for layer in layers(model)]
+    assert len({w.seed for w in weights}) == len(weights) == 49
+    assert {w.rounding for w in weights} == {"nearest"}
+    assert {w.granularity for w in weights} == {"tensor"}
+    assert all(w.remainder is not None and w.remainder.count_nonzero() > 0 for w in weights)
+    plain = Model()
+    expected = fm.storage_scale(plain.lm_head.weight, "E4M3", "tensor", headroom=4.0)
+    assert torch.equal(model.lm_head.weight.scale, expected)
+    assert all(layer.weight.remainder is None for layer in layers(stored()))
+
+
+def test_dtype_training_and_gradient_flags_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16().eval()
+    model[0].weight.requires_grad_(False)
+    quantize_model(model, "E4M3", "fp8")
+    assert not model[0].training
+    assert {layer.weight.dtype for layer in model} == {torch.bfloat16}
+    assert [layer.weight.requires_grad for layer in model] == [False, True]
+    assert model(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_the_models_own_code_runs_unchanged() -> None:
+    model = Model()
+    expected = model(TOKENS)
+    quantize_model(model, {"*": "E4M3", "lm_head": "none"}, "fp8")
+    logits = model(TOKENS)
+    error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert 0 < error < 0.2
+    logits.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(TOKENS).dtype == torch.bfloat16
+
+
+def test_repr_says_how_it_is_stored() -> None:
+    assert "weight=E4M3, activation=none, storage=fp8" in repr(quantize_model(nn.Linear(8, 4), "E4M3", "fp8"))
+
+
+# --------------------------------------------------------------------------------------------- copies, files, and back
+def test_state_dict_round_trip_with_seeds() -> None:
+    """Codes, scale, counter and seed come from the file; what is drawn next is the same."""
+    first, second = stored("E3M4", seed=1, keep_remainder=True), stored("E3M4", seed=2)
+    with torch.no_grad():
+        for layer in layers(first):
+            layer.weight.mul_(0.9)
+            layer.weight.rescale_(layer.weight.scale * 2)
+    second.load_state_dict(through_disk(first.state_dict()))
+    for a, b in zip(layers(first), layers(second), strict=True):
+        assert same_store(a.weight, b.weight)
+        assert a.weight.seed == b.weight.seed
+        assert int(b.weight.counter) == 2
+    assert torch.equal(first(TOKENS), second(TOKENS))
+    with torch.no_grad():
+        for layer in (first.lm_head, second.lm_head):
+            layer.weight.mul_(0.99)
+    assert torch.equal(first.lm_head.weight.codes, second.lm_head.weight.codes)
+
+
+def test_the_first_remainder_is_no_part_of_the_state() -> None:
+    model = stored(keep_remainder=True)
+    state = model.state_dict()
+    assert state["lm_head.weight"].remainder is None
+    assert model.lm_head.weight.remainder is not None
+    assert model.state_dict(keep_vars=True)["lm_head.weight"] is model.lm_head.weight
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_state_of_another_format_is_refused(assign: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight is of E4M3, but this layer's is of E5M2"):
+        stored("E5M2").load_state_dict(stored("E4M3").state_dict(), assign=assign)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("scale", [2.0**-9, 1.0, 500.0])
+def test_a_float_checkpoint_is_rounded_at_a_scale_of_its_own(assign: bool, scale: float) -> None:
+    floats = Model()
+    for p in floats.parameters():
+        p.data *= scale
+    model = stored(headroom=8.0, seed=4)
+    model.load_state_dict(through_disk(floats.state_dict()), assign=assign)
+    expected = quantize_model(floats, "E4M3", "fp8", headroom=8.0, seed=4)
+    for a, b in zip(layers(model), layers(expected), strict=True):
+        assert same_store(a.weight, b.weight)
+        assert (type(a.weight), a.weight.seed, a.weight.requires_grad) == (fm.FP8Parameter, b.weight.seed, True)
+
+
+def test_a_float_model_takes_a_stored_checkpoint() -> None:
+    model, floats = stored(), Model()
+    floats.load_state_dict(through_disk(model.state_dict()))
+    assert torch.equal(floats(TOKENS), model(TOKENS))
+
+
+def test_a_model_made_on_meta_is_filled() -> None:
+    model = stored()
+    with torch.device("meta"):
+        shell = nn.Linear(8, 10, bias=False)
+    shell = quantize_model(shell, "E4M3", "fp8")
+    assert shell.weight.is_meta
+    shell.load_state_dict({"weight": model.lm_head.state_dict()["weight"]}, assign=True)
+    assert same_store(shell.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_refused_before_anything_changes(dtype: torch.dtype) -> None:
+    layer = quantize_model(nn.Linear(8, 4), "E4M3", "fp8")
+    with pytest.raises(TypeError, match=f"can't be {dtype}: take float32 or bfloat16"):
+        layer.to(dtype)
+    assert layer.bias.dtype == layer.weight.dtype == torch.float32
+    with pytest.raises(TypeError, match="storage='fp8' takes float32 or bfloat16"):
+        quantize_model(nn.Linear(8, 4, dtype=dtype), "E4M3", "fp8")
+
+
+def test_a_deep_copy_is_independent() -> None:
+    model = stored()
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(TOKENS), model(TOKENS))
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+    assert model.lm_head.weight.abs().sum() > 0
+
+
+def test_dequantize_puts_plain_layers_back() -> None:
+    model = quantize_model(Model(), {"*": "E4M3", "lm_head": "none"}, "fp8")
+    model.blocks[0].attn.qkv.weight.requires_grad_(False)
+    expected = model.eval()(TOKENS)
+    assert dequantize_model(model) is model
+    assert torch.equal(model(TOKENS), expected)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert list(linears) == LINEARS
+    assert {type(m) for m in linears.values()} == {nn.Linear}
+    assert {type(m.weight) for m in linears.values()} == {nn.Parameter}
+    assert not linears["blocks.0.attn.qkv"].weight.requires_grad
+    quantize_model(model, "E4M3", "fp8")
+    assert torch.equal(dequantize_model(model)(TOKENS), dequantize_model(stored())(TOKENS))
+
+
+def test_between_storages_through_floats() -> None:
+    """grid to fp8 and back keeps every value: both round to the same grid at the same scale."""
+    model = quantize_model(Model(), "E3M4", "grid", headroom=4.0)
+    expected = model(TOKENS)
+    quantize_model(dequantize_model(model), "E3M4", "fp8", headroom=4.0)
+    assert torch.equal(model(TOKENS), expected)
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize("storage", ["master", "grid"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"granularity": "block"}, "granularity='block' needs storage='fp8'"),
+        ({"keep_remainder": True}, "keep_remainder=True needs storage='fp8'"),
+    ],
+)
+def test_what_only_codes_have_is_refused_elsewhere(storage: Any, options: dict[str, Any], message: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=message):
+        quantize_model(model, "E4M3", storage, **options)
+    assert type(model[0]) is nn.Linear
+
+
+def test_blocks_must_fit_every_layer() -> None:
+    model = nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 8))
+    with pytest.raises(ValueError, match=r"32 divides, not shape \(8, 40\)"):
+        quantize_model(model, "E4M3", "fp8", granularity="block")
+    assert {type(layer) for layer in model} == {nn.Linear}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
+    model = Model()
+    model.lm_head.weight.data[3, 2] = bad
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        quantize_model(model, "E4M3", "fp8")
+    assert layers(model) == []
