@@ -90,7 +90,8 @@ class UlpChart:
         power = binade(x.detach(), self.lowest)
         highest = self.highest
         if isinstance(highest, Tensor):
-            return torch.minimum(power, torch.ldexp(torch.ones_like(highest, dtype=power.dtype), highest))
+            fields = float_bits(power.dtype)
+            return torch.minimum(power, fields.power_of_two(highest.to(fields.integer)).view(power.dtype))
         return power.clamp(max=2.0**highest)
 
     def _codes_below(self, power: Tensor) -> Tensor:

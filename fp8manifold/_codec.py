@@ -4,15 +4,13 @@ No tables and no float32 subnormals, which some processors handle a hundred time
 :func:`fp8manifold.encode` and :func:`fp8manifold.decode` give, eager and compiled.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import RANDOM_BITS
 
-__all__ = ["decode_bits", "decode_with_ulp", "encode_bits", "encode_finite"]
+__all__ = ["decode_bits", "decode_magnitude", "decode_with_ulp", "encode_bits", "encode_finite", "encode_magnitude"]
 
 _MANTISSA, _BIAS = 23, 127
 _EXPONENT_MASK, _MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
@@ -31,28 +29,33 @@ def decode_with_ulp(codes: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tup
     Returns:
         Two float32 tensors of ``codes``' shape, in units of the scale.
     """
-    m = fmt.mantissa_bits + extra_bits
     sign = fmt.sign_bit << extra_bits
     code = codes.to(torch.int32)
     magnitude = code & (sign - 1)
+    value, ulp = decode_magnitude(magnitude, fmt, extra_bits)
+    signs = (code & sign) << (32 - fmt.bits - extra_bits)
+    return (value.view(torch.int32) | signs).view(torch.float32), ulp
+
+
+def decode_magnitude(magnitude: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tuple[Tensor, Tensor]:
+    """Values and spacing of codes (int32) without a sign."""
+    m = fmt.mantissa_bits + extra_bits
     exponent = (magnitude >> m).clamp(min=1)
     ulp = ((exponent + (_BIAS - fmt.bias - m)) << _MANTISSA).view(torch.float32)
     steps = magnitude - (exponent << m) + (1 << m)
-    value = (steps.to(torch.float32) * ulp).view(torch.int32)
-    signs = (code & sign) << (32 - fmt.bits - extra_bits)
-    return (value | signs).view(torch.float32), ulp
+    return steps.to(torch.float32) * ulp, ulp
 
 
 def decode_bits(codes: Tensor, fmt: FloatFormat) -> Tensor:
     """Values of any codes, NaN and Inf included: float32, in units of the scale."""
     value, _ = decode_with_ulp(codes, fmt)
     if fmt.inf_code is not None:
-        value = torch.where((codes & (fmt.sign_bit - 1)) == fmt.inf_code, value * math.inf, value)
+        value = torch.where((codes & (fmt.sign_bit - 1)) == fmt.inf_code, value * float("inf"), value)
     if not fmt.nan_codes:
         return value
     if len(fmt.nan_codes) == 1:
-        return torch.where(codes == fmt.nan_codes[0], math.nan, value)
-    return torch.where((codes & (fmt.sign_bit - 1)) >= fmt.nan_codes[0], math.nan, value)
+        return torch.where(codes == fmt.nan_codes[0], float("nan"), value)
+    return torch.where((codes & (fmt.sign_bit - 1)) >= fmt.nan_codes[0], float("nan"), value)
 
 
 def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
@@ -64,9 +67,17 @@ def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extr
         draws: 24-bit int32 draws for stochastic rounding; None rounds to nearest, ties to even codes.
         extra_bits: mantissa bits beyond the format's own, for a grid that much finer.
     """
-    m = fmt.mantissa_bits + extra_bits
     bits = x.view(torch.int32)
-    magnitude = (bits & _MAGNITUDE_MASK).clamp(max=_top(fmt))
+    code = encode_magnitude((bits & _MAGNITUDE_MASK).view(torch.float32), fmt, draws, extra_bits)
+    sign = fmt.sign_bit << extra_bits
+    signs = (bits >> (32 - fmt.bits - extra_bits)) & sign
+    return code | signs if fmt.has_negative_zero else code + ((code + (sign - 1)) & signs)
+
+
+def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
+    """:func:`encode_finite` of values that are not negative."""
+    m = fmt.mantissa_bits + extra_bits
+    magnitude = x.view(torch.int32).clamp(max=_top(fmt))
     power = (magnitude & _EXPONENT_MASK).clamp(min=(_BIAS + fmt.emin) << _MANTISSA)
     reciprocal = (((2 * _BIAS + m) << _MANTISSA) - power).view(torch.float32)
     steps = magnitude.view(torch.float32) * reciprocal
@@ -74,10 +85,7 @@ def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extr
         steps = torch.maximum(steps, magnitude.view(torch.float32).clamp(max=2.0**-100))
     binade_codes = power >> (_MANTISSA - m)
     whole = _nearest(steps, binade_codes, m, _BIAS + fmt.emin) if draws is None else _stochastic(steps, draws)
-    code = whole + binade_codes - ((_BIAS + fmt.emin) << m)
-    sign = fmt.sign_bit << extra_bits
-    signs = (bits >> (32 - fmt.bits - extra_bits)) & sign
-    return code | signs if fmt.has_negative_zero else code + ((code + (sign - 1)) & signs)
+    return whole + binade_codes - ((_BIAS + fmt.emin) << m)
 
 
 def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Tensor:
@@ -91,8 +99,11 @@ def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Ten
 
 def _top(fmt: FloatFormat) -> int:
     """float32 bits of the format's largest value."""
-    mantissa, exponent = math.frexp(fmt.max)
-    return ((exponent - 1 + _BIAS) << _MANTISSA) + int((mantissa * 2 - 1) * 2**_MANTISSA)
+    field = max(fmt.max_code >> fmt.mantissa_bits, 1)
+    steps = fmt.max_code - ((field - 1) << fmt.mantissa_bits)
+    leading = steps.bit_length() - 1
+    exponent = field - fmt.bias - fmt.mantissa_bits + leading
+    return ((exponent + _BIAS) << _MANTISSA) + ((steps - (1 << leading)) << (_MANTISSA - leading))
 
 
 def _stochastic(steps: Tensor, draws: Tensor) -> Tensor:

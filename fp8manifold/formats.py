@@ -222,10 +222,10 @@ class FloatFormat:
         magnitude, sign = code & (self.sign_bit - 1), -1.0 if code & self.sign_bit else 1.0
         if magnitude == self.inf_code:
             return sign * math.inf
-        exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
+        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
         if exponent:
             mantissa += 1 << self.mantissa_bits
-        return sign * math.ldexp(mantissa, max(exponent, 1) - self.bias - self.mantissa_bits)
+        return sign * mantissa * 2.0 ** (max(exponent, 1) - self.bias - self.mantissa_bits)
 
     @cached_property
     def values(self) -> list[float]:
@@ -245,7 +245,7 @@ class FloatFormat:
     @property
     def min_normal(self) -> float:
         """The smallest positive normal value, ``2^emin``."""
-        return math.ldexp(1.0, self.emin)
+        return 2.0 ** (self.emin)
 
     @property
     def min_subnormal(self) -> float | None:
@@ -255,12 +255,12 @@ class FloatFormat:
     @property
     def ulp_min(self) -> float:
         """The smallest spacing, that at zero: ``2^(emin - M)``."""
-        return math.ldexp(1.0, self.emin - self.mantissa_bits)
+        return 2.0 ** (self.emin - self.mantissa_bits)
 
     @property
     def ulp_max(self) -> float:
         """The largest spacing, that of the top binade: ``2^(emax - M)``."""
-        return math.ldexp(1.0, self.emax - self.mantissa_bits)
+        return 2.0 ** (self.emax - self.mantissa_bits)
 
 
 FormatLike = FloatFormat | str

@@ -89,33 +89,49 @@ def check_words(**words: int) -> None:
 
 def draw_range(offset: int, numel: int, words: Words, device: torch.device | str | None) -> Tensor:
     """The draws at positions ``offset .. offset + numel``, flat, under the words (seed, step, stream)."""
+    word = word_range(offset, numel, words, device)
+    if not _has_numpy(word):
+        return draw_of(word)
+    unsigned = word.numpy().view(np.uint32)
+    np.right_shift(unsigned, np.uint32(32 - RANDOM_BITS), out=unsigned)
+    return word
+
+
+def draw_of(word: Tensor) -> Tensor:
+    """The 24-bit draw in a 32-bit random word: its top bits."""
+    return (word >> (32 - RANDOM_BITS)) & ((1 << RANDOM_BITS) - 1)  # int32 shifts copy the sign: clear it
+
+
+def word_range(offset: int, numel: int, words: tuple[int, ...], device: torch.device | str | None) -> Tensor:
+    """The 32-bit random words at positions ``offset .. offset + numel``, flat, under any key words."""
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:
         below = 2**32 - low
-        parts = (draw_range(offset, below, words, device), draw_range(offset + below, numel - below, words, device))
+        parts = (word_range(offset, below, words, device), word_range(offset + below, numel - below, words, device))
         return torch.cat(parts)
     first, second, third = round_keys(words, high)
-    x = _positions(numel, device) + _signed(first + low)
-    if not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu":
-        _scramble_unsigned(x.numpy().view(np.uint32), np.uint32(second % 2**32), np.uint32(third % 2**32))
+    x = _positions(numel, device) + signed_word(first + low)
+    if _has_numpy(x):
+        _mix_unsigned(x.numpy().view(np.uint32), np.uint32(second % 2**32), np.uint32(third % 2**32))
         return x
-    return scramble(x, second, third)
+    return mix(x, second, third)
 
 
-def scramble(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
-    """Three keyed multiply-xorshift rounds, in place; the first key is in ``x`` already."""
-    folded = torch.empty_like(x)
+def _has_numpy(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
+
+
+def mix(x: Tensor, second: int | Tensor, third: int | Tensor) -> Tensor:
+    """Three keyed multiply-xorshift rounds; the first key is in ``x`` already."""
     for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
         if key is not None:
-            x.add_(key)
-        torch.bitwise_right_shift(x, shift, out=folded)
-        folded.bitwise_and_((1 << (32 - shift)) - 1)  # int32 shifts copy the sign: clear it
-        x.bitwise_xor_(folded).mul_(_signed(multiplier))
-    return x.bitwise_right_shift_(32 - RANDOM_BITS).bitwise_and_((1 << RANDOM_BITS) - 1)
+            x = x + key
+        x = (x ^ ((x >> shift) & ((1 << (32 - shift)) - 1))) * signed_word(multiplier)
+    return x
 
 
-def _scramble_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) -> None:
-    """:func:`scramble` on the CPU, where NumPy has the unsigned shifts that torch lacks: half the time."""
+def _mix_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) -> None:
+    """:func:`mix` in place on the CPU, where NumPy has the unsigned shifts that torch lacks: half the time."""
     folded = np.empty_like(x)
     for key, shift, multiplier in zip((None, second, third), _SHIFTS, _MULTIPLIERS, strict=True):
         if key is not None:
@@ -123,16 +139,23 @@ def _scramble_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint3
         np.right_shift(x, np.uint32(shift), out=folded)
         np.bitwise_xor(x, folded, out=x)
         np.multiply(x, np.uint32(multiplier), out=x)
-    np.right_shift(x, np.uint32(32 - RANDOM_BITS), out=x)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # traced big integers would overflow
-def round_keys(words: Words, high: int) -> tuple[int, int, int]:
+def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
     """Three signed 32-bit round keys from the key words and the high half of a 64-bit position."""
-    mixed = 0
-    for word in (*words, high):
+    mixed = _prefix(words[:2])  # a step's parameters share seed and step
+    for word in (*words[2:], high):
         mixed = _mix64(mixed ^ word)
-    return _signed(mixed), _signed(mixed >> 32), _signed(_mix64(mixed))
+    return signed_word(mixed), signed_word(mixed >> 32), signed_word(_mix64(mixed))
+
+
+@lru_cache(maxsize=64)
+def _prefix(words: tuple[int, ...]) -> int:
+    mixed = 0
+    for word in words:
+        mixed = _mix64(mixed ^ word)
+    return mixed
 
 
 def _positions(numel: int, device: torch.device | str | None) -> Tensor:
@@ -153,6 +176,6 @@ def _mix64(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
     """The low 32 bits as a signed integer, the only kind int32 tensors take."""
     return ((word + 2**31) % 2**32) - 2**31

@@ -1,9 +1,24 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back."""
 
-from fp8manifold.optim._base import StepView
+from fp8manifold.optim._compile import CompileUnavailableWarning
 from fp8manifold.optim._schedules import anneal
+from fp8manifold.optim._views import StepView
+from fp8manifold.optim.madam import Madam
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness_adamw import StiffnessAdamW
+from fp8manifold.optim.stiffness_lion import StiffnessLion
+from fp8manifold.optim.stiffness_sgd import StiffnessSGD
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
-__all__ = ["RiemannianAdam", "RiemannianSGD", "StepView", "StiffnessAdamW", "StiffnessWrapper", "anneal"]
+__all__ = [
+    "CompileUnavailableWarning",
+    "Madam",
+    "RiemannianAdam",
+    "RiemannianSGD",
+    "StepView",
+    "StiffnessAdamW",
+    "StiffnessLion",
+    "StiffnessSGD",
+    "StiffnessWrapper",
+    "anneal",
+]

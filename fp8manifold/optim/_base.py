@@ -1,4 +1,4 @@
-"""What our optimizers share: parameter kinds, checks, state layout, skipped steps and the observer of a step."""
+"""What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
 import difflib
 import math
@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-import geoopt
 import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold._float_bits import working_dtype
-from fp8manifold.manifolds import StiffnessManifold
-from fp8manifold.optim._writeback import write_back
+from fp8manifold.optim._engine import Job, key_row, run
+from fp8manifold.optim._finite import all_finite
+from fp8manifold.optim._hyper import row
+from fp8manifold.optim._kinds import manifold_of
+from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles
+from fp8manifold.optim._views import StepView, observed_step
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
     "ManifoldOptimizer",
-    "StepView",
+    "Planned",
     "check_betas",
     "check_finite",
-    "manifold_of",
-    "own_manifold",
     "reject_flags",
 ]
 
@@ -30,26 +31,22 @@ UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class StepView:
-    """What an observer sees of one quantised parameter in one step; the tensors are detached and not to be changed."""
+@dataclass
+class Planned:
+    """One parameter's step, ready to be taken."""
 
     parameter: Tensor
-    before: Tensor
-    target: Tensor
-    """The value requested, before the write-back rounds it."""
-    after: Tensor
-    stiffness: Tensor
-    """One ULP at ``before``."""
-
-
-def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
-    """The manifold a parameter lives on, or None for an ordinary one."""
-    return parameter.manifold if isinstance(parameter, geoopt.ManifoldTensor) else None
+    state: dict[str, Any]
+    job: Job
+    numbers: dict[str, float]
+    dtype: torch.dtype
+    compile: bool | None
+    #: a contiguous copy of the weight, where the parameter itself is not contiguous
+    copied: Tensor | None = None
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
-    """Base of the library's optimizers: subclasses say how one parameter is stepped.
+    """Base of the library's optimizers: subclasses say what a step of one parameter is.
 
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
@@ -61,17 +58,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        on_nonfinite: str,
-        stabilize_every: int | None,
-        reset_every: int | None,
-    ) -> None:
-        options = {"on_nonfinite": on_nonfinite, "stabilize_every": stabilize_every, "reset_every": reset_every}
-        super().__init__(params, defaults | options)
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        super().__init__(params, defaults)
 
     @property
     def bounded_share(self) -> float:
@@ -102,30 +90,36 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_schedules()
-        if not self._all_finite():
+        if not self._ready():
             self.skipped_steps += 1
             return loss
-        stream = 0
+        planned, stream = [], 0
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.numel():
-                    self._step_parameter(group, parameter, self._begin(group, parameter, stream))
+                    state = self._begin(group, parameter, stream)
+                    if (plan := self._plan(group, parameter, state)) is not None:
+                        planned.append(plan)
                 stream += 1
+        self._take(planned)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for parameter in group["params"]:
-            if not parameter.is_floating_point():
-                self.param_groups.pop()
-                raise ValueError(f"a parameter has dtype {parameter.dtype}: only real floats can be stepped")
         try:
+            for parameter in group["params"]:
+                if not parameter.is_floating_point():
+                    raise ValueError(f"a parameter has dtype {parameter.dtype}: only real floats can be stepped")
             self._check_group(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """torch's part, and the count of skipped steps."""
+        return super().__getstate__() | {"skipped_steps": self.skipped_steps}
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with everything a bit-exact resume needs; schedules (functions) are left to the constructor."""
@@ -134,6 +128,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for name in [name for name, value in group.items() if callable(value)]:
                 del group[name]
         saved["skipped_steps"] = self.skipped_steps
+        saved["optimizer"] = type(self).__name__
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,20 +137,24 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state of another optimizer.
         """
+        kind = state_dict.get("optimizer", type(self).__name__)
+        if kind != type(self).__name__:
+            raise ValueError(f"this state is one of {kind}, not of {type(self).__name__}")
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
         for group, ours in zip(state_dict["param_groups"], schedules, strict=False):
             if missing := [name for name in self.defaults if name not in group and name not in ours]:
                 raise ValueError(
                     f"this state is not one of {type(self).__name__}: its parameter groups lack {', '.join(missing)}"
                 )
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "skipped_steps"})
+        extra = ("skipped_steps", "optimizer")
+        super().load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
         for group, ours in zip(self.param_groups, schedules, strict=True):
             group.update({name: value for name, value in ours.items() if name not in group})
         self._restore_dtypes(state_dict)
         self.skipped_steps = int(state_dict.get("skipped_steps", 0))
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
-        """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter."""
+        """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes."""
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, parameter in zip(saved_ids, parameters, strict=True):
@@ -171,16 +170,21 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
         check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
         check_finite("weight_decay", group["weight_decay"])
-        if "seed" in group:
-            check_int("seed", group["seed"], 0, 2**64 - 1)
+        check_int("seed", group["seed"], 0, 2**64 - 1)
         check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
+        for name in ("maximize",):
+            if not isinstance(group[name], bool):
+                raise TypeError(f"{name}={group[name]!r} must be True or False, not {type(group[name]).__name__}")
+        if group["compile"] not in (None, True, False):
+            raise TypeError(f"compile={group['compile']!r} must be None, True or False")
         for name in ("stabilize_every", "reset_every"):
             if group[name] is not None:
                 check_int(name, group[name], 1, 2**62)
         reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
         group.setdefault("start_lr", float(lr))
 
-    def _step_parameter(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+        """The step of one parameter; None where it has been taken already."""
         raise NotImplementedError
 
     def _begin(self, group: dict[str, Any], parameter: Tensor, stream: int) -> dict[str, Any]:
@@ -192,60 +196,50 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         done = int(state["step"])
         state["step"] += 1
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
-            manifold = manifold_of(parameter)
-            if manifold is not None:
-                parameter.copy_(manifold.projx(parameter))
+            _stabilize(parameter)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
             for name in self.preconditioner & state.keys():
                 state[name].zero_()
             state["since"] = done
         return state
 
+    def _ready(self) -> bool:
+        """Whether the step may be taken; asked before anything has changed."""
+        return all_finite(self)
+
     def _check_schedules(self) -> None:
         """Raise before anything has changed if a schedule has left its range."""
 
-    def _all_finite(self) -> bool:
-        """One sum of squares a tensor, and an exact check only where that is not finite."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse or parameter.grad.is_complex():
-                    raise ValueError(f"{type(self).__name__} takes dense real gradients only")
-                if not _square_is_finite(parameter.grad):
-                    if group["on_nonfinite"] == "raise":
-                        raise FloatingPointError(
-                            f"a gradient of shape {tuple(parameter.shape)} is not finite, or its square is not"
-                        )
-                    return False
-        return True
+    def _take(self, planned: list[Planned]) -> None:
+        """Take the planned steps; their numbers and keys reach a device in one transfer each."""
+        tables: dict[tuple[torch.device, torch.dtype], list[Planned]] = {}
+        for plan in planned:
+            tables.setdefault((plan.job.arrays["gradient"].device, plan.dtype), []).append(plan)
+        for (device, dtype), plans in tables.items():
+            numbers = torch.tensor([row(plan.numbers) for plan in plans], dtype=torch.float64).to(device, dtype)
+            keys = torch.tensor([_keys(plan.job) for plan in plans], dtype=torch.int32).to(device)
+            for plan, number_row, keys_row in zip(plans, numbers.unbind(), keys.unbind(), strict=True):
+                self._take_one(plan, number_row, keys_row)
 
-    def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """The gradient in the working dtype, turned around where the objective is maximised."""
-        gradient = parameter.grad
-        assert gradient is not None
-        gradient = gradient.to(working_dtype(parameter))
-        return -gradient if group["maximize"] else gradient
-
-    def _write(
-        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], target: Tensor, stiffness: Tensor
-    ) -> None:
-        """Round the requested value once, in the working dtype, and store it."""
-        manifold = own_manifold(parameter)
-        assert manifold is not None
-        writeback = group["writeback"] or getattr(manifold, "rounding", "nearest")
-        step, stream = int(state["step"]), state["stream"]
-        after = write_back(target, manifold, writeback, seed=group["seed"], step=step, stream=stream)
-        if self.observer is not None:
-            before = parameter.detach().clone()
-            self.observer(StepView(parameter, before, target, after, stiffness))
-        parameter.copy_(after)
-
-
-def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
-    """The parameter's manifold where it is one of this library's."""
-    manifold = manifold_of(parameter)
-    return manifold if isinstance(manifold, StiffnessManifold) else None
+    def _take_one(self, plan: Planned, numbers: Tensor, keys: Tensor) -> None:
+        job, state = plan.job, plan.state
+        packed = job.variant.residual_bits == 4
+        if packed:
+            residual = unpack_nibbles(state["residual"], plan.parameter.shape)
+            job.arrays["residual"] = residual.view(job.layout.dims)
+        observed = self.observer is not None and job.variant.storage != "plain"
+        view = None
+        if observed:
+            view = observed_step(plan.parameter, job, numbers)
+        else:
+            run(job, numbers, keys, compile=plan.compile)
+        if plan.copied is not None:
+            plan.parameter.copy_(plan.copied)
+        if packed:
+            state["residual"].copy_(pack_nibbles(job.arrays.pop("residual")))
+        del job.arrays["gradient"]  # jobs outlive the step, gradients need not
+        if view is not None and self.observer is not None:
+            self.observer(view)
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -272,10 +266,14 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
 
 
-def _square_is_finite(gradient: Tensor) -> bool:
-    flat = gradient.reshape(-1)
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
-    if bool(torch.dot(flat, flat).isfinite()):
-        return True
-    return bool((flat * flat).isfinite().all())
+def _keys(job: Job) -> list[int]:
+    draws = job.variant.draws_for_weight or job.variant.draws_for_moments
+    return key_row(job.words, job.offset) if draws else [0] * 6
+
+
+def _stabilize(parameter: Tensor) -> None:
+    """Project onto the manifold; codes are on their grid always."""
+    if isinstance(parameter, FP8Tensor):
+        return
+    if (manifold := manifold_of(parameter)) is not None:
+        parameter.copy_(manifold.projx(parameter))

@@ -1,12 +1,26 @@
 """Directions of descent as pure functions of a gradient and its running averages.
 
-Only ``+ - * /`` and :func:`sqrt_exact` are used, so that the same bits come out eager and compiled.
+Only ``+ - * /``, comparisons and :func:`sqrt_exact` are used, so that the same bits come out eager and compiled.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["adam", "sgd", "sqrt_exact"]
+from fp8manifold.optim._hyper import Hyper
+
+__all__ = ["Descent", "adam", "lion", "madam", "sgd", "sqrt_exact"]
+
+
+class Descent(NamedTuple):
+    """A direction, the averages after the step by name, and what a first average is divided by to give it."""
+
+    direction: Tensor
+    averages: dict[str, Tensor]
+    denominator: Tensor | None = None
+    root: Tensor | None = None
+    """The square root of the second average, where it has been computed."""
 
 
 def sqrt_exact(x: Tensor) -> Tensor:
@@ -16,44 +30,65 @@ def sqrt_exact(x: Tensor) -> Tensor:
     return x.double().sqrt_().to(x.dtype)
 
 
-def adam(
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor | None,
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    step: int,
-) -> Tensor:
-    """Adam's direction, of size about 1; the averages are updated in place.
+def adam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
+    """Adam's direction, short of the bias corrections, which are part of the rate and of eps.
 
     .. math:: m = \\beta_1 m + (1 - \\beta_1) g, \\quad v = \\beta_2 v + (1 - \\beta_2) g^2, \\quad
-              d = \\frac{m / (1 - \\beta_1^t)}{\\sqrt{v / (1 - \\beta_2^t)} + \\epsilon}
+              d = \\frac{m}{\\sqrt{v} + \\epsilon \\sqrt{1 - \\beta_2^t}}, \\quad
+              rate = \\eta \\frac{\\sqrt{1 - \\beta_2^t}}{1 - \\beta_1^t}
 
     With ``max_exp_avg_sq`` the largest ``v`` so far takes its place in ``d`` (AMSGrad).
 
     Source: Kingma and Ba 2015; Reddi, Kale, Kumar 2018.
     """
-    beta1, beta2 = betas
-    exp_avg.mul_(beta1).add_(gradient * (1 - beta1))
-    exp_avg_sq.mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
-    second = exp_avg_sq
-    if max_exp_avg_sq is not None:
-        torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
-        second = max_exp_avg_sq
-    denominator = sqrt_exact(second * (1 / (1 - beta2**step))).add_(eps)
-    return (exp_avg * (1 / (1 - beta1**step))).div_(denominator)
+    first = averages["exp_avg"] * hyper["beta1"] + gradient * hyper["gain1"]
+    second = averages["exp_avg_sq"] * hyper["beta2"] + (gradient * hyper["gain2"]) * gradient
+    after = {"exp_avg": first, "exp_avg_sq": second}
+    root = sqrt_exact(second)
+    if "max_exp_avg_sq" in averages:
+        after["max_exp_avg_sq"] = torch.maximum(averages["max_exp_avg_sq"], second)
+        denominator = sqrt_exact(after["max_exp_avg_sq"]) + hyper["eps"]
+    else:
+        denominator = root + hyper["eps"]
+    return Descent(first / denominator, after, denominator, root)
 
 
-def sgd(gradient: Tensor, buffer: Tensor | None, *, momentum: float, dampening: float, nesterov: bool) -> Tensor:
-    """The gradient, or its momentum, which is updated in place.
+def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool) -> Descent:
+    """The gradient, or its momentum.
 
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
 
     Source: Sutskever et al. 2013, in torch's convention.
     """
-    if buffer is None:
-        return gradient
-    buffer.mul_(momentum).add_(gradient * (1 - dampening))
-    return gradient + buffer * momentum if nesterov else buffer
+    if "momentum_buffer" not in averages:
+        return Descent(gradient, {})
+    buffer = averages["momentum_buffer"] * hyper["beta1"] + gradient * hyper["gain1"]
+    direction = gradient + buffer * hyper["beta1"] if nesterov else buffer
+    return Descent(direction, {"momentum_buffer": buffer})
+
+
+def lion(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
+    """The sign of an interpolation between the average and the gradient; 0 where that is 0.
+
+    .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad m = \\beta_2 m + (1 - \\beta_2) g
+
+    Source: Chen et al. 2023 (Symbolic Discovery of Optimization Algorithms).
+    """
+    average = averages["exp_avg"]
+    mixed = average * hyper["beta1"] + gradient * hyper["gain1"]
+    return Descent(mixed.sign(), {"exp_avg": average * hyper["beta2"] + gradient * hyper["gain2"]})
+
+
+def madam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
+    """The gradient over its root mean square, bounded.
+
+    .. math:: v = \\beta v + (1 - \\beta) g^2, \\qquad d = \\mathrm{clamp}(g / \\sqrt{v / (1 - \\beta^t)}, -c, c)
+
+    Source: Bernstein et al. 2020 (Learning compositional functions via multiplicative weight updates).
+    """
+    second = averages["exp_avg_sq"] * hyper["beta2"] + (gradient * hyper["gain2"]) * gradient
+    root = sqrt_exact(second)
+    normalised = (gradient * hyper["correction"]) / (root + hyper["eps"])
+    largest = hyper["largest"]
+    direction = torch.maximum(torch.minimum(normalised, largest), -largest)
+    return Descent(direction, {"exp_avg_sq": second}, None, root)

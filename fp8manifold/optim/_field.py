@@ -1,4 +1,4 @@
-"""The stiffness field of a parameter relative to its mean: reference, bounds and power."""
+"""The stiffness field as optimizers use it: its reference, bounds and power."""
 
 import math
 
@@ -7,8 +7,20 @@ from torch import Tensor
 
 from fp8manifold._float_bits import float_bits
 from fp8manifold.optim._directions import sqrt_exact
+from fp8manifold.optim._hyper import Hyper
 
-__all__ = ["bounded_share", "power_of_ratio", "reference_stiffness"]
+__all__ = [
+    "bounded_share",
+    "exp2_exact",
+    "factor",
+    "log2_bounded",
+    "power_mode",
+    "power_of_ratio",
+    "reference_stiffness",
+]
+
+_COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
+_MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
 
 
 def reference_stiffness(stiffness: Tensor) -> float:
@@ -33,21 +45,74 @@ def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: flo
     return int(((ratio < damping) | (ratio > clip)).sum()) / max(stiffness.numel(), 1)
 
 
-def power_of_ratio(stiffness: Tensor, reference: float, exponent: float, damping: float, clip: float) -> Tensor | float:
-    """``clamp(S / S_ref, damping, clip)^k``.
+def power_mode(exponent: float) -> str:
+    """How ``(S / S_ref)^k`` is computed: 1/2, 1 and 2 exactly, any other through :func:`exp2_exact`."""
+    return _MODES.get(float(exponent), "power")
 
-    Exponents 1/2, 1 and 2 are computed exactly.  Any other goes through a table over the powers of two that a
-    stiffness can be, so that its bits don't depend on a vectorised ``pow``; fields with other values use ``pow``.
+
+def factor(stiffness: Tensor, mode: str, hyper: Hyper, *, powers_of_two: bool) -> Tensor:
+    """``clamp(S / S_ref, damping, clip)^k``, the same bits eager and compiled.
+
+    Where every stiffness is a power of two, the general power is that of its exponent:
+    ``2^(k (log2 S - log2 S_ref))``; other fields use ``pow``, in eager code only.
     """
+    if mode == "power" and powers_of_two:
+        logarithm = _exponent(stiffness) - hyper["log_reference"]
+        return exp2_exact(_between(logarithm, hyper["log_low"], hyper["log_high"]) * hyper["power"])
+    # positive floats order like their bits, and integer bounds cost a third of those that look for NaN
+    fields = float_bits(stiffness.dtype)
+    bits = (stiffness * hyper["inverse_reference"]).view(fields.integer)
+    low, high = hyper["low"].view(fields.integer), hyper["high"].view(fields.integer)
+    ratio = _between(bits, low, high).view(stiffness.dtype)
+    if mode == "sqrt":
+        return sqrt_exact(ratio)
+    if mode == "square":
+        return ratio * ratio
+    return _pow(ratio, hyper["power"]) if mode == "power" else ratio
+
+
+def exp2_exact(x: Tensor) -> Tensor:
+    """``2^x`` by a polynomial in ``+`` and ``*``: within 4 ULP, and the same bits everywhere."""
+    fields = float_bits(x.dtype)
+    whole = torch.round(x)
+    fraction = x - whole
+    coefficients = _COEFFICIENTS if x.dtype == torch.float64 else _COEFFICIENTS[:8]
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * fraction + coefficient
+    exponent = whole.to(fields.integer).clamp(1 - fields.bias, fields.bias)
+    return value * ((exponent + fields.bias) << fields.mantissa_bits).view(x.dtype)
+
+
+def power_of_ratio(stiffness: Tensor, reference: float, exponent: float, damping: float, clip: float) -> Tensor | float:
+    """``clamp(S / S_ref, damping, clip)^k`` of a whole field, for optimizers that only scale."""
     if exponent == 0:
         return 1.0
     if exponent in (0.5, 1, 2):
         ratio = (stiffness * (1 / reference)).clamp_(damping, clip)
         return ratio if exponent == 1 else ratio.square_() if exponent == 2 else sqrt_exact(ratio)
     fields = float_bits(stiffness.dtype)
-    bits = stiffness.view(fields.integer)
-    if stiffness.dtype == torch.float32 and not bool((bits & ((1 << fields.mantissa_bits) - 1)).any()):
-        ratios = (min(max(math.ldexp(1 / reference, i - fields.bias), damping), clip) for i in range(255))
-        table = torch.tensor([ratio**exponent for ratio in ratios], dtype=torch.float64).to(stiffness)
-        return table.index_select(0, (bits >> fields.mantissa_bits).flatten()).view(stiffness.shape)
-    return (stiffness * (1 / reference)).clamp_(damping, clip).pow_(exponent)
+    if not bool((stiffness.view(fields.integer) & ((1 << fields.mantissa_bits) - 1)).any()):
+        logarithm = _exponent(stiffness) - math.log2(reference)
+        return exp2_exact(logarithm.clamp_(log2_bounded(damping), log2_bounded(clip)) * exponent)
+    return _pow((stiffness * (1 / reference)).clamp_(damping, clip), exponent)
+
+
+def log2_bounded(x: float) -> float:
+    """``log2(x)``, with finite stand-ins for those of 0 and infinity."""
+    return -1e4 if x == 0 else 1e4 if math.isinf(x) else math.log2(x)
+
+
+def _exponent(power_of_two: Tensor) -> Tensor:
+    fields = float_bits(power_of_two.dtype)
+    exponent = (power_of_two.view(fields.integer) >> fields.mantissa_bits) - fields.bias
+    return exponent.to(power_of_two.dtype)
+
+
+def _pow(ratio: Tensor, exponent: Tensor | float) -> Tensor:
+    """Through float64: a vectorised float32 ``pow`` differs in the last bit from the one for a row's tail."""
+    return ratio.double().pow(exponent).to(ratio.dtype)
+
+
+def _between(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return torch.minimum(torch.maximum(x, low), high)

@@ -1,22 +1,18 @@
 """RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs on this library's manifolds."""
 
-import math
 from typing import Any
 
 import geoopt
 import torch
 from torch import Tensor
 
-from fp8manifold._checks import check_number
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._base import (
-    Parameters,
-    check_betas,
-    check_finite,
-    reject_flags,
-)
-from fp8manifold.optim._directions import adam, sgd
+from fp8manifold.optim._base import Parameters, check_betas, check_finite, reject_flags
+from fp8manifold.optim._engine import Job
+from fp8manifold.optim._plan import Grid
 from fp8manifold.optim._riemannian import Riemannian, with_l2
+from fp8manifold.optim.stiffness_adamw import adam_numbers
+from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
 
 __all__ = ["RiemannianAdam", "RiemannianSGD"]
 
@@ -41,13 +37,14 @@ class RiemannianAdam(Riemannian):
         stabilize: project every so many steps (geoopt's name of ``stabilize_every``).
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback: ``nearest`` or ``stochastic``; None takes the manifold's own rounding.  The random bits are the
-            optimizer's (seed, step, position of the parameter), not the manifold's counter.
-        seed: key of the stochastic write-back.
+        writeback, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding.  The
+            random bits are the optimizer's (seed, step, position of the parameter), not the manifold's counter.
+            Parameters elsewhere have float32 averages.
+        seed: key of all random bits.
         damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
             it is linear.  Metrics other than ``ulp`` are not bounded.
         refresh_every: steps between two computations of S_ref.
-        maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
+        compile, maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
 
     Attributes:
         bounded_share: share of the quantised weights that met a bound at the last refresh.
@@ -72,7 +69,8 @@ class RiemannianAdam(Riemannian):
     Source: Becigneul and Ganea 2019; geoopt (Kochurov et al. 2020).
     """
 
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+    direction = "adam"
+    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "avg_bound", "sq_bound"})
 
     def __init__(
         self,
@@ -86,10 +84,12 @@ class RiemannianAdam(Riemannian):
         stabilize: int | None = None,
         float_lr: float | None = None,
         writeback: str | None = None,
+        moments: str = "float32",
         seed: int = 0,
         damping: float = 2.0**-8,
         clip: float = 2.0**4,
         refresh_every: int = 100,
+        compile: bool | None = None,  # noqa: A002  # torch's word
         maximize: bool = False,
         on_nonfinite: str = "skip",
         stabilize_every: int | None = None,
@@ -104,37 +104,37 @@ class RiemannianAdam(Riemannian):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "writeback": writeback,
+            "moments": moments,
             "seed": seed,
             "damping": damping,
             "clip": clip,
             "refresh_every": refresh_every,
+            "float_lr": float_lr,
+            "compile": compile,
             "maximize": maximize,
+            "on_nonfinite": on_nonfinite,
+            "stabilize_every": stabilize_every if stabilize is None else stabilize,
+            "reset_every": reset_every,
         }
-        super().__init__(
-            params,
-            defaults,
-            float_lr=float_lr,
-            on_nonfinite=on_nonfinite,
-            stabilize_every=stabilize_every if stabilize is None else stabilize,
-            reset_every=reset_every,
-        )
+        super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_betas(group["betas"])
         check_finite("eps", group["eps"])
 
-    def _direction(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], gradient: Tensor) -> Tensor:
-        _make_averages(group, parameter, state)
-        return adam(
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            state.get("max_exp_avg_sq"),
-            betas=group["betas"],
-            eps=group["eps"] * state["reference"],
-            step=int(state["step"]) - state.get("since", 0),
-        )
+        if group["amsgrad"] and group["moments"] != "float32":
+            raise ValueError(f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be rounded")
+        if group["writeback"] == "momentum" and not group["betas"][0]:
+            raise ValueError("writeback='momentum' needs betas[0] > 0: there is no average to put the error into")
+
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        return super()._traits(group, parameter, grid) | {"amsgrad": group["amsgrad"]}
+
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+        step = int(state["step"]) - state.get("since", 0)
+        numbers = adam_numbers(float(group["lr"]), group["betas"], group["eps"] * state["reference"], step)
+        return numbers | self._progress_numbers(group)
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
@@ -143,7 +143,7 @@ class RiemannianAdam(Riemannian):
         beta1, beta2 = group["betas"]
         step = int(state["step"]) - state.get("since", 0)
         point = parameter.detach().to(working_dtype(parameter))
-        gradient = manifold.egrad2rgrad(point, with_l2(self._gradient(group, parameter), point, group))
+        gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(beta2).add_(manifold.component_inner(point, gradient), alpha=1 - beta2)
@@ -169,8 +169,8 @@ class RiemannianSGD(Riemannian):
         lr: ULPs a step for a code gradient ``S g`` of 1; by default 0.5 on our manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
-        stabilize, float_lr, writeback, seed, damping, clip, refresh_every, maximize, on_nonfinite, stabilize_every,
-            reset_every: as in :class:`RiemannianAdam`.
+        stabilize, float_lr, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
+            stabilize_every, reset_every: as in :class:`RiemannianAdam`.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and no dampening.
@@ -190,7 +190,8 @@ class RiemannianSGD(Riemannian):
     Source: Bonnabel 2013; geoopt (Kochurov et al. 2020).
     """
 
-    preconditioner = frozenset({"momentum_buffer"})
+    direction = "sgd"
+    preconditioner = frozenset({"momentum_buffer", "avg_bound"})
 
     def __init__(
         self,
@@ -204,10 +205,12 @@ class RiemannianSGD(Riemannian):
         *,
         float_lr: float | None = None,
         writeback: str | None = None,
+        moments: str = "float32",
         seed: int = 0,
         damping: float = 2.0**-8,
         clip: float = 2.0**4,
         refresh_every: int = 100,
+        compile: bool | None = None,  # noqa: A002  # torch's word
         maximize: bool = False,
         on_nonfinite: str = "skip",
         stabilize_every: int | None = None,
@@ -222,45 +225,50 @@ class RiemannianSGD(Riemannian):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "writeback": writeback,
+            "moments": moments,
             "seed": seed,
             "damping": damping,
             "clip": clip,
             "refresh_every": refresh_every,
+            "float_lr": float_lr,
+            "compile": compile,
             "maximize": maximize,
+            "on_nonfinite": on_nonfinite,
+            "stabilize_every": stabilize_every if stabilize is None else stabilize,
+            "reset_every": reset_every,
         }
-        super().__init__(
-            params,
-            defaults,
-            float_lr=float_lr,
-            on_nonfinite=on_nonfinite,
-            stabilize_every=stabilize_every if stabilize is None else stabilize,
-            reset_every=reset_every,
-        )
+        super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_finite("momentum", group["momentum"])
-        check_number("dampening", group["dampening"], -math.inf)
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ValueError(
-                f"nesterov=True needs momentum > 0 and dampening = 0: "
-                f"momentum={group['momentum']}, dampening={group['dampening']}"
-            )
+        check_momentum(group)
 
-    def _direction(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], gradient: Tensor) -> Tensor:
-        momentum, dampening, nesterov = group["momentum"], group["dampening"], group["nesterov"]
-        if momentum and "momentum_buffer" not in state:
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        averages = {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
+        return super()._traits(group, parameter, grid) | averages
+
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+        first = int(state["step"]) - state.get("since", 0) == 1
+        return momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
+
+    def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
+        """The direction off our manifolds, in place where there is a buffer."""
+        momentum, nesterov = group["momentum"], group["nesterov"]
+        if not momentum:
+            return gradient
+        if "momentum_buffer" not in state:
             state["momentum_buffer"] = gradient.clone()
-            return gradient * (1 + momentum) if nesterov else gradient
-        buffer = state["momentum_buffer"] if momentum else None
-        return sgd(gradient, buffer, momentum=momentum, dampening=dampening, nesterov=nesterov)
+        else:
+            state["momentum_buffer"].mul_(momentum).add_(gradient * (1 - group["dampening"]))
+        buffer: Tensor = state["momentum_buffer"]
+        return gradient + buffer * momentum if nesterov else buffer
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> None:
         point = parameter.detach().to(working_dtype(parameter))
-        gradient = manifold.egrad2rgrad(point, with_l2(self._gradient(group, parameter), point, group))
-        direction = self._direction(group, parameter, state, gradient)
+        gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
+        direction = self._momentum(group, state, gradient)
         step = -self._learning_rate_elsewhere(group) * direction
         if not group["momentum"]:
             parameter.copy_(manifold.retr(point, step))
@@ -268,6 +276,13 @@ class RiemannianSGD(Riemannian):
         moved, transported = manifold.retr_transp(point, step, state["momentum_buffer"])
         state["momentum_buffer"].copy_(transported)
         parameter.copy_(moved)
+
+
+def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:
+    """The gradient in the working dtype, turned around where the objective is maximised."""
+    assert parameter.grad is not None
+    gradient = parameter.grad.to(working_dtype(parameter))
+    return -gradient if group["maximize"] else gradient
 
 
 def _make_averages(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:

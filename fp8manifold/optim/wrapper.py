@@ -11,8 +11,8 @@ from fp8manifold._charts import Metric, chart_of
 from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._base import own_manifold
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
+from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
 from fp8manifold.optim._writeback import WRITEBACKS, write_back
 

@@ -1,0 +1,172 @@
+"""Compiled steps: one pure function for all, specialised by variant; eager where there is no compiler.
+
+``torch.compile`` spends more time on the guards of a small tensor than on its step.  So a call is checked by them
+once for every shape, and repeated calls of that shape go straight to the code that was found.
+"""
+
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold.optim._layout import index_in
+from fp8manifold.optim._step import prepare_step, step
+from fp8manifold.optim._variant import Variant
+from fp8manifold.random_bits import mix
+
+__all__ = ["CompileUnavailableWarning", "compiled", "is_available"]
+
+_OPTIONS: Final[dict[str, Any]] = {
+    "size_asserts": False,
+}
+
+Arguments = Sequence[Tensor]
+
+
+class CompileUnavailableWarning(UserWarning):
+    """Steps run eager: the same results, several times slower."""
+
+
+@dataclass
+class _State:
+    """What is known of the compiler, and the call that is being watched."""
+
+    available: bool = True
+    steps: dict[tuple[Any, ...], "_Compiled"] = field(default_factory=dict)
+    seen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+
+
+_state = _State()
+
+
+def is_available() -> bool:
+    """Whether no compilation has failed yet."""
+    return _state.available
+
+
+def compiled(kind: str, variant: Variant, names: tuple[str, ...], arguments: Arguments) -> Callable[[Arguments], bool]:
+    """A function of the arrays called ``names`` that changes them in place: a ``step``, or what ``prepare``s for one.
+
+    It returns False, with nothing changed and one :class:`CompileUnavailableWarning` ever, where compiling fails.
+    """
+    key = (kind, variant, names, tuple([(a.dtype, a.dim(), a.device.type) for a in arguments]))
+    if key not in _state.steps:
+        make = _step_function if kind == "step" else _prepare_function
+        _state.steps[key] = _Compiled(make(variant, names))
+    return _state.steps[key]
+
+
+class _Compiled:
+    """One variant's step with a code object of its own: variants that share one would exhaust its cache."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        code = function.__code__.replace(co_name=f"{function.__name__}_{len(_state.steps)}")
+        own = types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
+        self._function = torch.compile(own, dynamic=True, fullgraph=True, backend=_inductor)
+        self._direct: dict[tuple[torch.Size, ...], Callable[[Arguments], Any]] = {}
+
+    def __call__(self, arguments: Arguments) -> bool:
+        """Take the step."""
+        shapes = tuple([a.shape for a in arguments])
+        if (direct := self._direct.get(shapes)) is not None:
+            direct(arguments)
+            return True
+        return self._first_call(shapes, arguments)
+
+    def _first_call(self, shapes: tuple[torch.Size, ...], arguments: Arguments) -> bool:
+        if not _state.available:
+            return False
+        _state.seen = None
+        try:
+            with _distinct_sizes():
+                self._function(*arguments)
+        except Exception as error:  # whatever a compiler's absence or failure raises
+            _state.available = False
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            warnings.warn(
+                f"optimizer steps run eager, several times slower: compiling failed with {type(error).__name__}: "
+                f"{first_line} (a C++ compiler and Python's headers are needed; compile=False silences this)",
+                CompileUnavailableWarning,
+                stacklevel=2,
+            )
+            return False
+        if _state.seen is not None and (direct := _direct_call(*_state.seen, arguments)) is not None:
+            self._direct[shapes] = direct
+        _state.seen = None
+        return True
+
+
+def _step_function(variant: Variant, names: tuple[str, ...]) -> Callable[..., None]:
+    def take_step(*tensors: Tensor) -> None:
+        arrays = dict(zip(names, tensors, strict=True))
+        numbers = arrays.pop("numbers")
+        noise = _noise(variant, arrays)
+        for name, value in step(variant, arrays, numbers, noise).stored.items():
+            arrays[name].copy_(value)
+
+    return take_step
+
+
+def _prepare_function(variant: Variant, names: tuple[str, ...]) -> Callable[..., None]:
+    def prepare(*tensors: Tensor) -> None:
+        arrays = dict(zip(names, tensors, strict=True))
+        numbers = arrays.pop("numbers")
+        for name, value in prepare_step(variant, arrays, numbers).items():
+            arrays[name].copy_(value)
+
+    return prepare
+
+
+def _noise(variant: Variant, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not (variant.draws_for_weight or variant.draws_for_moments):
+        return {}
+    keys, columns = arrays.pop("keys"), arrays.pop("columns")
+    index = index_in(arrays["gradient"].shape, columns)
+    noise = {}
+    for name, wanted, k in (("weight", variant.draws_for_weight, 0), ("moments", variant.draws_for_moments, 3)):
+        if wanted:
+            noise[name] = mix(index + keys[k], keys[k + 1], keys[k + 2])
+    return noise
+
+
+def _inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    function: Any = compile_fx(graph, example_inputs, config_patches=_OPTIONS)
+
+    def watched(*arguments: Any) -> Any:
+        _state.seen = (function, arguments)
+        return function(*arguments)
+
+    return watched
+
+
+def _direct_call(
+    function: Callable[..., Any], received: tuple[Any, ...], arguments: Arguments
+) -> Callable[[Arguments], Any] | None:
+    """The call without guards, where it is plain which argument went where; sizes are the shape's own."""
+    positions = {id(a): i for i, a in enumerate(arguments)}
+    template: list[tuple[bool, int]] = []
+    for value in received:
+        if isinstance(value, Tensor):
+            if id(value) not in positions:
+                return None
+            template.append((True, positions[id(value)]))
+        elif isinstance(value, int):
+            template.append((False, int(value)))
+        else:
+            return None
+    return lambda given: function(*[given[x] if is_tensor else x for is_tensor, x in template])
+
+
+@contextmanager
+def _distinct_sizes() -> Iterator[None]:
+    """Sizes that happen to be equal are not taken to be one: a square matrix must not compile a step of its own."""
+    config: Any = torch.fx.experimental._config
+    with config.patch(use_duck_shape=False):
+        yield

@@ -1,0 +1,45 @@
+"""Whether a step may be taken at all: every gradient, and its square, has to be finite."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["all_finite"]
+
+
+def all_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """One sum of squares a tensor, and an exact check only where the sum of those is not finite.
+
+    Raises:
+        ValueError: a sparse or complex gradient.
+        FloatingPointError: a gradient is not finite and its group has ``on_nonfinite="raise"``.
+    """
+    pairs = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    sums: dict[torch.device, list[Tensor]] = {}
+    for _, parameter in pairs:
+        gradient = parameter.grad
+        if gradient.is_sparse or gradient.is_complex():
+            raise ValueError(f"{type(optimizer).__name__} takes dense real gradients only")
+        sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
+    if all(bool(torch.stack(each).sum().isfinite()) for each in sums.values()):
+        return True
+    return all(_squares_are_finite(group, parameter) for group, parameter in pairs)
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    flat = gradient.reshape(-1)
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    return torch.dot(flat, flat).to(torch.float32)
+
+
+def _squares_are_finite(group: dict[str, Any], parameter: Tensor) -> bool:
+    assert parameter.grad is not None
+    gradient = parameter.grad
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    if bool((wide * wide).isfinite().all()):
+        return True
+    if group["on_nonfinite"] == "raise":
+        raise FloatingPointError(f"a gradient of shape {tuple(parameter.shape)} is not finite, or its square is not")
+    return False

@@ -1,0 +1,48 @@
+"""The numbers of one parameter's step as one row of a tensor, so that a new learning rate compiles nothing anew."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor
+
+__all__ = ["HYPER", "KEYS", "Hyper", "row"]
+
+HYPER: Final = (
+    "beta1",  # decay of the first average
+    "gain1",  # what the gradient adds to it
+    "beta2",
+    "gain2",
+    "eps",
+    "rate",  # size of the step: the learning rate, bias corrections included
+    "keep",  # what decay leaves of the weight
+    "correction",  # sqrt(1 - beta2^t), where a direction needs its absolute size
+    "largest",  # bound of a direction
+    "inverse_reference",  # 1 / S_ref
+    "log_reference",  # log2 S_ref
+    "low",  # bounds of S / S_ref
+    "high",
+    "log_low",  # and their log2
+    "log_high",
+    "power",  # the stiffness exponent k
+    "inject",  # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the average
+    "floor",  # magnitude below which a multiplicative step becomes additive
+)
+_POSITION: Final = {name: i for i, name in enumerate(HYPER)}
+KEYS: Final = 6
+"""int32 words a row of keys holds: three round keys for the weights' draws, three for the averages'."""
+
+
+class Hyper:
+    """Names for the entries of a row; each is a 0-dim tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The entry called ``name``."""
+        return self._tensor[_POSITION[name]]
+
+
+def row(values: Mapping[str, float]) -> list[float]:
+    """The values in their order, 0 where none is given."""
+    return [float(values.get(name, 0.0)) for name in HYPER]

@@ -1,0 +1,89 @@
+"""What the stiffness family shares: a direction, stepped linearly in value with a power of the stiffness."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fp8manifold._charts import chart_of
+from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._base import Parameters, reject_flags
+from fp8manifold.optim._combinations import check_combination
+from fp8manifold.optim._field import power_mode
+from fp8manifold.optim._jobs import GridOptimizer
+from fp8manifold.optim._kinds import manifold_of, own_manifold
+from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._schedules import scheduled
+from fp8manifold.optim._variant import WRITEBACKS
+
+__all__ = ["StiffnessOptimizer", "injected"]
+
+_LARGEST_POWER = 8.0
+
+
+class StiffnessOptimizer(GridOptimizer):
+    """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
+
+    direction: str
+
+    def __init__(self, params: Parameters, defaults: dict[str, Any], flags: dict[str, Any]) -> None:
+        reject_flags(type(self).__name__, flags)
+        super().__init__(params, defaults)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_number("damping", group["damping"], 0.0, 1.0)
+        check_number("clip", group["clip"], 1.0)
+        check_int("refresh_every", group["refresh_every"], 1, 2**62)
+        check_choice("writeback", group["writeback"], WRITEBACKS)
+        check_combination(type(self), group)
+        if "stiffness" in group:
+            scheduled("stiffness", group["stiffness"], 0, -_LARGEST_POWER, _LARGEST_POWER)
+            chart_of(FloatFormat(4, 3), group["metric"])
+        for parameter in group["params"]:
+            if manifold_of(parameter) is not None and own_manifold(parameter) is None:
+                raise ValueError(
+                    f"{type(self).__name__} can't step a parameter on {manifold_of(parameter)}: "
+                    "use fp8manifold.optim.RiemannianAdam"
+                )
+
+    def _check_schedules(self) -> None:
+        """Ask for every exponent of the step, once, before anything has changed."""
+        self._powers: dict[tuple[int, int], float] = {}
+        for group in self.param_groups:
+            if "stiffness" not in group:
+                continue
+            for parameter in group["params"]:
+                done = int(self.state[parameter]["step"]) if parameter in self.state else 0
+                if parameter.grad is not None and (id(group), done) not in self._powers:
+                    power = scheduled("stiffness", group["stiffness"], done, -_LARGEST_POWER, _LARGEST_POWER)
+                    self._powers[id(group), done] = power
+
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        shared = {
+            "direction": self.direction,
+            "moments": group["moments"],
+            "decays": bool(group["weight_decay"]),
+            "maximize": group["maximize"],
+        }
+        if grid is None:
+            return shared
+        k = group["stiffness"]
+        rounds = grid.storage in ("codes", "grid")
+        return shared | {
+            "writeback": group["writeback"] if rounds else "nearest",
+            "metric": group["metric"],
+            "stiffness": "power" if callable(k) else power_mode(k),
+        }
+
+    def _shared_numbers(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+        """Decay, and the stiffness of a quantised parameter."""
+        numbers = {"keep": 1 - float(group["lr"]) * group["weight_decay"]}
+        if "reference" in state:
+            numbers |= self._stiffness_numbers(group, state, self._powers[id(group), int(state["step"]) - 1])
+        return numbers
+
+
+def injected(rate: float, beta: float) -> float:
+    """``(1 - beta) / beta / rate``: how much of a rounding error an average is given; nothing at rate 0."""
+    return (1 - beta) / beta / rate if rate and beta else 0.0

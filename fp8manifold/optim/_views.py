@@ -1,0 +1,41 @@
+"""What an observer sees of a step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8manifold._charts import chart_of
+from fp8manifold.optim._engine import Job, run_eager
+from fp8manifold.optim._weights import load_weights
+
+__all__ = ["StepView", "observed_step"]
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What an observer sees of one quantised parameter in one step; the tensors are detached and not to be changed."""
+
+    parameter: Tensor
+    before: Tensor
+    target: Tensor
+    """The value requested, before the write-back rounds it."""
+    after: Tensor
+    stiffness: Tensor
+    """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
+
+
+def observed_step(parameter: Tensor, job: Job, numbers: Tensor) -> StepView:
+    """Take the step eagerly and show it: the values it started from, asked for and left.
+
+    With an ULP residual these are the values that the residual stands for, not those of the codes alone.
+    """
+    shape, scale = parameter.shape, job.arrays["scale"]
+    before = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
+    outcomes = run_eager(job, numbers, observed=True)
+    target = torch.cat([outcome.target for outcome in outcomes]) * scale
+    x = torch.cat([outcome.before.x for outcome in outcomes])
+    assert job.variant.fmt is not None
+    stiffness = chart_of(job.variant.fmt, job.variant.metric).stiffness(x) * scale
+    after = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
+    return StepView(parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))

@@ -1,0 +1,140 @@
+"""StiffnessSGD: SGD whose step is scaled, weight by weight, with a power of the local ULP."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fp8manifold._charts import Metric
+from fp8manifold._checks import check_number
+from fp8manifold.optim._base import Parameters
+from fp8manifold.optim._engine import Job
+from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._schedules import Schedule
+from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
+
+__all__ = ["StiffnessSGD", "check_momentum", "momentum_numbers"]
+
+
+class StiffnessSGD(StiffnessOptimizer):
+    """SGD with momentum over weights that live on a grid.
+
+    .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
+              - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
+
+    A gradient is a covector: its Riemannian step is ``S^2 g``, hence ``k = 2`` by default.  ``k = 0`` is SGD with a
+    rounded write-back.  Unlike ``torch.optim.SGD`` the decay is decoupled from the gradient.  Ordinary parameters get
+    plain SGD with the same learning rate.
+
+    Args:
+        params: parameters or groups, quantised and ordinary ones mixed.
+        lr: learning rate, SGD's.
+        momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
+        weight_decay: decoupled decay, times ``lr`` a step.
+        stiffness, metric, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
+            stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
+            ``momentum`` > 0, the former without Nesterov.
+
+    Raises:
+        TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and no dampening.
+
+    Example:
+        >>> import fp8manifold as fm, torch
+        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3")
+        >>> optimizer = StiffnessSGD([weight], lr=0.1, momentum=0.5)
+        >>> for _ in range(200):
+        ...     optimizer.zero_grad()
+        ...     (weight - 0.5).square().sum().backward()
+        ...     optimizer.step()
+        >>> bool((weight - 0.5).abs().max() < 0.1)
+        True
+
+    Source: Bonnabel 2013 for Riemannian SGD; the momentum is torch's.
+    """
+
+    direction = "sgd"
+    preconditioner = frozenset({"momentum_buffer", "avg_bound"})
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-1,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        stiffness: Schedule = 2.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        compile: bool | None = None,  # noqa: A002  # torch's word
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "stiffness": stiffness,
+            "metric": metric,
+            "writeback": writeback,
+            "moments": moments,
+            "seed": seed,
+            "damping": damping,
+            "clip": clip,
+            "refresh_every": refresh_every,
+            "compile": compile,
+            "maximize": maximize,
+            "on_nonfinite": on_nonfinite,
+            "stabilize_every": stabilize_every,
+            "reset_every": reset_every,
+        }
+        super().__init__(params, defaults, flags)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_momentum(group)
+
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        averages = {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
+        return super()._traits(group, parameter, grid) | averages
+
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+        first = int(state["step"]) - state.get("since", 0) == 1
+        numbers = momentum_numbers(float(group["lr"]), group, first=first)
+        return numbers | self._shared_numbers(group, state)
+
+
+def momentum_numbers(rate: float, group: dict[str, Any], *, first: bool) -> dict[str, float]:
+    """SGD's numbers; the buffer starts from the whole gradient."""
+    momentum = group["momentum"]
+    gain = 1.0 if first else 1 - group["dampening"]
+    return {"beta1": momentum, "gain1": gain, "rate": rate, "inject": injected(rate, momentum)}
+
+
+def check_momentum(group: dict[str, Any]) -> None:
+    """Raise ValueError unless momentum, dampening and Nesterov fit each other, the write-back and the moments."""
+    momentum = group["momentum"]
+    check_number("momentum", momentum, 0.0, math.inf, open_high=True)
+    check_number("dampening", group["dampening"], -math.inf)
+    if group["nesterov"] and (momentum <= 0 or group["dampening"] != 0):
+        raise ValueError(
+            f"nesterov=True needs momentum > 0 and dampening = 0: momentum={momentum}, dampening={group['dampening']}"
+        )
+    if group["writeback"] == "momentum" and (not 0 < momentum < 1 or group["nesterov"]):
+        raise ValueError(
+            f"writeback='momentum' needs 0 < momentum < 1 without Nesterov: momentum={momentum}, "
+            f"nesterov={group['nesterov']}"
+        )
+    if group["moments"] != "float32" and not momentum:
+        raise ValueError(f"moments={group['moments']!r} needs momentum > 0: without it there is no average to store")
