@@ -201,6 +201,43 @@ def test_a_deep_copy_of_a_module_is_independent() -> None:
     assert copied[0].weight is copied[1].weight
 
 
+# -------------------------------------------------------------------------------------------------------- its manifold
+@every_granularity
+def test_the_manifold_is_that_of_format_and_scale(granularity: Any) -> None:
+    p = parameter("E3M4", granularity=granularity, seed=8)
+    manifold = p.manifold
+    assert isinstance(manifold, fm.FP8Manifold)
+    assert (manifold.format, manifold.rounding, int(manifold.seed_word)) == (p.format, "stochastic", 8)
+    assert torch.equal(manifold.scale, p.expanded_scale())
+    assert manifold.check_point_on_manifold(p)
+    assert torch.equal(manifold.stiffness(p), fm.ulp(p / p.expanded_scale(), "E3M4") * p.expanded_scale())
+    p.rescale_(p.scale * 2)
+    assert torch.equal(p.manifold.scale, p.expanded_scale())
+
+
+def test_the_manifold_counts_its_draws_in_the_parameter() -> None:
+    p = parameter(seed=8)
+    step = 0.3 * p.manifold.stiffness(p)
+    first, second = p.manifold.retr(p, step), p.manifold.retr(p, step)
+    assert int(p.counter) == int(p.manifold.counter) == 2
+    assert not torch.equal(first, second)
+    with torch.no_grad():
+        p.mul_(0.9)
+    assert int(p.manifold.counter) == 3
+
+
+def test_geoopts_methods() -> None:
+    p = parameter(rounding="nearest")
+    u = torch.ones(4, 64)
+    values = p.dequantize()
+    assert torch.equal(p.expmap(u), p.manifold.expmap(values, u))
+    assert torch.equal(p.retr(u), p.manifold.retr(values, u))
+    assert torch.equal(p.dist(torch.zeros(4, 64), p="g"), p.manifold.dist(values, torch.zeros(4, 64)))
+    with torch.no_grad():
+        assert p.proj_() is p
+    assert torch.equal(p.dequantize(), values)
+
+
 # -------------------------------------------------------------------------------------------------- torch's own helpers
 def test_gradients_are_those_of_the_values() -> None:
     net, floats = Net(), Net()
