@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fp8manifold._charts import Metric
@@ -11,10 +10,12 @@ from fp8manifold.optim._base import ManifoldOptimizer, Planned
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._field import bounded_share, log2_bounded, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
-from fp8manifold.optim._layout import Layout
+from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
+from fp8manifold.optim._rescale import widened
 from fp8manifold.optim._variant import Variant
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["GridOptimizer"]
 
@@ -22,7 +23,19 @@ _STATE = ("residual", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 
 
 class GridOptimizer(ManifoldOptimizer):
-    """Plans steps for the engine: subclasses name the traits of the variant and give its numbers."""
+    """Plans steps for the engine: subclasses name the traits of the variant and give its numbers.
+
+    Attributes:
+        widened_scales: how often a one-byte parameter that had reached the end of its range was given a wider scale.
+    """
+
+    widened_scales: int = 0
+
+    @property
+    def _jobs(self) -> dict[Tensor, tuple[tuple[Any, ...], Job, Grid]]:
+        """Jobs by parameter; no part of the state."""
+        jobs: dict[Tensor, tuple[tuple[Any, ...], Job, Grid]] = self.__dict__.setdefault("_kept_jobs", {})
+        return jobs
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         """The variant's fields that do not follow from storage: direction, geometry, stiffness, ...
@@ -51,8 +64,13 @@ class GridOptimizer(ManifoldOptimizer):
 
     def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
         job, grid = self._job(group, parameter, state)
+        words = (group["seed"], int(state["step"]), state["stream"])
+        if isinstance(parameter, FP8Tensor) and _is_due(group, state) and widened(parameter, state, job, words):
+            self.widened_scales += 1
+            del self._jobs[parameter]
+            job, grid = self._job(group, parameter, state)
         job.arrays["gradient"] = self._gradient(group, parameter).reshape(job.layout.dims)
-        job.words = (group["seed"], int(state["step"]), state["stream"])
+        job.words = words
         numbers = self._numbers(group, parameter, state, job)
         copied = None if grid.in_place else grid.weight
         return Planned(parameter, state, job, numbers, working_dtype(parameter), group["compile"], copied)
@@ -60,10 +78,10 @@ class GridOptimizer(ManifoldOptimizer):
     def _job(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> tuple[Job, Grid]:
         grid = grid_of(parameter)
         quantized = grid.storage != "plain"
-        if quantized and (int(state["step"]) - 1) % group["refresh_every"] == 0:
+        if quantized and _is_due(group, state):
             self._refresh(group, grid, state)
         traits = self._traits(group, parameter, grid if quantized else None)
-        kept: dict[Tensor, tuple[tuple[Any, ...], Job, Grid]] = self.__dict__.setdefault("_jobs", {})
+        kept = self._jobs
         signature = _signature(traits, grid, state)
         if parameter not in kept or kept[parameter][0] != signature:
             job = self._new_job(group, parameter, state, grid, traits)
@@ -87,7 +105,7 @@ class GridOptimizer(ManifoldOptimizer):
         if variant.moments == "8bit":
             arrays |= {BOUNDS[name]: state[BOUNDS[name]].view(layout.block_dims) for name in variant.stores}
         if grid.scale is not None:
-            arrays["scale"] = _row_view(grid.scale, grid.weight.shape, layout)
+            arrays["scale"] = row_view(grid.scale, grid.weight.shape, layout)
             if variant.geometry in ("exponential", "tangent") and variant.metric == "ulp":
                 assert grid.fmt is not None
                 arrays |= bounded_ends(grid.fmt, arrays["scale"], state["reference"], group["damping"], group["clip"])
@@ -112,16 +130,13 @@ class GridOptimizer(ManifoldOptimizer):
         }
 
 
+def _is_due(group: dict[str, Any], state: dict[str, Any]) -> bool:
+    """Whether S_ref, and what else changes rarely, is looked at in this step."""
+    return bool((int(state["step"]) - 1) % group["refresh_every"] == 0)
+
+
 def _signature(traits: dict[str, Any], grid: Grid, state: dict[str, Any]) -> tuple[Any, ...]:
     """What a job was built from; the job keeps the memory alive, so that no address is used twice."""
     addresses = [state[name].data_ptr() for name in _STATE if name in state]
     scale = None if grid.scale is None else grid.scale.data_ptr()
     return (*traits.values(), grid.weight.data_ptr(), scale, state.get("reference"), *addresses)
-
-
-def _row_view(scale: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
-    if layout.row_dims == layout.dims and scale.numel() != layout.numel:
-        scale = scale.expand(shape)
-    if layout.repeats > 1:
-        scale = scale.reshape(-1).repeat_interleave(layout.repeats)
-    return scale.reshape(layout.row_dims)

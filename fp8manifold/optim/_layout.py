@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "index_in", "layout_of"]
+__all__ = ["Layout", "index_in", "layout_of", "row_view"]
 
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
@@ -50,6 +50,15 @@ def index_in(shape: torch.Size, columns: Tensor) -> Tensor:
         return columns
     rows = torch.arange(shape[0], dtype=torch.int32, device=columns.device) * shape[1]
     return rows.unsqueeze(1) + columns
+
+
+def row_view(scale: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+    """What there is one of for a scale, for the rows of a view."""
+    if layout.row_dims == layout.dims and scale.numel() != layout.numel:
+        scale = scale.expand(shape)
+    if layout.repeats > 1:
+        scale = scale.reshape(-1).repeat_interleave(layout.repeats)
+    return scale.reshape(layout.row_dims)
 
 
 @lru_cache(maxsize=4096)

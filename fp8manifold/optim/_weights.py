@@ -11,7 +11,7 @@ from fp8manifold._rounding import round_block
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._variant import Variant
 
-__all__ = ["Weights", "load_weights", "reciprocal_scale", "store_weights"]
+__all__ = ["Weights", "load_weights", "reciprocal_scale", "split_codes", "store_weights", "unless_special"]
 
 
 class Weights(NamedTuple):
@@ -65,7 +65,7 @@ def store_weights(
         return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
     codes = encode_finite(target, fmt, draws)
     after = decode_with_ulp(codes, fmt)[0] if variant.writeback == "momentum" else target
-    return {"weight": _unless_special(codes.to(torch.uint8), weight, fmt)}, after
+    return {"weight": unless_special(codes.to(torch.uint8), weight, fmt)}, after
 
 
 def reciprocal_scale(variant: Variant, arrays: dict[str, Tensor]) -> Tensor:
@@ -81,10 +81,10 @@ def _store_with_residual(
 ) -> tuple[dict[str, Tensor], Tensor]:
     bits = variant.residual_bits
     fine = encode_finite(target.to(torch.float32), fmt, draws, bits)
-    codes, residual = _split(fine, fmt, bits)
+    codes, residual = split_codes(fine, fmt, bits)
     stored = {"residual": residual.to(torch.int8)}
     if variant.storage == "codes":
-        return stored | {"weight": _unless_special(codes.to(torch.uint8), arrays["weight"], fmt)}, target
+        return stored | {"weight": unless_special(codes.to(torch.uint8), arrays["weight"], fmt)}, target
     value = decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
     weight = arrays["weight"]
     return stored | {"weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))}, target
@@ -97,7 +97,7 @@ def _joined(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -> Ten
     return _magnitude_and_sign((signed << bits) + residual, fmt.sign_bit << bits)
 
 
-def _split(fine: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
+def split_codes(fine: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
     """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step."""
     sign = fmt.sign_bit << bits
     negative = -((fine & sign) >> (fmt.bits - 1 + bits))
@@ -111,7 +111,7 @@ def _magnitude_and_sign(signed: Tensor, sign_bit: int) -> Tensor:
     return ((signed ^ negative) - negative) | (negative & sign_bit)
 
 
-def _unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
+def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
     """Codes of NaN stay what they are: the step knows only finite weights."""
     if not fmt.nan_codes:
         return codes

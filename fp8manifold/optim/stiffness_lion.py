@@ -35,7 +35,7 @@ class StiffnessLion(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.linspace(-1, 1, 5), "E4M3")
+        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3")
         >>> optimizer = StiffnessLion([weight], lr=0.02)
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         >>> for _ in range(600):
