@@ -100,9 +100,10 @@ def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
 
 def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size: int | None) -> Tensor:
     """The largest finite magnitude stored under each scale, in value; of the shape of ``scale``."""
-    magnitude = codes & (fmt.sign_bit - 1)
-    magnitude = torch.where(magnitude > fmt.max_code, 0, magnitude)
     if not codes.numel():
         return torch.zeros_like(scale)
-    groups = magnitude.view(-1, block_size) if block_size else magnitude.reshape(scale.numel(), -1)
-    return decode(groups.amax(1).view(scale.shape), fmt) * scale
+    groups = (codes & (fmt.sign_bit - 1)).view(-1, block_size or codes.numel() // scale.numel())
+    top = groups.amax(1)
+    if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
+        top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
+    return decode(top.view(scale.shape), fmt) * scale
