@@ -11,7 +11,13 @@ TABLED_FORMATS = tuple(name for name in fm.NAMED_FORMATS if not name.startswith(
 
 
 #: how the bench names a storage, and how the page does
-STORED = {"float32": "floats", "master": "a float32 copy", "grid": "the grid"}
+STORED = {
+    "float32": "floats",
+    "master": "a float32 copy",
+    "grid": "the grid",
+    "fp8": "one byte",
+    "continuous": "floats, unrounded",
+}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -183,7 +183,7 @@ def _run_epilog() -> str:
     from nanogpt_bench.settings import describe
     from nanogpt_bench.shipped import shipped_configs
 
-    rules = "\n".join(f"  {name:<18} {entry.help}" for name, entry in RULES.items())
+    rules = "\n".join(f"  {name:<20} {entry.help}" for name, entry in RULES.items())
     return (
         "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
         "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"

@@ -9,8 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-STORAGES = ("float32", "master", "grid")
-OPTIMIZERS = ("adamw", "sgd", "stiffness_adamw", "riemannian_adam")
+STORAGES = ("float32", "master", "grid", "fp8", "continuous")
+#: storages whose points are a format's values: a step is rounded when it is written back
+ROUNDED = ("grid", "fp8")
+#: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
+MANIFOLDS = (*ROUNDED, "continuous")
+#: the library's own optimizers
+OWN_OPTIMIZERS = ("stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam", "riemannian_sgd")
+OPTIMIZERS = ("adamw", "sgd", *OWN_OPTIMIZERS)
+WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 SCHEDULES = ("cosine", "trapezoid", "constant")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
@@ -58,7 +66,11 @@ class ModelConfig:
     tie_weights: bool = setting(False, "lm_head shares the token embedding's weight")
     seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0)
     storage: str | None = setting(
-        None, "where quantised weights live; null: the rule's, or master when there are formats", choices=STORAGES
+        None,
+        "where quantised weights live: master (float32 copy, quantised forward), fp8 (one byte), grid (the same values "
+        "in float32) or continuous (float32, the format's geometry without its rounding); null: the rule's, or what "
+        "formats and optimizer call for",
+        choices=STORAGES,
     )
     format: str | None = setting(None, "one format for every linear layer: short for formats: {'*': FORMAT}")
     formats: dict[str, Any] = field(
@@ -70,10 +82,14 @@ class ModelConfig:
     )
     headroom: float | None = setting(
         None,
-        "grid storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
+        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
         minimum=1.0,
     )
-    granularity: str = setting("channel", "one weight scale a tensor or a row", choices=("tensor", "channel"))
+    granularity: str = setting(
+        "channel",
+        "one weight scale a tensor, a row (channel) or, with fp8 storage, a block of 32 in a row",
+        choices=("tensor", "channel", "block"),
+    )
 
 
 @dataclass
@@ -82,28 +98,48 @@ class OptimizerConfig:
 
     name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS)
     lr: float | None = setting(
-        None, "peak learning rate, in value (riemannian_adam: in ULPs a step); null: the rule's", above=0.0
+        None,
+        "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
+        "null: the rule's",
+        above=0.0,
     )
-    float_lr: float | None = setting(None, "riemannian_adam: learning rate of float parameters; null: 1e-3", above=0.0)
+    float_lr: float | None = setting(
+        None,
+        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; null: 1e-3, for riemannian_sgd 0.1",
+        above=0.0,
+    )
     beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
     eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
-    momentum: float | None = setting(None, "sgd: momentum; null: 0.9", minimum=0.0, below=1.0)
+    momentum: float | None = setting(
+        None, "sgd, stiffness_sgd, riemannian_sgd: momentum; null: 0.9", minimum=0.0, below=1.0
+    )
     weight_decay: float | None = setting(
         None,
         "decay of parameters with two or more dimensions: decoupled, times lr a step (riemannian_adam: times "
-        "float_lr, quantised weights only; sgd: added to the gradient); null: 0.1, for sgd 0",
+        "float_lr, quantised weights only; sgd on floats: added to the gradient); null: 0.1, for madam and sgd 0",
         minimum=0.0,
     )
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0)
     writeback: str | None = setting(
-        None, "grid storage: rounding of a step; null: the rule's", choices=("nearest", "stochastic")
+        None, "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic", choices=WRITEBACKS
+    )
+    moments: str | None = setting(
+        None, "grid, fp8 and continuous storage: how running averages are kept; null: float32", choices=MOMENTS
     )
     stiffness: float | None = setting(
-        None, "stiffness_adamw: exponent k at the first step; null: 1", minimum=0.0, maximum=4.0
+        None,
+        "stiffness_adamw, stiffness_sgd, stiffness_lion: exponent k at the first step; null: 1, for stiffness_sgd 2",
+        minimum=0.0,
+        maximum=4.0,
     )
     stiffness_end: float | None = setting(
-        None, "stiffness_adamw: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+        None, "the same three: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+    )
+    compile: bool = setting(
+        False,
+        "the library's optimizers: compile their step, with the same result; takes some ten seconds and pays in long "
+        "runs of models from about ten million parameters",
     )
     schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES)
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0)

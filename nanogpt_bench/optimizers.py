@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import Config
+from nanogpt_bench.config import MANIFOLDS, Config
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.surgery import quantized_layers
 
@@ -26,10 +26,14 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         raise BenchError(f"optimizer: {one_line(error)}") from None
 
 
+#: torch's optimizers round at every operation in place; ours with k = 0 take the same step and round once
+_ROUNDING_ONCE = {"adamw": "stiffness_adamw", "sgd": "stiffness_sgd"}
+
+
 def _kind(config: Config) -> str:
-    """Return the optimizer's name; AdamW on the grid is StiffnessAdamW with k = 0."""
+    """Return the name of the optimizer that steps: on the library's manifolds one of its own."""
     name = config.optimizer.name or ""
-    return "stiffness_adamw" if name == "adamw" and config.model.storage == "grid" else name
+    return _ROUNDING_ONCE.get(name, name) if config.model.storage in MANIFOLDS else name
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -45,9 +49,16 @@ def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
     return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters]
 
 
-def _common(config: Config) -> dict[str, Any]:
+def _adam_options(config: Config) -> dict[str, Any]:
     settings = config.optimizer
     return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+
+
+def _own_options(config: Config) -> dict[str, Any]:
+    """Return what every optimizer of the library takes."""
+    settings = config.optimizer
+    written = {} if settings.writeback is None else {"writeback": settings.writeback}
+    return {"moments": settings.moments or "float32", "seed": config.seed, "compile": settings.compile, **written}
 
 
 def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -60,39 +71,76 @@ def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config.optimizer.weight_decay or 0.0)
-    return torch.optim.AdamW(groups, fused=True, **_common(config))
+    return torch.optim.AdamW(groups, fused=True, **_adam_options(config))
 
 
 def _stiffness_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = parameter_groups(model, config.optimizer.weight_decay or 0.0)
-    options = {"stiffness": _stiffness(config), "writeback": config.optimizer.writeback, "seed": config.seed}
-    return fm.optim.StiffnessAdamW(groups, **_common(config), **options)
+    return fm.optim.StiffnessAdamW(
+        groups, **_adam_options(config), stiffness=_stiffness(config), **_own_options(config)
+    )
+
+
+def _stiffness_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    options = {"momentum": settings.momentum, "stiffness": _stiffness(config)}
+    return fm.optim.StiffnessSGD(groups, lr=settings.lr, **options, **_own_options(config))
+
+
+def _stiffness_lion(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    options = {"betas": (settings.beta1, settings.beta2), "stiffness": _stiffness(config)}
+    return fm.optim.StiffnessLion(groups, lr=settings.lr, **options, **_own_options(config))
+
+
+def _madam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    return fm.optim.Madam(groups, **_adam_options(config), float_lr=settings.float_lr, **_own_options(config))
 
 
 def _riemannian_adam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    options = {"float_lr": config.optimizer.float_lr, **_own_options(config)}
+    return fm.optim.RiemannianAdam(_riemannian_groups(model, config), **_adam_options(config), **options)
+
+
+def _riemannian_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    options = {"momentum": settings.momentum, "float_lr": settings.float_lr, **_own_options(config)}
+    return fm.optim.RiemannianSGD(_riemannian_groups(model, config), lr=settings.lr, **options)
+
+
+def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Return a group of quantised weights, which decay, and one of all others.
+
+    The Riemannian optimizers' decay of quantised weights is a share a step, not one of lr, and that of floats is added
+    to the gradient: so quantised weights shrink as under AdamW at float_lr, and the others don't.
+    """
     settings = config.optimizer
     weights = [layer.weight for layer in quantized_layers(model).values()]
     own = {id(weight) for weight in weights}
     others = [parameter for parameter in model.parameters() if id(parameter) not in own]
-    # Its decay of quantised weights is a share a step, not one of lr, and that of floats is added to the gradient:
-    # so quantised weights shrink as under AdamW at float_lr, and the others don't.
-    groups = _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
-    options = {"float_lr": settings.float_lr, "writeback": settings.writeback, "seed": config.seed}
-    return fm.optim.RiemannianAdam(groups, **_common(config), **options)
+    return _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
 
 
 _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "stiffness_adamw": _stiffness_adamw,
+    "stiffness_sgd": _stiffness_sgd,
+    "stiffness_lion": _stiffness_lion,
+    "madam": _madam,
     "riemannian_adam": _riemannian_adam,
+    "riemannian_sgd": _riemannian_sgd,
 }
 
 
 def _stiffness(config: Config) -> float | Callable[[int], float]:
-    """Return k; AdamW on the grid is k = 0."""
+    """Return k; AdamW and SGD on the library's manifolds are k = 0."""
     settings = config.optimizer
-    if settings.name == "adamw" or settings.stiffness is None:
+    if settings.stiffness is None:
         return 0.0
     if settings.stiffness_end is None:
         return settings.stiffness
@@ -101,7 +149,7 @@ def _stiffness(config: Config) -> float | Callable[[int], float]:
 
 def stiffness_at(config: Config, step: int) -> float | None:
     """Return the stiffness exponent of `step` (counted from 0), None when the optimizer has none."""
-    if config.optimizer.name != "stiffness_adamw":
+    if config.optimizer.stiffness is None:
         return None
     exponent = _stiffness(config)
     return float(exponent(step)) if callable(exponent) else exponent

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.config import Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.config import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.model import SIZES
-from nanogpt_bench.rules import RULES, Rule, rule
+from nanogpt_bench.rules import RULES, Rule, check_available, rules_with_format
 from nanogpt_bench.settings import get
 
-#: optimizers that exist on the grid only
-_GRID_ONLY = ("stiffness_adamw", "riemannian_adam")
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+_LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+_EXPONENT: dict[str, Any] = {"stiffness": 1.0, "stiffness_end": None}
 #: the options every optimizer takes, with their defaults; all others must be left out
 _OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
-    "stiffness_adamw": {**_ADAM, "stiffness": 1.0, "stiffness_end": None},
+    "sgd": _SGD,
+    "stiffness_adamw": {**_ADAM, **_EXPONENT},
+    "stiffness_sgd": {**_SGD, **_EXPONENT, "stiffness": 2.0},
+    "stiffness_lion": {**_LION, **_EXPONENT},
+    "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
     "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
+    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
 }
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
@@ -35,7 +41,7 @@ def resolve(config: Config) -> Config:
         BenchError: unknown rule or format, or settings that contradict each other.
     """
     config = copy.deepcopy(config)
-    preset = rule(config.rule) if config.rule else _NO_RULE
+    preset = _preset(config.rule)
     _fill_sizes(config.model)
     _fill_seeds(config)
     _fill_formats(config.model)
@@ -43,6 +49,13 @@ def resolve(config: Config) -> Config:
     _check_storage(config)
     _check_optimizer(config)
     return config
+
+
+def _preset(name: str | None) -> Rule:
+    if name is None:
+        return _NO_RULE
+    check_available(name)
+    return RULES[name]
 
 
 def _fill(section: Any, **values: Any) -> None:
@@ -111,8 +124,10 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
     _fill(config.train, precision=preset.precision)
     _fill(optimizer, name=preset.optimizer)
-    if config.model.storage == "grid":
+    if config.model.storage in ROUNDED:
         _fill(optimizer, writeback=preset.writeback or "stochastic")
+    if config.model.storage in MANIFOLDS:
+        _fill(optimizer, moments=preset.moments or "float32")
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end, float_lr=preset.float_lr)
     if config.rule:
         _fill(optimizer, lr=preset.lr)
@@ -123,21 +138,21 @@ def _default_storage(config: Config) -> str:
     """Return the storage of a run without a rule: what its formats and its optimizer call for."""
     if not config.model.formats:
         return "float32"
-    return "grid" if config.optimizer.name in _GRID_ONLY else "master"
+    return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
 
 
 def _check_agreement(config: Config, preset: Rule) -> None:
     """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
-    meant = {
-        "model.storage": preset.storage,
-        "optimizer.name": preset.optimizer,
-        "optimizer.writeback": preset.writeback,
-    }
+    meant = {"model.storage": preset.storage, "optimizer.name": preset.optimizer}
+    if preset.storage in ROUNDED:
+        meant["optimizer.writeback"] = preset.writeback
+    if preset.storage in MANIFOLDS:
+        meant["optimizer.moments"] = preset.moments or "float32"
     if preset.storage == "float32":
         meant["train.precision"] = preset.precision
     for key, value in meant.items():
         given = get(config, key)
-        if given is not None and given != value:
+        if given is not None and given != value and not {given, value} <= set(ROUNDED):
             raise BenchError(
                 f"{key}: {given!r} contradicts rule {config.rule!r}, which means {value!r}; leave one of them out"
             )
@@ -149,7 +164,7 @@ def _check_storage(config: Config) -> None:
         by = f"rule {config.rule!r}" if config.rule and RULES[config.rule].storage == "float32" else "storage float32"
         raise BenchError(
             f"model.formats: {model.formats} can't be used with {by}, which keeps float weights; "
-            "give --rule master, nearest, stochastic, stiffness, stiffness-anneal or riemannian"
+            f"give another --rule: {', '.join(rules_with_format())}"
         )
     if model.storage != "float32" and not model.formats:
         by = f"rule {config.rule!r}" if config.rule else f"model.storage {model.storage!r}"
@@ -162,21 +177,30 @@ def _check_storage(config: Config) -> None:
 
 
 def _check_optimizer(config: Config) -> None:
+    """Refuse an optimizer that can't step this storage, and options that this storage would ignore."""
     optimizer, storage = config.optimizer, config.model.storage
-    on_grid = ("adamw", *_GRID_ONLY)
-    if storage == "grid" and optimizer.name not in on_grid:
+    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS:
         raise BenchError(
-            f"optimizer.name: {optimizer.name!r} can't write to the grid; "
-            f"allowed with model.storage grid: {', '.join(on_grid)}"
+            f"optimizer.name: {optimizer.name!r} needs model.storage {_either(MANIFOLDS)}, not {storage!r}; "
+            f"allowed with {storage!r}: adamw, sgd"
         )
-    if storage != "grid" and optimizer.name in _GRID_ONLY:
-        raise BenchError(
-            f"optimizer.name: {optimizer.name!r} needs model.storage grid, not {storage!r}; allowed: adamw, sgd"
-        )
-    for key in ("optimizer.writeback", "model.headroom"):
-        if storage != "grid" and get(config, key) is not None:
-            raise BenchError(f"{key}: {get(config, key)!r} needs model.storage grid, not {storage!r}")
+    for key, storages in _NEEDS.items():
+        if storage not in storages and get(config, key) not in (None, False):
+            raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
     _check_options(optimizer)
+
+
+#: settings that mean something under some storages only
+_NEEDS = {
+    "optimizer.writeback": ROUNDED,
+    "optimizer.moments": MANIFOLDS,
+    "optimizer.compile": MANIFOLDS,
+    "model.headroom": MANIFOLDS,
+}
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _check_options(optimizer: OptimizerConfig) -> None:
@@ -195,12 +219,13 @@ def rule_name(config: Config) -> str:
 
 
 def _follows(config: Config, entry: Rule) -> bool:
-    optimizer = config.optimizer
+    optimizer, storage = config.optimizer, config.model.storage
     return (
-        config.model.storage == entry.storage
+        (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
         and optimizer.name == entry.optimizer
         and config.train.precision == entry.precision
         and optimizer.writeback == entry.writeback
+        and (optimizer.moments or "float32") == (entry.moments or "float32")
         and optimizer.stiffness == entry.stiffness
         and optimizer.stiffness_end == entry.stiffness_end
     )

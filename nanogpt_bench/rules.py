@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from nanogpt_bench.errors import unknown
+from nanogpt_bench.errors import BenchError, unknown
 
 
 @dataclass(frozen=True)
 class Rule:
     """What a rule's name stands for; each field is the default of the configuration key of the same meaning."""
 
-    #: where weights live: float32, master (float32 copy, quantised forward) or grid (no copy)
+    #: where weights live: float32, master, grid, fp8 or continuous (see `model.storage`)
     storage: str
-    #: adamw, sgd, stiffness_adamw or riemannian_adam
+    #: name of the optimizer; adamw and sgd on grid or fp8 storage are the library's own with k = 0
     optimizer: str
-    #: default learning rate: in value, but in ULPs a step for riemannian_adam
+    #: default learning rate, in the optimizer's own unit: the best of benchmarks/rule_learning_rates.py for E4M3
     lr: float
     #: float32, bf16-mixed (autocast) or bf16-pure (bfloat16 weights and optimizer state)
     precision: str = "bf16-mixed"
-    #: how a step is rounded onto the grid: nearest or stochastic (None: no grid)
+    #: how a step is written back to the grid (None: there is none)
     writeback: str | None = None
+    #: how running averages are kept (None: as the optimizer does by default, in float32)
+    moments: str | None = None
     #: the stiffness exponent k at the first step (None: the optimizer has none)
     stiffness: float | None = None
     #: k at the last step, reached linearly (None: k stays)
     stiffness_end: float | None = None
-    #: learning rate of the parameters that stay float, where it differs in unit from lr (riemannian_adam)
+    #: learning rate of the parameters that stay float, where it differs in unit from lr
     float_lr: float | None = None
+    #: a package beyond the bench's own that the rule needs, and the extra that brings it
+    needs: tuple[str, str] | None = None
     #: one line for --help and the report
     help: str = ""
+
+
+def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: float | str | None) -> Rule:
+    """Return a rule without a master copy."""
+    return Rule("fp8", optimizer, lr, writeback=writeback, help=f"{text}, no master copy", **more)  # type: ignore[arg-type]
 
 
 RULES: dict[str, Rule] = {
@@ -37,34 +47,56 @@ RULES: dict[str, Rule] = {
     "bf16-pure": Rule("float32", "adamw", 1e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
     "sgd": Rule("float32", "sgd", 1e-1, "float32", help="SGD with momentum 0.9, everything in float32"),
     "master": Rule("master", "adamw", 1e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
-    "nearest": Rule("grid", "adamw", 1e-3, writeback="nearest", help="AdamW, no master copy, nearest rounding"),
-    "stochastic": Rule(
-        "grid", "adamw", 1e-3, writeback="stochastic", help="AdamW, no master copy, stochastic rounding"
+    "nearest": _one_byte("adamw", 1e-3, "nearest", "AdamW, nearest rounding"),
+    "stochastic": _one_byte("adamw", 1e-3, "stochastic", "AdamW, stochastic rounding"),
+    "stochastic-8bit": _one_byte("adamw", 1e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
+    "residual8": _one_byte("adamw", 1e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
+    "residual4": _one_byte("adamw", 1e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
+    "momentum": _one_byte("adamw", 1e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
+    "stiffness-k0": _one_byte(
+        "stiffness_adamw", 1e-3, "stochastic", "StiffnessAdamW with k = 0 (AdamW), stochastic rounding", stiffness=0.0
     ),
-    "stiffness": Rule(
-        "grid",
+    "stiffness-k0.5": _one_byte(
+        "stiffness_adamw", 1e-3, "stochastic", "StiffnessAdamW with k = 1/2, stochastic rounding", stiffness=0.5
+    ),
+    "stiffness": _one_byte(
+        "stiffness_adamw", 1e-3, "stochastic", "StiffnessAdamW with k = 1, stochastic rounding", stiffness=1.0
+    ),
+    "stiffness-anneal": _one_byte(
         "stiffness_adamw",
         1e-3,
-        writeback="stochastic",
-        stiffness=1.0,
-        help="StiffnessAdamW with k = 1, no master copy, stochastic rounding",
-    ),
-    "stiffness-anneal": Rule(
-        "grid",
-        "stiffness_adamw",
-        1e-3,
-        writeback="stochastic",
+        "stochastic",
+        "StiffnessAdamW with k from 1 to 0, stochastic rounding",
         stiffness=1.0,
         stiffness_end=0.0,
-        help="StiffnessAdamW with k from 1 to 0, no master copy, stochastic rounding",
     ),
-    "riemannian": Rule(
-        "grid",
-        "riemannian_adam",
-        0.5,
-        writeback="stochastic",
-        float_lr=1e-3,
-        help="RiemannianAdam (lr in ULPs a step), no master copy, stochastic rounding",
+    "stiffness-unrounded": Rule(
+        "continuous",
+        "stiffness_adamw",
+        1e-3,
+        stiffness=1.0,
+        help="StiffnessAdamW with k = 1 on float32 weights that are never rounded: the geometry without the grid",
+    ),
+    "stiffness-lion": _one_byte(
+        "stiffness_lion", 2.5e-4, "stochastic", "StiffnessLion with k = 1, stochastic rounding", stiffness=1.0
+    ),
+    "madam": _one_byte(
+        "madam", 1e-2, "stochastic", "Madam (lr a share of the weight), stochastic rounding", float_lr=1e-3
+    ),
+    "sgd-nearest": _one_byte("sgd", 1e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
+    "sgd-stochastic": _one_byte("sgd", 1e-1, "stochastic", "SGD with momentum 0.9, stochastic rounding"),
+    "stiffness-sgd": _one_byte(
+        "stiffness_sgd", 1e-1, "stochastic", "StiffnessSGD with k = 2, stochastic rounding", stiffness=2.0
+    ),
+    "riemannian": _one_byte(
+        "riemannian_adam", 0.5, "stochastic", "RiemannianAdam (lr in ULPs a step), stochastic rounding", float_lr=1e-3
+    ),
+    "riemannian-sgd": _one_byte(
+        "riemannian_sgd",
+        2e4,
+        "stochastic",
+        "RiemannianSGD (lr in ULPs for a code gradient of 1), stochastic rounding",
+        float_lr=1e-1,
     ),
 }
 
@@ -81,3 +113,24 @@ def rule(name: str) -> Rule:
     if name not in RULES:
         raise unknown("rule", name, RULES)
     return RULES[name]
+
+
+def available_rules() -> list[str]:
+    """Return the names of the rules whose packages are installed."""
+    return [name for name, entry in RULES.items() if entry.needs is None or find_spec(entry.needs[0]) is not None]
+
+
+def check_available(name: str) -> None:
+    """Raise for a rule whose package is missing.
+
+    Raises:
+        BenchError: it is not installed; says how to get it.
+    """
+    needs = rule(name).needs
+    if needs is not None and name not in available_rules():
+        raise BenchError(f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'")
+
+
+def rules_with_format() -> list[str]:
+    """Return the names of the rules whose weights have a format."""
+    return [name for name, entry in RULES.items() if entry.storage != "float32"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import geoopt
+from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import Config
+from nanogpt_bench.config import MANIFOLDS, Config
 from nanogpt_bench.errors import BenchError, one_line
 
 
@@ -18,19 +21,47 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
     settings = config.model
     if settings.storage == "float32":
         return model
-    grid_only = {} if settings.headroom is None else {"headroom": settings.headroom}
+    continuous = settings.storage == "continuous"
+    weights = _float_weights(model) if continuous else {}
     try:
-        return fm.quantize_model(
+        model = fm.quantize_model(
             model,
             formats=dict(settings.formats),
-            storage=settings.storage,
+            storage="grid" if continuous else settings.storage,
             granularity=settings.granularity,
-            rounding=config.optimizer.writeback or "stochastic",
             seed=config.seed,
-            **grid_only,
+            **_grid_options(config),
         )
     except (ValueError, TypeError) as error:
         raise BenchError(f"model.formats: {one_line(error)}") from None
+    if continuous:
+        _put_back(model, weights)
+    return model
+
+
+def _grid_options(config: Config) -> dict[str, Any]:
+    """Return what is asked for where there is no master copy."""
+    settings, writeback = config.model, config.optimizer.writeback
+    if settings.storage not in MANIFOLDS:
+        return {}
+    options: dict[str, Any] = {"rounding": "nearest" if writeback == "nearest" else "stochastic"}
+    if settings.headroom is not None:
+        options["headroom"] = settings.headroom
+    if settings.storage == "fp8" and writeback in ("residual8", "residual4"):
+        options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
+    return options
+
+
+def _float_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: module.weight.detach().clone() for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give quantised layers their float weights again, on the continuous manifold of their format and scale."""
+    for name, layer in quantized_layers(model).items():
+        manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
+        layer.manifold = manifold
+        layer.weight = geoopt.ManifoldParameter(weights[name], manifold=manifold)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanogpt_bench.config import Config
+from nanogpt_bench.config import ROUNDED, Config
 from nanogpt_bench.data import load_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
@@ -126,7 +126,7 @@ class _Run:
 
     def _stall_observer(self) -> StallObserver | None:
         storage = self.config.model.storage
-        if storage in (None, "float32") or not self.config.monitor.stall:
+        if storage not in ("master", *ROUNDED) or not self.config.monitor.stall:
             return None
         return StallObserver(quantized_layers(self.trainer.model), storage, self.config.monitor.interval)
 

@@ -15,7 +15,7 @@ from nanogpt_bench.compare.demonstration import (
     Demonstration,
 )
 from nanogpt_bench.report.results import row_label
-from nanogpt_bench.rules import RULES, rule
+from nanogpt_bench.rules import RULES, available_rules, check_available
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,26 @@ def choose_rows(
 ) -> tuple[tuple[str, str], ...]:
     """(rule, format) of every row: the demonstration's, or the reference and all formats x rules asked for.
 
-    Rules that keep float weights have no format and give one row each.
+    Rules that keep float weights have no format and give one row each; `all` stands for every rule whose packages are
+    installed.
 
     Raises:
-        BenchError: a rule or format does not exist; names the nearest one.
+        BenchError: a rule or format does not exist (names the nearest one), or a rule's package is missing.
     """
     if formats is None and rules is None:
         return demonstration.rows
-    names = list(RULES) if rules is not None and "all" in rules else list(rules or DEFAULT_RULES)
-    for name in names:
-        rule(name)
+    names = _chosen(rules or DEFAULT_RULES)
     grids = _canonical(formats) if formats is not None else list(DEFAULT_FORMATS)
     floats = [(name, "none") for name in names if RULES[name].storage == "float32"]
     crossed = [(name, fmt) for fmt in grids for name in names if RULES[name].storage != "float32"]
     return tuple(dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
+
+
+def _chosen(rules: Sequence[str]) -> list[str]:
+    named = [name for name in rules if name != "all"]
+    for name in named:
+        check_available(name)
+    return available_rules() if len(named) < len(rules) else named
 
 
 def _canonical(formats: Sequence[str]) -> list[str]:

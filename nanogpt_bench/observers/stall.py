@@ -1,7 +1,8 @@
 """Bit stall: the share of weights that wanted to move and stayed where they were.
 
-On grid storage the optimizer hands over each parameter before, as requested and after the write-back. With master
-weights the write-back never loses anything; there the share with a nonzero update whose *code* did not change counts.
+On grid and fp8 storage the optimizer hands over each parameter before, as requested and after the write-back. With
+master weights the write-back never loses anything; there the share with a nonzero update whose *code* did not change
+counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import fp8manifold as fm
+from nanogpt_bench.config import ROUNDED
 from nanogpt_bench.observers.base import Observer, Step
 
 LOST = "stall/update_lost"
@@ -24,7 +26,7 @@ class StallObserver(Observer):
     def __init__(self, layers: dict[str, fm.QuantizedLinear], storage: str, interval: int) -> None:
         self._layers = layers
         self._interval = interval
-        self._grid = storage == "grid"
+        self._grid = storage in ROUNDED
         self._names = {id(layer.weight): name for name, layer in layers.items()}
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._shares: dict[str, float] = {}

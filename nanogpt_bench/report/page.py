@@ -141,9 +141,9 @@ def _table_note(page: Page) -> str:
     return (
         "Losses in nats per token; the gap is that of the final validation losses"
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
-        + ". Bytes a parameter: quantised and other weights with their optimizer state, as the storage scheme needs "
-        "them. Stall: share of weights that a nonzero requested update left on the same grid value; (code) marks a "
-        "float32 master copy, where the update is kept though the code is the same. "
+        + ". Bytes a parameter: measured on the tensors alive after the training, quantised and other weights, scales "
+        "and optimizer state together. Stall: share of weights that a nonzero requested update left on the same grid "
+        "value; (code) marks a float32 master copy, where the update is kept though the code is the same. "
         f"Verdict: final validation loss at most {100 * page.thresholds.within:.4g}% above the reference's; a stall "
         f"of {page.thresholds.stall:.0%} or more is named where it is not."
     )

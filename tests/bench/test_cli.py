@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.rules import RULES
 
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
 
@@ -36,6 +37,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "e4m3.yaml", "--train.max_steps", "three"], ["train.max_steps", "three"]),
         (["run", "e4m3.yaml", "--model.format", "E4M9"], ["E4M9"]),
         (["run", "e4m3.yaml", "--rule", "nearset"], ["nearset", "nearest"]),
+        (["run", "e4m3.yaml", "--optimizer.writeback", "residual8"], ["optimizer.writeback", "residual8", "fp8"]),
+        (["run", "bf16_baseline.yaml", "--optimizer.moments", "8bit"], ["optimizer.moments", "8bit", "fp8"]),
+        (["run", "e4m3.yaml", "--optimizer.name", "stifness_sgd"], ["stifness_sgd", "'stiffness_sgd'"]),
+        (["run", "e4m3.yaml", "--model.storage", "fp9"], ["fp9", "did you mean 'fp8'"]),
         (["run", "e4m3.yaml", "--name", "a/b"], ["--name", "a/b"]),
         (["run", "bf16_baseline.yaml", "--data.dir", "gone"], ["gone", "prepare stdlib"]),
         (["compare", "--fromats", "E4M3"], ["--fromats", "did you mean '--formats'"]),
@@ -70,7 +75,9 @@ def test_the_run_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixture
         main(["run", "--help"])
     text = capsys.readouterr().out
     assert "--train.max_steps" in text
-    assert "stiffness-anneal" in text
+    for name, entry in RULES.items():
+        assert f"  {name} " in text
+        assert entry.help in text
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report import report
-from nanogpt_bench.rules import RULES
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.rules import RULES, Rule, available_rules
 from nanogpt_bench.settings import build_config
 
 COMMAND = (sys.executable, "-m", "nanogpt_bench.cli", "compare")
@@ -65,13 +66,36 @@ def test_formats_cross_rules_and_the_reference_comes_first():
 
 def test_all_means_every_rule_once():
     rows = choose_rows(None, ["all"], Demonstration())
-    assert {rule for rule, _ in rows} == set(RULES)
-    assert len(rows) == len(RULES)
+    assert {rule for rule, _ in rows} == set(available_rules())
+    assert len(rows) == len(available_rules())
+    assert choose_rows(None, ["all", "nearest"], Demonstration()) == rows
+
+
+def test_all_leaves_out_what_is_not_installed_and_naming_it_says_so(monkeypatch):
+    monkeypatch.setitem(RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher")))
+    assert "absent" not in {rule for rule, _ in choose_rows(None, ["all"], Demonstration())}
+    with pytest.raises(BenchError, match="needs no_such_package"):
+        choose_rows(None, ["all", "absent"], Demonstration())
+
+
+@pytest.mark.parametrize("rule", available_rules())
+def test_every_rule_is_planned_at_its_own_learning_rate(rule):
+    demonstration = Demonstration()
+    rows = choose_rows(None, [rule], demonstration)
+    planned = plan_runs(rows, demonstration, seeds=1, max_steps=50, data_dir=Path("corpus"))
+    config = resolve(build_config(next(run for run in planned if run.rule == rule).settings))
+    assert config.rule == rule
+    assert config.optimizer.lr == RULES[rule].lr
 
 
 @pytest.mark.parametrize(
     ("formats", "rules", "named", "suggested"),
-    [(["E4M33"], None, "E4M33", "E4M3"), (None, ["nearst"], "nearst", "nearest"), (["none"], None, "none", "")],
+    [
+        (["E4M33"], None, "E4M33", "E4M3"),
+        (None, ["nearst"], "nearst", "nearest"),
+        (None, ["all", "residul8"], "residul8", "residual8"),
+        (["none"], None, "none", ""),
+    ],
 )
 def test_wrong_names_are_answered_with_the_nearest(formats, rules, named, suggested):
     with pytest.raises(BenchError) as error:
@@ -164,6 +188,8 @@ def test_a_comparison_from_start_to_report(tmp_path):
     assert [line["seeds"] for line in table] == ["2", "2", "2"]
     assert table[0]["verdict"] == "reference"
     assert 0 <= float(table[2]["stall"]) <= 1
+    held = [float(line["bytes_per_parameter"]) for line in table]
+    assert held == pytest.approx([12.0, 12.0, 9.17], abs=0.01)  # measured; embeddings and norms stay floats
     manifest = json.loads((out / "compare.json").read_text(encoding="utf-8"))
     assert manifest["baseline"] == "bf16-mixed"
     assert [row["label"] for row in manifest["rows"]] == ["bf16-mixed", "fp32", "E4M3 nearest"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import fp8manifold as fm
+from nanogpt_bench.errors import BenchError
 from nanogpt_bench.model import GPT, GPTShape
 from nanogpt_bench.optimizers import build_optimizer, parameter_groups, stiffness_at
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
+from nanogpt_bench.surgery import quantize
 
 SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)
+UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 
 def test_matrices_decay_and_vectors_do_not_and_tied_weights_count_once() -> None:
@@ -45,6 +50,74 @@ def test_sgd_has_its_momentum() -> None:
     optimizer = build_optimizer(GPT(SHAPE), resolve(load_config(None, ["--rule", "sgd", "--optimizer.momentum=0.5"])))
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
+    fp8 = ["--model.format", "E4M3", "--model.storage", "fp8", "--optimizer.name", name]
+    config = resolve(load_config(None, [*fp8, *arguments]))
+    return build_optimizer(quantize(GPT(UNTIED), config), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "built"),
+    [
+        ("adamw", fm.optim.StiffnessAdamW),
+        ("stiffness_adamw", fm.optim.StiffnessAdamW),
+        ("sgd", fm.optim.StiffnessSGD),
+        ("stiffness_sgd", fm.optim.StiffnessSGD),
+        ("stiffness_lion", fm.optim.StiffnessLion),
+        ("madam", fm.optim.Madam),
+        ("riemannian_adam", fm.optim.RiemannianAdam),
+        ("riemannian_sgd", fm.optim.RiemannianSGD),
+    ],
+)
+def test_what_all_of_the_library_s_optimizers_take_reaches_them(name: str, built: type) -> None:
+    options = ["--optimizer.lr=0.5", "--optimizer.writeback=residual8", "--optimizer.moments=bfloat16", "--seed=7"]
+    optimizer = on_one_byte(name, *options)
+    assert type(optimizer) is built
+    for group in optimizer.param_groups:
+        assert [group[key] for key in ("lr", "writeback", "moments", "seed", "compile")] == [
+            *(0.5, "residual8", "bfloat16", 7, False)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("stiffness_sgd", "momentum", 0.5),
+        ("riemannian_sgd", "momentum", 0.5),
+        ("riemannian_sgd", "float_lr", 0.25),
+        ("madam", "float_lr", 0.25),
+        ("madam", "eps", 0.25),
+        ("stiffness_lion", "stiffness", 0.5),
+        ("stiffness_sgd", "compile", True),
+    ],
+)
+def test_options_of_their_own_reach_the_library_s_optimizers(name: str, option: str, value: float) -> None:
+    optimizer = on_one_byte(name, f"--optimizer.{option}={value}")
+    assert {group[option] for group in optimizer.param_groups} == {value}
+
+
+def test_sgd_on_a_grid_is_plain_sgd() -> None:
+    assert {group["stiffness"] for group in on_one_byte("sgd").param_groups} == {0.0}
+    assert {group["stiffness"] for group in on_one_byte("stiffness_sgd").param_groups} == {2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "parts"),
+    [
+        ("madam", ["--optimizer.writeback=momentum"], ["writeback='momentum'", "Madam"]),
+        ("stiffness_lion", ["--optimizer.writeback=momentum"], ["writeback='momentum'", "StiffnessLion"]),
+        ("adamw", ["--optimizer.writeback=momentum", "--optimizer.moments=8bit"], ["momentum", "8bit"]),
+        ("sgd", ["--optimizer.writeback=momentum", "--optimizer.momentum=0"], ["momentum"]),
+    ],
+)
+def test_a_combination_the_library_refuses_is_one_line(name: str, arguments: list[str], parts: list[str]) -> None:
+    with pytest.raises(BenchError) as caught:
+        on_one_byte(name, *arguments)
+    assert "\n" not in str(caught.value)
+    for part in ("optimizer: ", *parts):
+        assert part in str(caught.value)
 
 
 def test_a_float_rule_has_no_stiffness() -> None:

@@ -6,11 +6,16 @@ import dataclasses
 
 import pytest
 
+from nanogpt_bench.config import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import format_summary, resolve, rule_name
-from nanogpt_bench.rules import RULES
+from nanogpt_bench.rules import RULES, Rule, available_rules
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
+
+FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")
+MASTER = ("--model.format", "E4M3", "--model.storage", "master")
+CONTINUOUS = ("--model.format", "E4M3", "--model.storage", "continuous")
 
 
 def arguments_of(rule: str) -> list[str]:
@@ -25,6 +30,7 @@ def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
     assert config.model.storage == entry.storage
     assert config.optimizer.name == entry.optimizer
     assert config.optimizer.writeback == entry.writeback
+    assert config.optimizer.moments == (entry.moments or ("float32" if entry.storage in MANIFOLDS else None))
     assert config.optimizer.lr == entry.lr
     assert config.train.precision == entry.precision
     assert (config.optimizer.stiffness, config.optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
@@ -70,6 +76,31 @@ def test_an_explicit_learning_rate_wins_over_the_rule() -> None:
     assert resolve(config).optimizer.lr == 0.25
 
 
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+def test_a_rule_keeps_its_name_where_one_byte_is_simulated_in_floats(storage: str) -> None:
+    config = resolve(load_config(None, [*arguments_of("stiffness"), "--model.storage", storage]))
+    assert config.model.storage == storage
+    assert rule_name(dataclasses.replace(config, rule=None)) == "stiffness"
+
+
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None:
+    config = resolve(load_config(None, ["--model.format", "E4M3", "--optimizer.name", name]))
+    optimizer = config.optimizer
+    assert config.model.storage in ROUNDED
+    assert (optimizer.writeback, optimizer.moments) == ("stochastic", "float32")
+    assert optimizer.lr is not None
+    assert (optimizer.stiffness is not None) is name.startswith("stiffness")
+    assert (optimizer.momentum is not None) is name.endswith("sgd")
+
+
+def test_a_rule_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "absent", Rule("float32", "adamw", 1e-3, needs=("no_such_package", "fisher")))
+    assert "absent" not in available_rules()
+    with pytest.raises(BenchError, match=r"'absent' needs no_such_package; .*fp8manifold\[fisher\]"):
+        resolve(load_config(None, ["--rule", "absent"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -77,17 +108,30 @@ def test_an_explicit_learning_rate_wins_over_the_rule() -> None:
         (["--model.format", "E4M9"], ["model.formats", "E4M9", "E4M3"]),
         (["--rule", "nearest"], ["nearest", "format"]),
         (["--rule", "fp32", "--model.format", "E4M3"], ["fp32", "E4M3", "master"]),
-        (["--rule", "nearest", "--model.format", "E4M3", "--model.storage", "master"], ["model.storage", "grid"]),
+        (["--rule", "nearest", "--model.format", "E4M3", "--model.storage", "master"], ["model.storage", "fp8"]),
         (["--rule", "nearest", "--model.format", "E4M3", "--optimizer.writeback", "stochastic"], ["writeback"]),
         (["--rule", "fp32", "--train.precision", "bf16-pure"], ["train.precision", "fp32"]),
-        (["--optimizer.name", "riemannian_adam"], ["riemannian_adam", "grid"]),
+        (["--optimizer.name", "riemannian_adam"], ["riemannian_adam", "fp8"]),
+        (["--optimizer.name", "madam", *MASTER], ["madam", "fp8", "master"]),
         (["--optimizer.writeback", "nearest"], ["optimizer.writeback", "grid"]),
         (["--optimizer.stiffness", "1"], ["optimizer.stiffness", "stiffness_adamw"]),
         (["--optimizer.momentum", "0.5"], ["optimizer.momentum", "0.5", "sgd"]),
         (["--rule", "sgd", "--optimizer.beta1", "0.5"], ["optimizer.beta1", "sgd", "adamw"]),
         (["--model.headroom", "4"], ["model.headroom", "4", "grid"]),
         (["--optimizer.float_lr", "1"], ["optimizer.float_lr", "riemannian_adam"]),
-        (["--model.format", "E4M3", "--model.storage", "grid", "--optimizer.name", "sgd"], ["sgd", "adamw"]),
+        (["--optimizer.writeback", "residual8", "--model.storage", "float32"], ["residual8", "fp8", "float32"]),
+        (["--optimizer.writeback", "residual8", *MASTER], ["optimizer.writeback", "residual8", "fp8", "master"]),
+        (["--optimizer.writeback", "stochastic", *CONTINUOUS], ["optimizer.writeback", "fp8", "continuous"]),
+        (["--optimizer.writeback", "residual"], ["residual", "residual8"]),
+        (["--optimizer.moments", "8bit"], ["optimizer.moments", "8bit", "fp8", "float32"]),
+        (["--optimizer.moments", "8bit", *MASTER], ["optimizer.moments", "8bit", "fp8", "master"]),
+        (["--optimizer.compile", "true"], ["optimizer.compile", "True", "fp8", "float32"]),
+        (["--optimizer.moments", "8-bits"], ["optimizer.moments", "did you mean '8bit'"]),
+        (["--rule", "stochastic", "--model.format", "E4M3", "--optimizer.moments", "8bit"], ["moments", "float32"]),
+        (["--rule", "stochastic", *CONTINUOUS], ["model.storage", "continuous", "stochastic"]),
+        (["--optimizer.name", "StiffnessSGD", *FP8, "--optimizer.beta1", "0.5"], ["beta1", "stiffness_sgd"]),
+        (["--optimizer.name", "madam", *FP8, "--optimizer.stiffness", "1"], ["stiffness", "madam", "stiffness_lion"]),
+        (["--optimizer.name", "stiffness_lion", *FP8, "--optimizer.eps", "1"], ["eps", "stiffness_lion"]),
         (["--model.format", "E4M3", "--train.precision", "bf16-pure"], ["bf16-pure", "bf16-mixed"]),
         (["--model.n_embd", "130"], ["model.n_embd", "130", "132"]),
     ],

@@ -1,0 +1,88 @@
+"""The search for learning rates: its grid, its growth at the ends, and going on after an interruption."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.rules import RULES
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rule_learning_rates.py"
+
+
+@pytest.fixture(scope="module")
+def search() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rule_learning_rates", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_examples_run(search: ModuleType) -> None:
+    result = doctest.testmod(search)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_every_rule_has_a_grid_that_holds_its_default_or_lies_around_it(search: ModuleType) -> None:
+    for name, entry in RULES.items():
+        powers = math.log2(entry.lr / search.lr_at(name, 0))
+        assert abs(powers) <= search.MOST_POWERS, name
+        assert powers == pytest.approx(round(powers), abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("losses", "grown"),
+    [
+        ({-1: 3.0, 0: 2.0, 1: 1.0}, [2]),
+        ({-1: 1.0, 0: 2.0, 1: 3.0}, [-2]),
+        ({-1: 3.0, 0: 2.0, 1: 1.0, 2: 0.9}, [3]),
+        ({-1: 3.0, 0: 2.0, 1: 1.0, 2: 1.1}, []),
+        ({-1: 3.0, 0: 2.0, 1: math.inf}, []),
+        ({-1: math.inf, 0: math.inf, 1: math.inf}, []),
+        ({power: 10.0 - power for power in range(-1, 9)}, []),  # it ends somewhere
+    ],
+)
+def test_the_grid_grows_where_the_best_is_at_an_end(search: ModuleType, losses: object, grown: list[int]) -> None:
+    assert search.wanted(losses, 3) == grown
+
+
+def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(
+    search: ModuleType, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_text(text_file, tmp_path / "corpus", "byte")
+    command = ["--rules", "fp32,stochastic", "--max-steps", "1", "--points", "1", "--out", str(tmp_path)]
+    folder = tmp_path / "1-steps-seed-42" / "fp32" / "0.001"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")  # begun and not ended
+    assert search.main(command) == 0
+    first = capsys.readouterr()
+    summaries = sorted(tmp_path.rglob("summary.json"))
+    assert {json.loads(path.read_text())["status"] for path in summaries} == {"finished"}
+    assert len(summaries) == len(first.err.splitlines()) >= 4  # one point is both ends, so that it grows
+    assert (tmp_path / "table.md").read_text() == first.out
+    best = min(json.loads(path.read_text())["final_val_loss"] for path in summaries if "fp32" in str(path))
+    row = next(line for line in first.out.splitlines() if line.startswith("| fp32"))
+    assert f"**{best:.3f}**" in row
+    assert search.main(command) == 0
+    second = capsys.readouterr()
+    assert second.err == ""
+    assert second.out == first.out
+
+
+def test_an_unknown_rule_is_answered_with_the_nearest(search: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        search.main(["--rules", "stocastic"])
+    assert ended.value.code == 2
+    assert "did you mean 'stochastic'" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Where quantised weights live: one byte gives the losses of its simulation, and holds what it says it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp8manifold as fm
+from nanogpt_bench.config import ROUNDED, Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.memory import bytes_of
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.rules import RULES, available_rules
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.surgery import quantized_layers
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]
+#: they begin with what rounding the float weights left, which a simulated byte does not keep
+RESIDUAL = ("residual8", "residual4")
+#: what a weight and its optimizer state hold in one-byte storage, scales and block scales left out
+HELD = {
+    "nearest": 9.0,
+    "stochastic": 9.0,
+    "momentum": 9.0,
+    "stiffness": 9.0,
+    "riemannian": 9.0,
+    "residual8": 10.0,
+    "residual4": 9.5,
+    "stochastic-8bit": 3.0,
+    "stiffness-lion": 5.0,
+    "madam": 5.0,
+    "sgd-stochastic": 5.0,
+    "stiffness-sgd": 5.0,
+    "riemannian-sgd": 5.0,
+}
+
+
+def trainer_of(config: Config) -> Trainer:
+    config = resolve(config)
+    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
+
+
+def train(trainer: Trainer, steps: int) -> list[float]:
+    return [trainer.train_step(trainer.new_step(number, last=False), ()) for number in range(1, steps + 1)]
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E7M0"])
+@pytest.mark.parametrize("rule", [name for name in ONE_BYTE if RULES[name].writeback not in RESIDUAL])
+def test_one_byte_and_its_simulation_are_the_same_run_bit_for_bit(tiny: Tiny, rule: str, fmt: str) -> None:
+    byte, floats = (trainer_of(tiny(rule=rule, model__format=fmt, model__storage=name)) for name in ("fp8", "grid"))
+    assert train(byte, 8) == train(floats, 8)
+    assert byte.validate() == floats.validate()
+    twins = quantized_layers(floats.model)
+    for name, layer in quantized_layers(byte.model).items():
+        assert torch.equal(layer.weight_codes(), twins[name].weight_codes()), name
+
+
+@pytest.mark.parametrize("rule", HELD)
+def test_a_weight_holds_the_bytes_of_its_scheme(tiny: Tiny, rule: str) -> None:
+    trainer = trainer_of(tiny(rule=rule, model__format="E4M3", model__storage="fp8", model__n_embd=128))
+    train(trainer, 2)
+    weights = [layer.weight for layer in quantized_layers(trainer.model).values()]
+    each = bytes_of(weights, trainer.optimizer) / sum(weight.numel() for weight in weights)
+    # One float32 scale a row of 128 or 512, block scales of the averages, counters.
+    assert HELD[rule] < each < HELD[rule] + 0.15
+
+
+def test_an_unrounded_rule_moves_weights_off_the_grid_and_has_no_stall(tiny: Tiny, tmp_path: Path) -> None:
+    config = tiny(rule="stiffness-unrounded", model__format="E4M3", optimizer__lr=0.02, train__max_steps=40)
+    trainer = trainer_of(config)
+    layers = quantized_layers(trainer.model)
+    start = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    drawn = trainer_of(tiny(rule="fp32"))
+    for name, layer in layers.items():  # the float weights of the same seed, not their roundings
+        assert torch.equal(start[name], drawn.model.get_submodule(name).weight)
+        assert layer.weight_format is not None
+    train(trainer, 2)
+    assert all(not torch.equal(layer.weight, start[name]) for name, layer in layers.items())
+    summary = run(config, tmp_path / "r")
+    assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
+    assert (summary["storage"], summary["stall"], summary["stall_metric"]) == ("continuous", None, None)
+    assert 12 <= summary["bytes_per_quantized_parameter"] < 12.5
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert records[1]["stiffness/exponent"] == 1.0
+
+
+@pytest.mark.parametrize("rule", RESIDUAL)
+def test_a_residual_begins_with_the_float_weights(tiny: Tiny, rule: str) -> None:
+    trainer = trainer_of(tiny(rule=rule, model__format="E4M3", optimizer__lr=1e-12, optimizer__weight_decay=0))
+    floats = trainer_of(tiny(rule="fp32"))
+    train(trainer, 1)
+    bits = int(rule[-1])
+    for name, layer in quantized_layers(trainer.model).items():
+        weight, state = layer.weight, trainer.optimizer.state[layer.weight]
+        assert weight.remainder is None  # handed over
+        assert state["residual"].dtype == (torch.int8 if bits == 8 else torch.uint8)
+        start = floats.model.get_submodule(name).weight.detach()
+        if bits == 8:
+            code = fm.to_chart(weight.dequantize() / layer.weight_scale(), "E4M3")
+            value = fm.from_chart(code + state["residual"] / 256, "E4M3") * layer.weight_scale()
+            step = fm.ulp(start / layer.weight_scale(), "E4M3") * layer.weight_scale()
+            assert bool(((value - start).abs() <= step / 256).all()), name
+            assert not torch.equal(weight.dequantize(), value), name
+
+
+def test_rounding_is_what_tells_the_unrounded_rule_from_stiffness(tiny: Tiny) -> None:
+    unrounded, rounded = (
+        train(trainer_of(tiny(rule=rule, model__format="E4M3", optimizer__lr=0.01)), 6)
+        for rule in ("stiffness-unrounded", "stiffness")
+    )
+    assert unrounded != rounded
+    assert unrounded == pytest.approx(rounded, abs=0.3)
