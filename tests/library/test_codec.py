@@ -1,0 +1,283 @@
+"""The codec of the compiled steps: bit for bit the grid's own encode, decode and ulp, and a grid that is finer."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from grid_inputs import NAMED, ODD, critical, random_float32, random_in_range
+from numpy.typing import NDArray
+
+import fp8manifold as fm
+from fp8manifold._codec import (
+    decode_bits,
+    decode_magnitude,
+    decode_with_ulp,
+    encode_bits,
+    encode_finite,
+    encode_magnitude,
+)
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+DRAWS = 1 << 24
+EVERY = NAMED | ODD
+#: All layouts and ends, no mantissa, one exponent bit, short codes, and the lowest and highest bias there are.
+SAMPLE = ("E4M3", "E5M2", "E3M4", "E2M5", "E6M1", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E2M1")
+BIASED = [fmt for fmt in ODD.values() if "_B" in fmt.name]
+COMPILED = ("E4M3", "E5M2FNUZ", "E7M0")
+
+every = pytest.mark.parametrize("fmt", EVERY.values(), ids=EVERY)
+sample = pytest.mark.parametrize("fmt", [*(EVERY[name] for name in SAMPLE), *BIASED], ids=lambda fmt: fmt.name)
+extra = pytest.mark.parametrize("extra", [0, 4, 8])
+
+
+# ------------------------------------------------------------------------------------ the definition, in float64
+@dataclasses.dataclass(frozen=True)
+class Fine:
+    """A format with so many more mantissa bits: the values of its codes without a sign, exact in float64."""
+
+    fmt: fm.FloatFormat
+    extra: int
+
+    @property
+    def spacings(self) -> Float64:
+        """The step above every code, up to the one of the format's largest value."""
+        bits = self.fmt.mantissa_bits + self.extra
+        fields = np.arange((self.fmt.max_code << self.extra) + 1) >> bits
+        return np.ldexp(1.0, np.maximum(fields, 1) - self.fmt.bias - bits)
+
+    @property
+    def values(self) -> Float64:
+        """0, and on by one spacing a code."""
+        return np.concatenate([[0.0], np.cumsum(self.spacings[:-1])])
+
+
+@cache
+def fine(fmt: fm.FloatFormat, extra: int) -> tuple[Float64, Float64]:
+    grid = Fine(fmt, extra)
+    return grid.values, grid.spacings
+
+
+def expected_codes(x: torch.Tensor, fmt: fm.FloatFormat, extra: int, draws: torch.Tensor | None) -> Int64:
+    """Nearest with ties to even codes, or away from zero where the draw is below the fraction."""
+    values, spacings = fine(fmt, extra)
+    wide = x.double().numpy()
+    a = np.minimum(np.abs(wide), values[-1])
+    code = np.searchsorted(values, a, side="right") - 1
+    fraction = (a - values[code]) / spacings[code]
+    nearest = (fraction > 0.5) | ((fraction == 0.5) & (code % 2 == 1))
+    code = code + (nearest if draws is None else draws.numpy() < fraction * DRAWS)
+    signed = np.signbit(wide) & (fmt.has_negative_zero | (code > 0))
+    return code + signed * (fmt.sign_bit << extra)
+
+
+def turning_draws(x: torch.Tensor, fmt: fm.FloatFormat, extra: int) -> list[torch.Tensor]:
+    """On either side of where each element turns, the ends, and random ones."""
+    values, spacings = fine(fmt, extra)
+    a = np.minimum(x.double().abs().numpy(), values[-1])
+    code = np.searchsorted(values, a, side="right") - 1
+    turn = np.ceil((a - values[code]) / spacings[code] * DRAWS)
+    random = np.random.default_rng(5).integers(0, DRAWS, len(a))
+    given = [turn - 1, turn, np.zeros_like(a), np.full_like(a, DRAWS - 1), random]
+    return [torch.from_numpy(np.clip(d, 0, DRAWS - 1).astype(np.int32)) for d in given]
+
+
+@cache
+def inputs(fmt: fm.FloatFormat, extra: int = 0) -> torch.Tensor:
+    """Codes, midpoints and both neighbours of each, Inf, the edges of float32, random bits; no NaN."""
+    points = torch.from_numpy(critical(fmt)).float()
+    near = random_in_range(fmt.max, 20_000)
+    patterns = random_float32(40_000)
+    x = torch.cat([points, near, patterns] + ([_between(fmt, extra)] if extra else []))
+    return x[~x.isnan()]
+
+
+def _between(fmt: fm.FloatFormat, extra: int) -> torch.Tensor:
+    """Fine codes and fine midpoints +-1 float32 ULP, of both signs: all of the lowest and highest, some between."""
+    values, spacings = fine(fmt, extra)
+    index = np.arange(len(values))
+    kept = index[(index < 600) | (index % 97 == 0) | (index >= len(values) - 600)]
+    points = np.concatenate([values[kept], values[kept] + spacings[kept] / 2]).astype(np.float32)
+    around = [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))]
+    positive = torch.from_numpy(np.concatenate(around))
+    return torch.cat([positive, -positive])
+
+
+def codes_of(fmt: fm.FloatFormat) -> torch.Tensor:
+    return torch.arange(2 * fmt.sign_bit, dtype=torch.uint8)
+
+
+def same_floats(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same bits, or NaN on both sides."""
+    assert a.dtype == b.dtype == torch.float32
+    nan = a.isnan() & b.isnan()
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | nan).all())
+
+
+def finite(codes: torch.Tensor, fmt: fm.FloatFormat) -> torch.Tensor:
+    return (codes & (fmt.sign_bit - 1)) <= fmt.max_code
+
+
+# --------------------------------------------------------------------------------------------------------- decode
+@every
+def test_decode_is_the_grids(fmt: fm.FloatFormat) -> None:
+    codes = codes_of(fmt)
+    assert same_floats(decode_bits(codes, fmt), fm.decode(codes, fmt))
+    value, ulp = decode_with_ulp(codes, fmt)
+    numbers = finite(codes, fmt) & ~fm.decode(codes, fmt).isnan()
+    assert same_floats(value[numbers], fm.decode(codes, fmt)[numbers])
+    assert same_floats(ulp[numbers], fm.ulp(fm.decode(codes, fmt), fmt)[numbers])
+    magnitudes = codes[: fmt.max_code + 1].int()
+    value, ulp = decode_magnitude(magnitudes, fmt)
+    assert same_floats(value, fm.decode(codes, fmt)[: fmt.max_code + 1])
+    assert same_floats(ulp, fm.ulp(value, fmt))
+
+
+@every
+def test_codes_of_specials_decode_to_numbers_that_are_not_smaller_than_the_largest(fmt: fm.FloatFormat) -> None:
+    """But for the one NaN in place of -0, which comes out as the zero that it replaces."""
+    codes = codes_of(fmt)
+    special = codes[~finite(codes, fmt)]
+    value, ulp = decode_with_ulp(special, fmt)
+    assert bool((value.abs() > fmt.max).all())
+    assert bool(value.isfinite().all())
+    assert bool((ulp >= fmt.ulp_max).all())
+    if fmt.nan_codes == (fmt.sign_bit,):
+        value, ulp = decode_with_ulp(torch.tensor([fmt.sign_bit], dtype=torch.uint8), fmt)
+        assert value.item() == 0
+        assert ulp.item() == fmt.ulp_min
+
+
+@extra
+@sample
+def test_decode_of_finer_codes(fmt: fm.FloatFormat, extra: int) -> None:
+    values, spacings = (torch.from_numpy(each).float() for each in fine(fmt, extra))
+    magnitudes = torch.arange(len(values), dtype=torch.int32)
+    for sign in (1, -1):
+        codes = magnitudes if sign == 1 else magnitudes | (fmt.sign_bit << extra)
+        value, ulp = decode_with_ulp(codes, fmt, extra)
+        assert same_floats(value, values * sign)
+        assert same_floats(ulp, spacings)
+    value, ulp = decode_magnitude(magnitudes, fmt, extra)
+    assert same_floats(value, values)
+    assert same_floats(ulp, spacings)
+
+
+def test_finer_codes_include_the_formats_own() -> None:
+    for fmt in (EVERY[name] for name in SAMPLE):
+        codes = torch.arange(fmt.max_code + 1, dtype=torch.int32)
+        value, ulp = decode_with_ulp(codes, fmt)
+        for extra in (4, 8):
+            fine_value, fine_ulp = decode_with_ulp(codes << extra, fmt, extra)
+            assert same_floats(fine_value, value)
+            assert same_floats(fine_ulp * 2.0**extra, ulp)
+
+
+# --------------------------------------------------------------------------------------------------------- encode
+@every
+def test_encode_is_the_grids(fmt: fm.FloatFormat) -> None:
+    x = inputs(fmt)
+    assert torch.equal(encode_bits(x, fmt), fm.encode(x, fmt))
+    for draws in turning_draws(x, fmt, 0):
+        assert torch.equal(encode_bits(x, fmt, draws), fm.encode(x, fmt, "stochastic", bits=draws))
+
+
+@extra
+@sample
+def test_encode_is_the_definitions(fmt: fm.FloatFormat, extra: int) -> None:
+    x = inputs(fmt, extra)
+    codes = encode_finite(x, fmt, None, extra)
+    assert codes.dtype == torch.int32
+    np.testing.assert_array_equal(codes.numpy(), expected_codes(x, fmt, extra, None))
+    for draws in turning_draws(x, fmt, extra):
+        np.testing.assert_array_equal(encode_finite(x, fmt, draws, extra).numpy(), expected_codes(x, fmt, extra, draws))
+    positive = x.abs()
+    expected = expected_codes(positive, fmt, extra, None)
+    np.testing.assert_array_equal(encode_magnitude(positive, fmt, None, extra).numpy(), expected)
+
+
+@extra
+@sample
+def test_every_finer_code_comes_back(fmt: fm.FloatFormat, extra: int) -> None:
+    """Whatever the draw, and one step of float32 inside it only where the draw says so."""
+    magnitudes = torch.arange((fmt.max_code << extra) + 1, dtype=torch.int32)
+    negative = magnitudes | (fmt.sign_bit << extra)
+    codes = torch.cat([magnitudes, negative if fmt.has_negative_zero else negative[1:]])
+    value, _ = decode_with_ulp(codes, fmt, extra)
+    for draw in (None, 0, 1, DRAWS // 2, DRAWS - 1):
+        draws = None if draw is None else torch.full_like(codes, draw)
+        assert torch.equal(encode_finite(value, fmt, draws, extra), codes)
+
+
+@every
+def test_nan(fmt: fm.FloatFormat) -> None:
+    """Both signs, quiet and signalling: the format's code, or left to the caller where there is none."""
+    patterns = torch.tensor([0x7FC00000, 0x7F800001, -0x400000, 0x7FFFFFFF], dtype=torch.int32)
+    x = patterns.view(torch.float32)
+    if fmt.nan_code is None:
+        assert encode_bits(x, fmt).dtype == torch.uint8
+        with pytest.raises(ValueError, match="no code for NaN"):
+            fm.encode(x, fmt)
+        return
+    assert encode_bits(x, fmt).tolist() == [fmt.nan_code] * 4
+    assert encode_bits(x, fmt, torch.zeros(4, dtype=torch.int32)).tolist() == [fmt.nan_code] * 4
+
+
+def test_stochastic_codes_are_unbiased_over_all_draws() -> None:
+    """Over equally spaced draws the mean is the value to 2^-20 ULP, subnormals and finer grids included."""
+    draws = torch.arange(0, DRAWS, 16, dtype=torch.int32)
+    for name, x, extra in (
+        ("E4M3", 1.03125 + 2.0**-20, 0),
+        ("E4M3", -(2.0**-10), 0),
+        ("E5M2", 5.1, 4),
+        ("E7M0", 2.9, 8),
+    ):
+        fmt = EVERY[name]
+        value, ulp = decode_with_ulp(encode_finite(torch.full((len(draws),), x), fmt, draws, extra), fmt, extra)
+        spacing = ulp.double().min().item()
+        assert abs(value.double().mean().item() - torch.tensor(x).double().item()) <= 2.0**-20 * spacing
+        assert len(value.unique()) == 2
+
+
+# ------------------------------------------------------------------------------------------------------- compiled
+def compiled_agrees(fmt: fm.FloatFormat) -> None:
+    """One graph of everything, over two lengths: the bits of eager code."""
+
+    def everything(codes: torch.Tensor, x: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            decode_bits(codes, fmt),
+            *decode_with_ulp(codes, fmt),
+            encode_bits(x, fmt),
+            encode_bits(x, fmt, draws),
+            encode_finite(x, fmt, draws, 4),
+            encode_finite(x, fmt, None, 8),
+            *decode_with_ulp(encode_finite(x, fmt, draws, 8), fmt, 8),
+        )
+
+    torch._dynamo.reset()
+    function = torch.compile(everything, fullgraph=True, dynamic=True)
+    for x in (inputs(fmt, 4), inputs(fmt)):
+        codes = codes_of(fmt).repeat(len(x) // (2 * fmt.sign_bit) + 1)[: len(x)]
+        for draws in turning_draws(x, fmt, 4):
+            for ours, eager in zip(function(codes, x, draws), everything(codes, x, draws), strict=True):
+                assert ours.dtype == eager.dtype
+                same = same_floats(ours, eager) if ours.is_floating_point() else torch.equal(ours, eager)
+                assert same
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name: str) -> None:
+    compiled_agrees(EVERY[name])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.parametrize("name", ["E3M4", "E1M6", "P3109_8P3", "E2M1", "E4M3_B-26", "E7M0_B27", "E5M2_B101"])
+def test_compiled_in_other_formats(name: str) -> None:
+    compiled_agrees(EVERY[name])
