@@ -6,7 +6,8 @@ tensor.  What copies a tensor as a whole (``detach``, ``clone``, ``to``) gives a
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Final
 
 import torch
@@ -53,6 +54,10 @@ class EncodedTensor(torch.Tensor):
         """Encode values of the tensor's shape in place of the present ones."""
         raise NotImplementedError
 
+    def _stable_hash_for_caching(self) -> str:
+        """A name that compiled code on disk is found by; part of what torch expects of a subclass."""
+        raise NotImplementedError
+
     @property
     def data(self) -> Tensor:
         """The tensor without its history, sharing its codes; assigning writes values into them."""
@@ -74,16 +79,37 @@ class EncodedTensor(torch.Tensor):
         return self.dequantize().numpy(force=force)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """An operator that makes a view, with its arguments: comparable, so that compiled code knows a view again."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    part: int | None = None
+
+    def __call__(self, x: Tensor) -> Any:
+        """The view of ``x``, or of an operator that makes several the chosen one."""
+        made = self.func(x, *self.args, **self.kwargs)
+        return made if self.part is None else made[self.part]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With the operator by name: it can't be pickled itself."""
+        return _replay_named, (str(self.func), self.args, self.kwargs, self.part)
+
+
+def _replay_named(name: str, *rest: Any) -> Replay:
+    return Replay(reduce(getattr, name.split("."), torch.ops), *rest)
+
+
 class View(EncodedTensor):
     """A view of an encoded tensor, as the operator that makes it."""
 
     base: EncodedTensor
-    replay: Callable[[Tensor], Tensor]
+    replay: Replay
 
     @staticmethod
-    def __new__(
-        cls, base: EncodedTensor, replay: Callable[[Tensor], Tensor], size: Any, stride: Any, offset: Any = 0
-    ) -> "View":
+    def __new__(cls, base: EncodedTensor, replay: Replay, size: Any, stride: Any, offset: Any = 0) -> "View":
         """``replay(base)``, whose size, stride and offset it is told."""
         view: View = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
@@ -95,6 +121,10 @@ class View(EncodedTensor):
         """The base, and how it is viewed."""
         return ["base"], (self.replay, self.storage_offset())
 
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code on disk is found by."""
+        return f"{self.base._stable_hash_for_caching()} {self.replay} {self.shape} {self.requires_grad}"
+
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Any], rest: tuple[Any, ...], size: Any, stride: Any) -> "View":
         """The way back."""
@@ -102,7 +132,8 @@ class View(EncodedTensor):
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor."""
-        return self.replay(self.base.dequantize())
+        viewed: Tensor = self.replay(self.base.dequantize())
+        return viewed
 
     def write(self, values: Tensor) -> None:
         """Into the base, where all other values are on the grid already and stay."""
@@ -186,18 +217,14 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view, or one for each part, of the first argument."""
-    base = args[0]
-
-    def replay(x: Tensor) -> Any:
-        return func(x, *args[1:], **kwargs)
-
+    base, replay = args[0], Replay(func, args[1:], kwargs)
     shapes = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
     if isinstance(shapes, Tensor):
         return _view_of(base, replay, shapes) if shapes.dtype == base.dtype else func(*_plain(args), **kwargs)
-    return [_view_of(base, partial(_part, replay, i), shape) for i, shape in enumerate(shapes)]
+    return [_view_of(base, replace(replay, part=i), shape) for i, shape in enumerate(shapes)]
 
 
-def _view_of(base: EncodedTensor, replay: Callable[[Tensor], Tensor], like: Tensor) -> View:
+def _view_of(base: EncodedTensor, replay: Replay, like: Tensor) -> View:
     return View(base, replay, like.shape, like.stride(), like.storage_offset())
 
 

@@ -1,5 +1,6 @@
 """Weights that live in one byte each: codes of a float format and power-of-two scales, usable as any tensor is."""
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any, Final, Self
@@ -230,6 +231,11 @@ class FP8Tensor(EncodedTensor):
         """The way back."""
         tensors = (parts["codes"], parts["scale"], parts["counter"], parts.get("remainder"))
         return cls._wrap(*tensors, Traits.from_flat(rest))
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code on disk is found by: all that it may depend on."""
+        shapes = (tuple(self.shape), tuple(self.scale.shape), str(self.device), self.requires_grad)
+        return hashlib.sha256(repr((type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
 
     @property
     def granularity(self) -> str:

@@ -186,6 +186,18 @@ def test_views_compile(call: Any) -> None:
     torch.testing.assert_close(torch.autograd.grad(got.sum(), p)[0], gradient)
 
 
+def test_a_view_is_known_again() -> None:
+    """The same view of a parameter, made anew for every call, needs one graph."""
+    p, counter = parameter(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(lambda w: w.square().sum(), fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(p[1]), p.dequantize()[1].square().sum())
+            p.mul_(0.9)
+        assert counter.frame_count == 1
+        torch.testing.assert_close(compiled(p[2]), p.dequantize()[2].square().sum())
+
+
 def test_a_compiled_module_can_be_moved() -> None:
     net = Net()
     compiled = torch.compile(net, fullgraph=True)

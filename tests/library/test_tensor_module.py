@@ -278,6 +278,17 @@ def test_gradient_helpers() -> None:
     assert p.grad.sum() == 256
 
 
+def test_hooks_see_the_parameter() -> None:
+    net, seen = Net(), []
+    net.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append((type(p), p.grad.shape)))
+    net.first.weight.register_hook(lambda g: g * 2)
+    loss_of(net).backward()
+    assert seen == [(fm.FP8Parameter, (64, 32))]
+    plain = Net()
+    loss_of(plain).backward()
+    assert torch.equal(net.first.weight.grad, 2 * plain.first.weight.grad)  # type: ignore[operator, arg-type]
+
+
 def test_parameters_to_vector_and_back() -> None:
     net = Net()
     vector = nn.utils.parameters_to_vector(net.parameters())
