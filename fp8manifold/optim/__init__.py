@@ -3,6 +3,7 @@
 from fp8manifold.optim._compile import CompileUnavailableWarning
 from fp8manifold.optim._schedules import anneal
 from fp8manifold.optim._views import StepView
+from fp8manifold.optim.fisher import FisherNaturalGradient
 from fp8manifold.optim.madam import Madam
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness_adamw import StiffnessAdamW
@@ -12,6 +13,7 @@ from fp8manifold.optim.wrapper import StiffnessWrapper
 
 __all__ = [
     "CompileUnavailableWarning",
+    "FisherNaturalGradient",
     "Madam",
     "RiemannianAdam",
     "RiemannianSGD",

@@ -1,7 +1,7 @@
 """Fisher metrics in chart coordinates: measured over batches, averaged, damped, and applied to a gradient."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fp8manifold.optim._fisher_adapter import LayerFisher, check_definite
 from fp8manifold.optim._fisher_capture import Rows
 
-__all__ = ["METRIC", "REPRESENTATIONS", "Layer", "measure", "natural_gradient", "rank_one"]
+__all__ = ["METRIC", "REPRESENTATIONS", "Layer", "has_metric", "measure", "natural_gradient", "rank_one"]
 
 REPRESENTATIONS: Final = ("diagonal", "kfac", "ekfac")
 METRIC: Final = frozenset(
@@ -27,6 +27,11 @@ METRIC: Final = frozenset(
 )
 """Names in a parameter's state of everything that a metric consists of."""
 
+_NEEDED: Final = {"diagonal": "fisher_diagonal", "kfac": "inverse_inputs", "ekfac": "eigenvalues"}
+
+Pair = tuple[Tensor, Tensor]
+"""Of inputs and of output gradients."""
+
 Passes = Callable[[], Iterator[dict[nn.Linear, Rows]]]
 """Begins anew with what is measured: the rows of every layer, batch by batch, the same each time."""
 
@@ -37,9 +42,9 @@ class Layer:
 
     module: nn.Linear
     fisher: LayerFisher
-    stretch: Tensor | None
+    stretch: Tensor | None = None
     """``T`` (O, I), the derivative of value by coordinate; None where the coordinates are the values."""
-    earlier: dict[str, Any]
+    earlier: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(
@@ -55,32 +60,41 @@ def measure(
         moments = _blended(layers, averages, ("fisher_diagonal",), decay)
         return [_diagonal(layer, found[0], damping) for layer, found in zip(layers, moments, strict=True)]
     averages = _averages(layers, passes(), lambda layer, rows: layer.fisher.factors(rows))
-    kept = _blended(layers, averages, ("fisher_inputs", "fisher_outputs"), decay)
-    charted = [_in_chart(layer, *found) for layer, found in zip(layers, kept, strict=True)]
+    kept = [(a, b) for a, b in _blended(layers, averages, ("fisher_inputs", "fisher_outputs"), decay)]
+    sides = [_sides(layer) for layer in layers]
+    charted = [_on_both_sides(found, of) for found, of in zip(kept, sides, strict=True)]
     if representation == "kfac":
-        metrics = [_kfac(layer, factors, damping) for layer, factors in zip(layers, charted, strict=True)]
+        metrics = [_kfac(*each, damping) for each in zip(layers, charted, sides, strict=True)]
     else:
-        metrics = _ekfac(layers, charted, passes, damping)
+        metrics = _ekfac(layers, charted, sides, passes, damping)
     if decay:
         for metric, (inputs, outputs) in zip(metrics, kept, strict=True):
             metric |= {"fisher_inputs": inputs, "fisher_outputs": outputs}
     return metrics
 
 
+def has_metric(representation: str, state: dict[str, Any]) -> bool:
+    """Whether a state holds what :func:`natural_gradient` needs."""
+    return _NEEDED[representation] in state
+
+
 def natural_gradient(
     representation: str, fisher: LayerFisher, metric: dict[str, Any], gradient: Tensor, stretch: Tensor | None
 ) -> Tensor:
-    """``T (T F T + damping)^-1 T g`` in float32: minus the step, in values, that a unit of lr takes."""
-    v = gradient.float() if stretch is None else gradient.float() * stretch
-    if representation == "diagonal":
-        diagonal = metric["fisher_diagonal"] if stretch is None else metric["fisher_diagonal"] * stretch * stretch
-        solved = fisher.solve_diagonal(diagonal, v, metric["fisher_damping"])
-    elif representation == "kfac":
-        solved = fisher.times_factors((metric["inverse_inputs"], metric["inverse_outputs"]), v)
-    else:
+    """``T (T F T + damping)^-1 T g`` in float32: minus the step, in values, that a unit of lr takes.
+
+    ``stretch`` is ``T`` for the diagonal; what a Kronecker product has of it was folded into the metric.
+    """
+    g = gradient.float()
+    if representation == "kfac":
+        return fisher.times_factors((metric["inverse_inputs"], metric["inverse_outputs"]), g)
+    if representation == "ekfac":
         bases = (metric["basis_inputs"], metric["basis_outputs"])
-        solved = fisher.solve_eigen(bases, metric["eigenvalues"], v, metric["fisher_damping"])
-    return solved if stretch is None else solved * stretch
+        return fisher.solve_eigen(bases, metric["eigenvalues"], g, metric["fisher_damping"])
+    if stretch is None:
+        return fisher.solve_diagonal(metric["fisher_diagonal"], g, metric["fisher_damping"])
+    squared = stretch * stretch
+    return fisher.solve_diagonal(metric["fisher_diagonal"] * squared, g * squared, metric["fisher_damping"])
 
 
 def rank_one(stretch: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,25 +148,26 @@ def _diagonal(layer: Layer, diagonal: Tensor, damping: float) -> dict[str, Any]:
     return {"fisher_diagonal": diagonal, "fisher_damping": added}
 
 
-def _kfac(layer: Layer, charted: tuple[Tensor, Tensor], damping: float) -> dict[str, Any]:
-    inputs, outputs = layer.fisher.inverse_factors(charted, damping)
+def _kfac(layer: Layer, charted: Pair, sides: Pair | None, damping: float) -> dict[str, Any]:
+    inputs, outputs = _on_both_sides(layer.fisher.inverse_factors(charted, damping), sides)
     return {"inverse_inputs": inputs, "inverse_outputs": outputs}
 
 
 def _ekfac(
-    layers: Sequence[Layer], charted: list[tuple[Tensor, Tensor]], passes: Passes, damping: float
+    layers: Sequence[Layer], charted: list[Pair], sides: list[Pair | None], passes: Passes, damping: float
 ) -> list[dict[str, Any]]:
     for layer, factors in zip(layers, charted, strict=True):
         if not all(bool(factor.isfinite().all()) for factor in factors):
             raise FloatingPointError(f"layer {layer.fisher.name!r}: its Fisher metric is not finite")
-    bases = {id(layer): layer.fisher.eigenvectors(found) for layer, found in zip(layers, charted, strict=True)}
-    values = _averages(
-        layers, passes(), lambda layer, rows: (layer.fisher.eigenvalues(bases[id(layer)], _stretched(layer, rows)),)
-    )
+    bases = {
+        layer.module: _on_the_left(layer.fisher.eigenvectors(found), of)
+        for layer, found, of in zip(layers, charted, sides, strict=True)
+    }
+    values = _averages(layers, passes(), lambda layer, rows: (layer.fisher.eigenvalues(bases[layer.module], rows),))
     return [
         {
-            "basis_inputs": bases[id(layer)][0],
-            "basis_outputs": bases[id(layer)][1],
+            "basis_inputs": bases[layer.module][0],
+            "basis_outputs": bases[layer.module][1],
             "eigenvalues": found,
             "fisher_damping": _added(found, damping, layer),
         }
@@ -167,15 +182,16 @@ def _added(values: Tensor, damping: float, layer: Layer) -> float:
     return damping * mean
 
 
-def _in_chart(layer: Layer, inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    if layer.stretch is None:
-        return inputs, outputs
-    r, c = rank_one(layer.stretch)
-    return inputs * c[:, None] * c, outputs * r[:, None] * r
+def _sides(layer: Layer) -> Pair | None:
+    """What the chart multiplies inputs (I,) and output gradients (O,) with."""
+    return None if layer.stretch is None else rank_one(layer.stretch)[::-1]
 
 
-def _stretched(layer: Layer, rows: Rows) -> Rows:
-    if layer.stretch is None:
-        return rows
-    r, c = rank_one(layer.stretch)
-    return [(x * c, y * r) for x, y in rows]
+def _on_both_sides(matrices: Pair, sides: Pair | None) -> Pair:
+    if sides is None:
+        return matrices
+    return matrices[0] * sides[0][:, None] * sides[0], matrices[1] * sides[1][:, None] * sides[1]
+
+
+def _on_the_left(matrices: Pair, sides: Pair | None) -> Pair:
+    return matrices if sides is None else (matrices[0] * sides[0][:, None], matrices[1] * sides[1][:, None])

@@ -286,14 +286,14 @@ def test_diagonal_step_is_damped_in_the_stiffness_metric() -> None:
 @pytest.mark.parametrize("product", [True, False])
 @pytest.mark.parametrize("representation", ["kfac", "ekfac"])
 def test_kronecker_steps_solve_the_dense_system(representation: str, product: bool) -> None:
-    """The chart enters the metric through the outer product nearest to it; where it is one, nothing is approximated."""
+    """``T`` is the outer product nearest to the stretch; where the stretch is one, nothing is approximated."""
     model, batch = classifier(), normal(50, 6)
     layers = layers_of(model, stretches_of(model, product=product))
     passes = passes_over(model, layers, [batch])
     rows = next(passes())
     for layer, metric in zip(layers, measure(representation, layers, passes, damping=0.2, decay=0.0), strict=True):
         r, c = rank_one(layer.stretch)
-        assert not product or torch.allclose(torch.outer(r, c), layer.stretch)
+        assert torch.allclose(torch.outer(r, c), layer.stretch) == product
         ((x, y),) = rows[layer.module]
         x, y = (x * c).double(), (y * r).double()
         inputs, outputs = x.T @ x / len(x), y.T @ y / len(y)
@@ -306,10 +306,18 @@ def test_kronecker_steps_solve_the_dense_system(representation: str, product: bo
             values = each.square().mean(0)
             dense = basis @ torch.diag(values + 0.2 * values.mean()) @ basis.T
         gradient = normal(*layer.fisher.shape, seed=9)
-        expected = dense_solution(dense, layer.stretch, gradient)
-        ours = natural_gradient(representation, layer.fisher, metric, gradient, layer.stretch)
+        expected = dense_solution(dense, torch.outer(r, c), gradient)
+        ours = natural_gradient(representation, layer.fisher, metric, gradient, None)
         torch.testing.assert_close(ours.double(), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
         assert (gradient * ours).sum() > 0
+
+
+def test_rank_one_is_the_least_squares_fit_of_the_logarithm() -> None:
+    stretch = stretches_of(classifier())[0]
+    r, c = rank_one(stretch)
+    design = torch.cat([torch.eye(5).repeat_interleave(6, 0), torch.eye(6).repeat(5, 1)], 1)
+    fit = design @ torch.linalg.lstsq(design, stretch.log2().flatten()[:, None], driver="gelsd").solution
+    torch.testing.assert_close(torch.outer(r, c).log2().flatten(), fit[:, 0], atol=1e-4, rtol=1e-4)
 
 
 @EVERY
@@ -320,7 +328,8 @@ def test_heavy_damping_gives_the_riemannian_gradient(representation: str) -> Non
     for layer, metric in zip(layers, found, strict=True):
         gradient = normal(*layer.fisher.shape, seed=9)
         ours = natural_gradient(representation, layer.fisher, metric, gradient, layer.stretch)
-        expected = layer.stretch**2 * gradient
+        t = layer.stretch if representation == "diagonal" else torch.outer(*rank_one(layer.stretch))
+        expected = t**2 * gradient
         torch.testing.assert_close(ours / ours.norm(), expected / expected.norm(), rtol=1e-3, atol=1e-4)
 
 

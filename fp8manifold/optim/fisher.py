@@ -1,0 +1,361 @@
+"""FisherNaturalGradient: natural gradient steps of linear layers, damped in the metric of the format."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._charts import Metric
+from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold.optim._base import Parameters, Planned, check_betas, check_finite
+from fp8manifold.optim._engine import Job
+from fp8manifold.optim._field import power_of_ratio, reference_stiffness
+from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
+from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
+from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
+from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
+from fp8manifold.optim._schedules import Schedule
+from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
+from fp8manifold.optim.stiffness_adamw import StiffnessAdamW, adam_numbers
+
+__all__ = ["FisherNaturalGradient"]
+
+
+class FisherNaturalGradient(StiffnessOptimizer):
+    """Natural gradient for linear layers, computed in the coordinates of their codes; StiffnessAdamW for the rest.
+
+    With the chart's derivative ``T`` (value by code, relative to the tensor's mean) and the layer's Fisher matrix ``F``
+    the gradient ``g`` becomes
+
+    .. math:: \\Delta = T (T F T + \\delta \\bar f I)^{-1} T g = (F + \\delta \\bar f \\, T^{-2})^{-1} g, \\qquad
+              T = \\mathrm{clamp}(S / S_{ref}, floor, clip)^k
+
+    where ``f`` is the mean eigenvalue of ``T F T`` and ``delta`` the damping.  With ``k = 1`` that is the damped
+    natural gradient step taken on codes and carried back to values: an undamped one would not depend on the
+    coordinates, but its damping is the stiffness metric ``S^-2`` itself.  Little of it gives ``F^-1 g``, much of it the
+    Riemannian gradient ``S^2 g``; ``k = 0`` and ordinary parameters give the usual natural gradient.  Then
+
+    .. math:: d = \\Delta / \\mathrm{rms}(\\Delta), \\qquad m \\leftarrow \\mu m + (1 - \\mu) d, \\qquad
+              w \\leftarrow \\mathrm{round} \\left( (1 - \\eta \\lambda) w - \\eta \\, m / (1 - \\mu^t) \\right)
+
+    With ``normalize=False``, ``d`` is ``Delta`` and ``lr`` is a fraction of the natural step.
+
+    ``F`` is the Fisher information of a token under labels drawn from the model's own softmax, layer by layer:
+    its ``diagonal``, or the Kronecker product of the second moments of inputs and output gradients (``kfac``), or that
+    product's eigenbasis with second moments measured in it (``ekfac``); tokens count as independent.  The last two
+    take for ``T`` the outer product that is nearest to it in the logarithm, at the last refresh: with another one there
+    is no inverse to be had, and a ``T`` outside that differs from the one inside would scale even an undamped step.
+    ``F`` is computed by nngeometry in float32, in
+    evaluation mode, and changes neither the model, nor its gradients, nor the global generator.
+
+    A natural step is taken by the weight of every ``nn.Linear`` or :class:`~fp8manifold.QuantizedLinear` of ``model``
+    that is among the parameters and belongs to no other module.  Everything else (biases, norms, embeddings, tied or
+    very wide heads) takes :class:`StiffnessAdamW`'s step, with the ``lr`` of its group.
+
+    Args:
+        params: parameters, or groups of them with options of their own.
+        model: what the gradients are taken of; not the result of ``torch.compile`` but what was given to it.
+        loader: batches for measuring ``F``: anything that can be iterated over again and again, such as a
+            ``DataLoader``, or a function from the number of steps taken to such a thing.
+        lr: learning rate: AdamW's, unless ``normalize=False``.
+        momentum: decay rate of the running average of directions.
+        betas, eps: StiffnessAdamW's, for the other parameters.
+        weight_decay: decoupled decay, times ``lr`` a step.
+        representation: ``diagonal``, ``kfac`` or ``ekfac``.
+        refresh: steps between two measurements of ``F``.
+        damping: added to each eigenvalue of ``T F T``, in units of their mean.
+        decay: weight of earlier measurements in the running average of ``F`` (in ekfac: of the matrices that the
+            eigenbasis is taken from).
+        batches: batches for one measurement: the first of the loader, which is begun anew each time.
+        samples: labels drawn for each token.
+        normalize: divide each natural gradient by its root mean square.
+        max_features: kfac and ekfac leave layers that are wider, on either side, to StiffnessAdamW.
+        logits: function (model, batch) to the logits (..., V); the default calls the model with the batch, or its first
+            entry if it is a sequence, and takes ``.logits`` of the result if there is such a thing.
+        stiffness: the exponent k, of both kinds of step: a number, or a function of the number of steps taken.
+        metric, writeback, moments, seed, clip, refresh_every, compile, maximize, stabilize_every: as in
+            :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
+        floor: lower bound of S / S_ref, called ``damping`` there.
+        on_nonfinite: what happens when a gradient is not finite, or a damped ``F`` not positive definite: ``skip``
+            leaves out the whole step (with a ``RuntimeWarning`` if it is because of ``F``), ``raise`` raises.
+        reset_every: forget momentum, running averages and ``F``, which is then measured anew, every so many steps.
+
+    Raises:
+        TypeError: an option of another type, a loader that can be iterated over once only.
+        ValueError: an option out of range, no linear layer that can take a natural step, an empty loader, a model
+            without logits.
+        FloatingPointError: as ``on_nonfinite`` says.
+        ImportError: nngeometry is not installed (``pip install 'fp8manifold[fisher]'``).
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> model = fm.quantize_model(model, "E4M3", storage="grid")
+        >>> x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
+        >>> optimizer = FisherNaturalGradient(model.parameters(), model, [(x, y)], lr=0.01)
+        >>> nn.functional.cross_entropy(model(x), y).backward()
+        >>> optimizer.step()
+        >>> sorted(name for name in optimizer.state[model[0].weight] if name.startswith("inverse"))
+        ['inverse_inputs', 'inverse_outputs']
+
+    Source: Amari 1998; Martens and Grosse 2015 (KFAC); Eschenhagen et al. 2023 for tokens that share a weight; George
+    et al. 2018 (EKFAC).  Damping in the stiffness metric is this library's.
+    """
+
+    direction = "adam"
+    preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
+
+    def __init__(
+        self,
+        params: Parameters,
+        model: nn.Module,
+        loader: Iterable[Any] | Callable[[int], Iterable[Any]],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.9,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        representation: Literal["diagonal", "kfac", "ekfac"] = "kfac",
+        refresh: int = 10,
+        damping: float = 1.0,
+        decay: float = 0.9,
+        batches: int = 1,
+        samples: int = 1,
+        normalize: bool = True,
+        max_features: int = 4096,
+        logits: Logits = call_model,
+        stiffness: Schedule = 1.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        moments: str = "float32",
+        seed: int = 0,
+        floor: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        compile: bool | None = None,  # noqa: A002  # torch's word
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        _check_sources(model, loader, logits)
+        load_nngeometry()
+        self.model, self.loader, self.logits = model, loader, logits
+        self._start()
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "representation": representation,
+            "refresh": refresh,
+            "damping": damping,
+            "decay": decay,
+            "batches": batches,
+            "samples": samples,
+            "normalize": normalize,
+            "max_features": max_features,
+            "stiffness": stiffness,
+            "metric": metric,
+            "writeback": writeback,
+            "moments": moments,
+            "seed": seed,
+            "floor": floor,
+            "clip": clip,
+            "refresh_every": refresh_every,
+            "compile": compile,
+            "maximize": maximize,
+            "on_nonfinite": on_nonfinite,
+            "stabilize_every": stabilize_every,
+            "reset_every": reset_every,
+        }
+        super().__init__(params, defaults, flags)
+        if not any(self._layers(group) for group in self.param_groups):
+            raise ValueError(
+                "none of the parameters is the weight of a linear layer of model (tied and very wide ones do not "
+                "count): nothing here can take a natural step; use StiffnessAdamW"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The base's part, and what ``F`` is measured with."""
+        return super().__getstate__() | {"model": self.model, "loader": self.loader, "logits": self.logits}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Caches are not copied."""
+        super().__setstate__(state)
+        self._start()
+
+    def _start(self) -> None:
+        self._fishers: dict[Tensor, LayerFisher] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self._metrics: dict[Tensor, dict[str, Any]] = {}
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_betas(group["betas"])
+        check_finite("eps", group["eps"])
+        check_number("momentum", group["momentum"], 0.0, 1.0, open_high=True)
+        check_choice("representation", group["representation"], REPRESENTATIONS)
+        check_finite("damping", group["damping"])
+        check_number("decay", group["decay"], 0.0, 1.0, open_high=True)
+        check_number("floor", group["floor"], 0.0, 1.0)
+        for name in ("refresh", "batches", "samples", "max_features"):
+            check_int(name, group[name], 1, 2**31)
+        if not isinstance(group["normalize"], bool):
+            raise TypeError(f"normalize={group['normalize']!r} must be True or False")
+        checked = _as_base(group)
+        super()._check_group(checked)
+        group["start_lr"] = checked["start_lr"]
+        if group["writeback"] == "momentum" and not (group["betas"][0] and group["momentum"]):
+            raise ValueError("writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into averages")
+        if group["moments"] != "float32" and not group["momentum"]:
+            raise ValueError(
+                f"moments={group['moments']!r} needs momentum > 0: without it there is no average to store"
+            )
+
+    # What the base asks for
+
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        traits = super()._traits(group, parameter, grid)
+        if parameter not in self._gradients:
+            return traits
+        # the stiffness is in the natural gradient already
+        return traits | {"direction": "sgd", "stiffness": "none", "averages": bool(group["momentum"])}
+
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+        lr, step = float(group["lr"]), int(state["step"]) - state.get("since", 0)
+        if parameter not in self._gradients:
+            numbers = adam_numbers(lr, group["betas"], group["eps"], step)
+        else:
+            momentum = group["momentum"]
+            rate = lr / (1 - momentum**step)
+            numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
+        return numbers | self._shared_numbers(group, state)
+
+    def _stiffness_numbers(self, group: dict[str, Any], state: dict[str, Any], power: float) -> dict[str, float]:
+        return super()._stiffness_numbers(_as_base(group), state, power)
+
+    def _bounded(self, group: dict[str, Any], grid: Grid, stiffness: Tensor, reference: float) -> float:
+        return super()._bounded(_as_base(group), grid, stiffness, reference)
+
+    def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        return self._gradients.get(parameter, super()._gradient(group, parameter))
+
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+        if parameter in self._metrics:
+            for name in METRIC & state.keys():
+                del state[name]
+            state.update(self._metrics[parameter])
+        return super()._plan(group, parameter, state)
+
+    def _ready(self) -> bool:
+        """Finite gradients, then natural ones of them: nothing of the state has changed when that fails."""
+        self._gradients, self._metrics = {}, {}
+        if not super()._ready():
+            return False
+        for group in self.param_groups:
+            try:
+                self._precondition(group)
+            except FloatingPointError as error:
+                if group["on_nonfinite"] == "raise":
+                    raise
+                warnings.warn(f"a step is left out: {error}", RuntimeWarning, stacklevel=4)
+                return False
+        return True
+
+    # Natural gradients
+
+    def _precondition(self, group: dict[str, Any]) -> None:
+        layers = [layer for layer in self._layers(group) if layer.module.weight.grad is not None]
+        due: dict[int, list[Layer]] = {}
+        for layer in layers:
+            done = self._done(layer.module.weight)
+            if self._is_due(group, layer, done):
+                due.setdefault(done, []).append(layer)
+        for done, together in due.items():
+            self._measure(group, together, done)
+        for layer in layers:
+            self._gradients[layer.module.weight] = self._natural(group, layer)
+
+    def _layers(self, group: dict[str, Any]) -> list[Layer]:
+        """The layers of a group that take natural steps."""
+        widest = 2**62 if group["representation"] == "diagonal" else group["max_features"]
+        found = linear_layers(self.model, group["params"], widest)
+        for weight, (name, _) in found.items():
+            if weight not in self._fishers:
+                self._fishers[weight] = LayerFisher(name, weight)
+        return [Layer(module, self._fishers[weight]) for weight, (_, module) in found.items()]
+
+    def _done(self, parameter: Tensor) -> int:
+        return int(self.state[parameter].get("step", 0)) if parameter in self.state else 0
+
+    def _is_due(self, group: dict[str, Any], layer: Layer, done: int) -> bool:
+        state = self.state.get(layer.module.weight, {})
+        return not has_metric(group["representation"], state) or done % group["refresh"] == 0 or _resets(group, done)
+
+    def _measure(self, group: dict[str, Any], layers: list[Layer], done: int) -> None:
+        batches = take_batches(self.loader, group["batches"], seed=group["seed"], step=done)
+        if not batches:
+            raise ValueError("the loader gave no batch to measure the Fisher metric with")
+        draws = Draws(group["seed"], done, group["samples"])
+        modules = [layer.module for layer in layers]
+        earlier = [{} if _resets(group, done) else self.state.get(layer.module.weight, {}) for layer in layers]
+        stretches = [self._stretch(group, layer.module.weight) for layer in layers]
+        found = measure(
+            group["representation"],
+            [replace(a, stretch=b, earlier=c) for a, b, c in zip(layers, stretches, earlier, strict=True)],
+            lambda: rows_of_batches(self.model, modules, batches, self.logits, draws),
+            damping=float(group["damping"]),
+            decay=float(group["decay"]),
+        )
+        self._metrics |= {layer.module.weight: metric for layer, metric in zip(layers, found, strict=True)}
+
+    def _natural(self, group: dict[str, Any], layer: Layer) -> Tensor:
+        weight = layer.module.weight
+        assert weight.grad is not None
+        metric = self._metrics.get(weight) or self.state[weight]
+        stretch = self._stretch(group, weight) if group["representation"] == "diagonal" else None
+        gradient = natural_gradient(group["representation"], layer.fisher, metric, weight.grad, stretch)
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"layer {layer.fisher.name!r}: its natural gradient is not finite; raise damping")
+        return gradient * (gradient.numel() ** 0.5 / norm) if group["normalize"] and norm else gradient
+
+    def _stretch(self, group: dict[str, Any], weight: Tensor) -> Tensor | None:
+        """``T``, in float32; None where it is 1 everywhere."""
+        grid, done = grid_of(weight), self._done(weight)
+        power = self._powers[id(group), done]
+        if grid.storage == "plain" or power == 0:
+            return None
+        stiffness = stiffness_field(grid, group["metric"])
+        renewed = done % group["refresh_every"] == 0
+        reference = reference_stiffness(stiffness) if renewed else self.state[weight]["reference"]
+        ratio = power_of_ratio(stiffness, reference, power, group["floor"], group["clip"])
+        assert isinstance(ratio, Tensor)
+        return ratio.to(torch.float32).expand(weight.shape)
+
+
+def _as_base(group: dict[str, Any]) -> dict[str, Any]:
+    """A group as the base knows it, to whom ``damping`` is the lower bound of S / S_ref."""
+    return group | {"damping": group["floor"]}
+
+
+def _resets(group: dict[str, Any], done: int) -> bool:
+    return bool(done and group["reset_every"] and done % group["reset_every"] == 0)
+
+
+def _check_sources(model: Any, loader: Any, logits: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if not callable(logits):
+        raise TypeError(f"logits must be a function (model, batch) -> Tensor, not {type(logits).__name__}")
+    if not callable(loader) and not isinstance(loader, Iterable):
+        raise TypeError(f"loader must be iterable, or a function of the step, not {type(loader).__name__}")
+    if isinstance(loader, Iterator):
+        raise TypeError(f"loader is a {type(loader).__name__}, used up after one pass: give a DataLoader or a list")
