@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._engine import Job, key_row, run
+from fp8manifold.optim._accepted import check_parameters, check_state
+from fp8manifold.optim._engine import Job, key_row, run, settle
 from fp8manifold.optim._finite import all_finite
-from fp8manifold.optim._hyper import row
+from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
 from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles
 from fp8manifold.optim._views import StepView, observed_step
@@ -28,6 +29,7 @@ __all__ = [
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 
+_NO_KEYS: Final = [0] * KEYS
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -43,6 +45,8 @@ class Planned:
     compile: bool | None
     #: a contiguous copy of the weight, where the parameter itself is not contiguous
     copied: Tensor | None = None
+    #: whether the job has just been made
+    is_new: bool = False
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
@@ -89,6 +93,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            _check_lr(group)
         self._check_schedules()
         if not self._ready():
             self.skipped_steps += 1
@@ -109,9 +115,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for parameter in group["params"]:
-                if not parameter.is_floating_point():
-                    raise ValueError(f"a parameter has dtype {parameter.dtype}: only real floats can be stepped")
+            check_parameters(group["params"])
             self._check_group(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -135,17 +139,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Load a state; tensors keep the dtype they were saved in.
 
         Raises:
-            ValueError: the state of another optimizer.
+            TypeError: no state, or an option in it of another type.
+            ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
+                out of range; nothing has changed then.
         """
-        kind = state_dict.get("optimizer", type(self).__name__)
-        if kind != type(self).__name__:
-            raise ValueError(f"this state is one of {kind}, not of {type(self).__name__}")
+        check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
-        for group, ours in zip(state_dict["param_groups"], schedules, strict=False):
-            if missing := [name for name in self.defaults if name not in group and name not in ours]:
-                raise ValueError(
-                    f"this state is not one of {type(self).__name__}: its parameter groups lack {', '.join(missing)}"
-                )
+        for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
+            self._check_group(ours | saved | {"params": group["params"]})
         extra = ("skipped_steps", "optimizer")
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
         for group, ours in zip(self.param_groups, schedules, strict=True):
@@ -168,14 +169,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
-        check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+        _check_lr(group)
         check_finite("weight_decay", group["weight_decay"])
         check_int("seed", group["seed"], 0, 2**64 - 1)
         check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
         for name in ("maximize",):
             if not isinstance(group[name], bool):
                 raise TypeError(f"{name}={group[name]!r} must be True or False, not {type(group[name]).__name__}")
-        if group["compile"] not in (None, True, False):
+        if group["compile"] is not None and not isinstance(group["compile"], bool):
             raise TypeError(f"compile={group['compile']!r} must be None, True or False")
         for name in ("stabilize_every", "reset_every"):
             if group[name] is not None:
@@ -212,6 +213,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _take(self, planned: list[Planned]) -> None:
         """Take the planned steps; their numbers and keys reach a device in one transfer each."""
+        if any(plan.is_new for plan in planned):
+            settle([plan.job for plan in planned])
         tables: dict[tuple[torch.device, torch.dtype], list[Planned]] = {}
         for plan in planned:
             tables.setdefault((plan.job.arrays["gradient"].device, plan.dtype), []).append(plan)
@@ -266,9 +269,15 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
 
 
+def _check_lr(group: dict[str, Any]) -> None:
+    """A schedule may have set it since the group was made."""
+    lr = group["lr"]
+    check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+
+
 def _keys(job: Job) -> list[int]:
     draws = job.variant.draws_for_weight or job.variant.draws_for_moments
-    return key_row(job.words, job.offset) if draws else [0] * 6
+    return key_row(job.words, job.offset, moments=job.variant.draws_for_moments) if draws else _NO_KEYS
 
 
 def _stabilize(parameter: Tensor) -> None:

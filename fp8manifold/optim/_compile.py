@@ -19,7 +19,7 @@ from fp8manifold.optim._step import prepare_step, step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
-__all__ = ["CompileUnavailableWarning", "compiled", "is_available"]
+__all__ = ["Arguments", "CompileUnavailableWarning", "Compiled", "compiled", "is_available"]
 
 _OPTIONS: Final[dict[str, Any]] = {
     "size_asserts": False,
@@ -37,7 +37,7 @@ class _State:
     """What is known of the compiler, and the call that is being watched."""
 
     available: bool = True
-    steps: dict[tuple[Any, ...], "_Compiled"] = field(default_factory=dict)
+    steps: dict[tuple[Any, ...], "Compiled"] = field(default_factory=dict)
     seen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
@@ -49,7 +49,7 @@ def is_available() -> bool:
     return _state.available
 
 
-def compiled(kind: str, variant: Variant, names: tuple[str, ...], arguments: Arguments) -> Callable[[Arguments], bool]:
+def compiled(kind: str, variant: Variant, names: tuple[str, ...], arguments: Arguments) -> "Compiled":
     """A function of the arrays called ``names`` that changes them in place: a ``step``, or what ``prepare``s for one.
 
     It returns False, with nothing changed and one :class:`CompileUnavailableWarning` ever, where compiling fails.
@@ -57,11 +57,11 @@ def compiled(kind: str, variant: Variant, names: tuple[str, ...], arguments: Arg
     key = (kind, variant, names, tuple([(a.dtype, a.dim(), a.device.type) for a in arguments]))
     if key not in _state.steps:
         make = _step_function if kind == "step" else _prepare_function
-        _state.steps[key] = _Compiled(make(variant, names))
+        _state.steps[key] = Compiled(make(variant, names))
     return _state.steps[key]
 
 
-class _Compiled:
+class Compiled:
     """One variant's step with a code object of its own: variants that share one would exhaust its cache."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -77,6 +77,10 @@ class _Compiled:
             direct(arguments)
             return True
         return self._first_call(shapes, arguments)
+
+    def direct(self, arguments: Arguments) -> Callable[[Arguments], Any] | None:
+        """The call for arguments of these shapes without guards or look-ups, once one has been made."""
+        return self._direct.get(tuple([a.shape for a in arguments]))
 
     def _first_call(self, shapes: tuple[torch.Size, ...], arguments: Arguments) -> bool:
         if not _state.available:

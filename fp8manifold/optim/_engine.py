@@ -1,24 +1,29 @@
 """Running a step: compiled in one pass where that pays, eager in blocks that stay in cache elsewhere, same bits."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
-from fp8manifold.optim._compile import compiled, is_available
+from fp8manifold.optim._compile import Arguments, compiled, is_available
 from fp8manifold.optim._layout import Layout
 from fp8manifold.optim._moments import BOUNDS, SCALES
 from fp8manifold.optim._step import Outcome, prepare_step, step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import round_keys, signed_word, word_range
 
-__all__ = ["Job", "key_row", "run", "run_eager"]
+__all__ = ["Job", "key_row", "run", "run_eager", "settle"]
 
 WORTH_COMPILING: Final = 32_768
 """Elements from which a parameter is compiled for when nobody says otherwise: below, eager costs little."""
+
+_MANY: Final = 16
+"""Parameters of one kind that are worth compiling for whatever their size."""
 
 _FOR_MOMENTS: Final = 1
 """A fourth key word: the averages' draws are not the weights'."""
@@ -40,6 +45,10 @@ class Job:
     words: tuple[int, int, int]
     #: position of the first element in a tensor that this is a part of
     offset: int = 0
+    #: whether it is one of enough elements, or of enough parameters of its kind, to be compiled for
+    worth_compiling: bool = False
+    #: the compiled call, once it has been made
+    ready: "_Ready | None" = None
 
     @property
     def blockwise(self) -> bool:
@@ -56,32 +65,83 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
         keys: a row of round keys, as :func:`key_row` gives it.
         compile: True, False, or None for what pays.
     """
-    if not (_compiles(job, numbers, compile) and _run_compiled(job, numbers, keys)):
+    if job.ready is not None and job.ready.fits(job.arrays["gradient"], compile):
+        job.ready(job.arrays["gradient"], numbers, keys)
+    elif not (_compiles(job, numbers, compile) and _run_compiled(job, numbers, keys)):
         run_eager(job, numbers)
 
 
 def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     """Whether it could be."""
     arrays = job.arrays | {"numbers": numbers}
+    calls = []
     if job.blockwise:
         arrays |= _workspace(job)
         names = tuple(name for name in arrays if name in _PREPARES)
         arguments = [arrays[name] for name in names]
-        if not compiled("prepare", job.variant, names, arguments)(arguments):
+        prepare = compiled("prepare", job.variant, names, arguments)
+        if not prepare(arguments):
             return False
+        calls.append((names, arguments, prepare.direct(arguments)))
         arrays = {name: array for name, array in arrays.items() if name not in BOUNDS.values()}
     if job.variant.draws_for_weight or job.variant.draws_for_moments:
         arrays |= {"keys": keys, "columns": columns(job.layout.dims[-1], numbers.device)}
     arguments = list(arrays.values())
-    return compiled("step", job.variant, tuple(arrays), arguments)(arguments)
+    take = compiled("step", job.variant, tuple(arrays), arguments)
+    if not take(arguments):
+        return False
+    calls.append((tuple(arrays), arguments, take.direct(arguments)))
+    job.ready = _Ready(job, calls)
+    return True
+
+
+class _Ready:
+    """The compiled calls of a job with everything in place but what is new in each step."""
+
+    def __init__(
+        self, job: Job, calls: list[tuple[tuple[str, ...], list[Tensor], Callable[[Arguments], Any] | None]]
+    ) -> None:
+        gradient = job.arrays["gradient"]
+        self._dtype, self._job_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
+        self._workspace = _workspace_names(job)
+        fresh = ("gradient", "numbers", "keys", *self._workspace)
+        self._calls = []
+        for names, arguments, direct in calls:
+            slots = [(i, name) for i, name in enumerate(names) if name in fresh]
+            kept: list[Tensor | None] = [None if name in fresh else a for name, a in zip(names, arguments, strict=True)]
+            self._calls.append((direct, kept, slots))
+        self._complete = all(direct is not None for direct, _, _ in self._calls)
+
+    def fits(self, gradient: Tensor, wanted: bool | None) -> bool:
+        """Whether nothing has changed that was compiled for."""
+        return (
+            wanted is not False and gradient.dtype == self._dtype and all(call[0] is not None for call in self._calls)
+        )
+
+    def __call__(self, gradient: Tensor, numbers: Tensor, keys: Tensor) -> None:
+        """Take the step."""
+        fresh = {"gradient": gradient, "numbers": numbers, "keys": keys}
+        for name in self._workspace:
+            fresh[name] = torch.empty(self._job_dims, device=self._device)
+        for direct, kept, slots in self._calls:
+            arguments: list[Any] = kept.copy()
+            for i, name in slots:
+                arguments[i] = fresh[name]
+            assert direct is not None
+            direct(arguments)
 
 
 def _workspace(job: Job) -> dict[str, Tensor]:
     """Room for the blocks' scales during the step."""
-    prefixes = [BOUNDS[name].removesuffix("bound") for name in job.variant.stores]
-    names = [prefix + suffix for prefix in prefixes for suffix in ("scale", "inverse")]
     device = job.arrays["gradient"].device
-    return {name: torch.empty(job.layout.block_dims, device=device) for name in names}
+    return {name: torch.empty(job.layout.block_dims, device=device) for name in _workspace_names(job)}
+
+
+def _workspace_names(job: Job) -> list[str]:
+    if not job.blockwise:
+        return []
+    prefixes = [BOUNDS[name].removesuffix("bound") for name in job.variant.stores]
+    return [prefix + suffix for prefix in prefixes for suffix in ("scale", "inverse")]
 
 
 def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outcome]:
@@ -103,14 +163,14 @@ def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outc
     return outcomes
 
 
-def key_row(words: tuple[int, int, int], offset: int) -> list[int]:
+def key_row(words: tuple[int, int, int], offset: int, *, moments: bool = True) -> list[int]:
     """Round keys of the draws for the weights and for the averages, the offset taken into the first of each."""
     high, low = divmod(offset, 2**32)
     keys = []
-    for key in (words, (*words, _FOR_MOMENTS)):
+    for key in (words, (*words, _FOR_MOMENTS)) if moments else (words,):
         first, second, third = round_keys(key, high)
         keys += [signed_word(first + low), second, third]
-    return keys
+    return keys if moments else [*keys, 0, 0, 0]
 
 
 @lru_cache(maxsize=8)
@@ -124,7 +184,15 @@ def _compiles(job: Job, numbers: Tensor, wanted: bool | None) -> bool:
         return False
     if numbers.dtype != torch.float32 or job.layout.numel >= 2**31 or job.offset % 2**32 + job.layout.numel > 2**32:
         return False
-    return bool(wanted) or job.layout.numel >= WORTH_COMPILING
+    return bool(wanted) or job.worth_compiling
+
+
+def settle(jobs: list[Job]) -> None:
+    """Say of each job whether it is worth compiling for: one large parameter is, and so are many small ones."""
+    kinds = Counter((job.variant, len(job.layout.dims)) for job in jobs)
+    for job in jobs:
+        many = kinds[job.variant, len(job.layout.dims)] >= _MANY
+        job.worth_compiling = job.layout.numel >= WORTH_COMPILING or many
 
 
 def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:

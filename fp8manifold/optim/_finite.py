@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite"]
+__all__ = ["all_finite", "squares_are_finite"]
 
 
 def all_finite(optimizer: torch.optim.Optimizer) -> bool:
@@ -24,7 +24,7 @@ def all_finite(optimizer: torch.optim.Optimizer) -> bool:
         sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
     if all(bool(torch.stack(each).sum().isfinite()) for each in sums.values()):
         return True
-    return all(_squares_are_finite(group, parameter) for group, parameter in pairs)
+    return all(squares_are_finite(group, parameter) for group, parameter in pairs)
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
@@ -34,10 +34,18 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.dot(flat, flat).to(torch.float32)
 
 
-def _squares_are_finite(group: dict[str, Any], parameter: Tensor) -> bool:
+def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float = 1.0) -> bool:
+    """Whether every ``(factor g)^2`` is finite; only looked at where ``factor`` is at least 1.
+
+    Raises:
+        FloatingPointError: one is not and the group has ``on_nonfinite="raise"``.
+    """
     assert parameter.grad is not None
+    if factor < 1:
+        return True
     gradient = parameter.grad
     wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    wide = wide * factor
     if bool((wide * wide).isfinite().all()):
         return True
     if group["on_nonfinite"] == "raise":

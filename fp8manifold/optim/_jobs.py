@@ -8,8 +8,9 @@ from fp8manifold._charts import Metric
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.optim._base import ManifoldOptimizer, Planned
 from fp8manifold.optim._engine import Job
-from fp8manifold.optim._field import bounded_share, log2_bounded, reference_stiffness
+from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
+from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
@@ -32,9 +33,9 @@ class GridOptimizer(ManifoldOptimizer):
     widened_scales: int = 0
 
     @property
-    def _jobs(self) -> dict[Tensor, tuple[tuple[Any, ...], Job, Grid]]:
+    def _jobs(self) -> "dict[Tensor, _Kept]":
         """Jobs by parameter; no part of the state."""
-        jobs: dict[Tensor, tuple[tuple[Any, ...], Job, Grid]] = self.__dict__.setdefault("_kept_jobs", {})
+        jobs: dict[Tensor, _Kept] = self.__dict__.setdefault("_kept_jobs", {})
         return jobs
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
@@ -47,6 +48,10 @@ class GridOptimizer(ManifoldOptimizer):
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         """The row of hyperparameters of this step."""
         raise NotImplementedError
+
+    def _kind(self, parameter: Tensor) -> object:
+        """What else the traits of a parameter depend on, besides its group and storage."""
+        return None
 
     def _metric(self, group: dict[str, Any], grid: Grid) -> Metric:
         """The metric whose field S_ref is the mean of."""
@@ -63,30 +68,41 @@ class GridOptimizer(ManifoldOptimizer):
         return parameter.grad
 
     def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
-        job, grid = self._job(group, parameter, state)
         words = (group["seed"], int(state["step"]), state["stream"])
-        if isinstance(parameter, FP8Tensor) and _is_due(group, state) and widened(parameter, state, job, words):
-            self.widened_scales += 1
-            del self._jobs[parameter]
-            job, grid = self._job(group, parameter, state)
+        due = (words[1] - 1) % group["refresh_every"] == 0
+        kept = self._jobs.get(parameter)
+        is_new = (
+            due or kept is None or kept.kind != self._kind(parameter) or not kept.is_current(group, parameter, state)
+        )
+        if is_new:
+            kept = self._look_at(group, parameter, state, words, due=due)
+        assert kept is not None
+        job = kept.job
         job.arrays["gradient"] = self._gradient(group, parameter).reshape(job.layout.dims)
         job.words = words
         numbers = self._numbers(group, parameter, state, job)
-        copied = None if grid.in_place else grid.weight
-        return Planned(parameter, state, job, numbers, working_dtype(parameter), group["compile"], copied)
+        copied = None if kept.grid.in_place else kept.grid.weight
+        return Planned(parameter, state, job, numbers, kept.dtype, group["compile"], copied, is_new)
 
-    def _job(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> tuple[Job, Grid]:
+    def _look_at(
+        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], words: tuple[int, int, int], *, due: bool
+    ) -> "_Kept":
+        """Look at the parameter anew: its field, where that is due, its scale, and what a step of it is made of."""
+        kept = self._keep(group, parameter, state, due=due)
+        if due and isinstance(parameter, FP8Tensor) and widened(parameter, state, kept.job, words):
+            self.widened_scales += 1
+            kept = self._keep(group, parameter, state, due=True)
+        self._jobs[parameter] = kept
+        return kept
+
+    def _keep(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], *, due: bool) -> "_Kept":
         grid = grid_of(parameter)
         quantized = grid.storage != "plain"
-        if quantized and _is_due(group, state):
+        if quantized and due:
             self._refresh(group, grid, state)
         traits = self._traits(group, parameter, grid if quantized else None)
-        kept = self._jobs
-        signature = _signature(traits, grid, state)
-        if parameter not in kept or kept[parameter][0] != signature:
-            job = self._new_job(group, parameter, state, grid, traits)
-            kept[parameter] = (_signature(traits, grid, state), job, grid)
-        return kept[parameter][1], grid
+        job = self._new_job(group, parameter, state, grid, traits)
+        return _Kept(self._kind(parameter), group, parameter, state, job, grid)
 
     def _new_job(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], grid: Grid, traits: dict[str, Any]
@@ -99,6 +115,8 @@ class GridOptimizer(ManifoldOptimizer):
             **traits,
         )
         make_state(variant, layout, parameter, state)
+        if grid.fmt is not None:
+            state["grid"] = grid.fields
         arrays = {"weight": grid.weight.view(layout.dims)}
         names = (*variant.stores, *(("residual",) if variant.residual_bits == 8 else ()))
         arrays |= {name: state[name].view(layout.dims) for name in names}
@@ -117,26 +135,50 @@ class GridOptimizer(ManifoldOptimizer):
         state["reference"] = reference_stiffness(stiffness)
         state["bounded"] = self._bounded(group, grid, stiffness, state["reference"])
 
-    def _stiffness_numbers(self, group: dict[str, Any], state: dict[str, Any], power: float) -> dict[str, float]:
-        reference = state["reference"]
-        return {
-            "inverse_reference": 1 / reference,
-            "log_reference": log2_bounded(reference),
-            "low": group["damping"],
-            "high": group["clip"],
-            "log_low": log2_bounded(group["damping"]),
-            "log_high": log2_bounded(group["clip"]),
-            "power": power,
-        }
+
+class _Kept:
+    """A job, and what it was made of: it holds while all of that is still there."""
+
+    def __init__(
+        self, kind: object, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job, grid: Grid
+    ) -> None:
+        self.kind = kind
+        self.job, self.grid, self.dtype = job, grid, working_dtype(parameter)
+        self._options = _options(group)
+        self._address = _address(parameter, grid.storage)
+        self._state = [(name, state[name]) for name in _STATE if name in state]
+        self._reference = state.get("reference")
+
+    def is_current(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> bool:
+        """Whether nothing has been replaced or set anew."""
+        return (
+            self.grid.in_place
+            and self._address == _address(parameter, self.grid.storage)
+            and all(state.get(name) is tensor for name, tensor in self._state)
+            and self._reference == state.get("reference")
+            and self._options == _options(group)
+        )
 
 
-def _is_due(group: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Whether S_ref, and what else changes rarely, is looked at in this step."""
-    return bool((int(state["step"]) - 1) % group["refresh_every"] == 0)
+def _options(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple([value for name, value in group.items() if name not in ("params", "lr", "initial_lr")])
 
 
-def _signature(traits: dict[str, Any], grid: Grid, state: dict[str, Any]) -> tuple[Any, ...]:
-    """What a job was built from; the job keeps the memory alive, so that no address is used twice."""
-    addresses = [state[name].data_ptr() for name in _STATE if name in state]
-    scale = None if grid.scale is None else grid.scale.data_ptr()
-    return (*traits.values(), grid.weight.data_ptr(), scale, state.get("reference"), *addresses)
+def _address(parameter: Tensor, storage: str) -> tuple[Any, ...]:
+    """Where weight and scale lie; the job keeps both alive, so that no address is used twice."""
+    if storage == "codes":
+        assert isinstance(parameter, FP8Tensor)
+        return (id(parameter.codes), id(parameter.scale), parameter.scale._version, parameter.rounding)
+    if storage == "plain":
+        return (parameter.data_ptr(), parameter.stride())
+    manifold = own_manifold(parameter)
+    assert manifold is not None
+    return (
+        parameter.data_ptr(),
+        parameter.stride(),
+        manifold.scale.data_ptr(),
+        manifold.scale._version,
+        manifold.metric,
+        getattr(manifold, "rounding", ""),
+        getattr(manifold, "retraction", ""),
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8manifold._charts import Metric, chart_of
 from fp8manifold._codec import decode_bits, decode_with_ulp
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.formats import FloatFormat
+from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._layout import Layout, layout_of
@@ -17,7 +17,7 @@ from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._variant import Storage, Variant
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["Grid", "grid_of", "make_state", "pack_nibbles", "stiffness_field", "unpack_nibbles"]
+__all__ = ["Grid", "described", "grid_of", "make_state", "pack_nibbles", "stiffness_field", "unpack_nibbles"]
 
 _STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -38,6 +38,15 @@ class Grid:
     in_place: bool = True
 
     @property
+    def fields(self) -> tuple[int, ...]:
+        """Format and granularity as numbers: what a state has to have been made for."""
+        assert self.fmt is not None
+        per_channel = int(self.scale is not None and self.scale.numel() > 1)
+        layout = LAYOUTS.index(self.fmt.layout)
+        fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
+        return (*fields, self.block_size or per_channel)
+
+    @property
     def scale_is_power_of_two(self) -> bool:
         """Whether dividing by the scale is exact."""
         return self.scale is None or bool((torch.frexp(self.scale).mantissa == 0.5).all())
@@ -46,6 +55,15 @@ class Grid:
         """The view it is stepped in."""
         scale_shape = None if self.scale is None else tuple(self.scale.shape)
         return layout_of(tuple(self.weight.shape), scale_shape, self.block_size, blocks)
+
+
+def described(fields: tuple[int, ...] | None) -> str:
+    """What :attr:`Grid.fields` stand for."""
+    if fields is None:
+        return "an ordinary parameter"
+    exponent_bits, mantissa_bits, bias, layout, shares = fields
+    shared = {0: "tensor", 1: "channel"}.get(shares, f"block of {shares}")
+    return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale a {shared}"
 
 
 def grid_of(parameter: Tensor) -> Grid:

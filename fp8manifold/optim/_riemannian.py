@@ -1,5 +1,6 @@
 """What the Riemannian optimizers share: groups of mixed parameters, the bounded chart, one step on either kind."""
 
+import math
 from typing import Any
 
 import geoopt
@@ -11,10 +12,11 @@ from fp8manifold._checks import check_int, check_number
 from fp8manifold.optim._base import Planned, check_finite
 from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share
+from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._jobs import GridOptimizer
 from fp8manifold.optim._kinds import is_quantized, manifold_of
-from fp8manifold.optim._plan import Grid, expanded
+from fp8manifold.optim._plan import Grid, expanded, grid_of, stiffness_field
 
 __all__ = ["Riemannian", "with_l2"]
 
@@ -73,6 +75,23 @@ class Riemannian(GridOptimizer):
             return super()._plan(group, parameter, state)
         self._step_elsewhere(group, parameter, state, manifold_of(parameter) or _EUCLIDEAN)
         return None
+
+    def _ready(self) -> bool:
+        """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
+        return super()._ready() and all(
+            squares_are_finite(group, p, self._largest_stiffness(group, p))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p.numel() and is_quantized(p)
+        )
+
+    def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """An upper bound of the stiffness in this step's chart; exact before the first one."""
+        reference = self.state[parameter].get("reference") if parameter in self.state else None
+        if reference is None or not math.isfinite(group["clip"]):
+            grid = grid_of(parameter)
+            return float(stiffness_field(grid, grid.metric).max())
+        return bounds(reference, group["damping"], group["clip"])[1]
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         assert grid is not None

@@ -1,5 +1,6 @@
 """What the stiffness family shares: a direction, stepped linearly in value with a power of the stiffness."""
 
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._base import Parameters, reject_flags
 from fp8manifold.optim._combinations import check_combination
-from fp8manifold.optim._field import power_mode
+from fp8manifold.optim._field import log2_bounded, power_mode
 from fp8manifold.optim._jobs import GridOptimizer
 from fp8manifold.optim._kinds import manifold_of, own_manifold
 from fp8manifold.optim._plan import Grid
@@ -82,6 +83,23 @@ class StiffnessOptimizer(GridOptimizer):
         if "reference" in state:
             numbers |= self._stiffness_numbers(group, state, self._powers[id(group), int(state["step"]) - 1])
         return numbers
+
+    def _stiffness_numbers(self, group: dict[str, Any], state: dict[str, Any], power: float) -> dict[str, float]:
+        """S_ref, the bounds and the exponent."""
+        return _field_numbers(state["reference"], group["damping"], group["clip"], power)
+
+
+@lru_cache(maxsize=4096)
+def _field_numbers(reference: float, damping: float, clip: float, power: float) -> dict[str, float]:
+    return {
+        "inverse_reference": 1 / reference,
+        "log_reference": log2_bounded(reference),
+        "low": damping,
+        "high": clip,
+        "log_low": log2_bounded(damping),
+        "log_high": log2_bounded(clip),
+        "power": power,
+    }
 
 
 def injected(rate: float, beta: float) -> float:

@@ -130,7 +130,7 @@ class Madam(StiffnessOptimizer):
         if job.variant.storage == "plain":
             lr = group["float_lr"] * (lr / start if start else 1.0)
         step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(lr, group["betas"], group["eps"], step) | {"keep": 1 - lr * group["weight_decay"]}
+        numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], step) | {"keep": 1 - lr * group["weight_decay"]}
         if job.variant.storage == "plain":
             return numbers
         assert job.variant.fmt is not None

@@ -133,7 +133,7 @@ class RiemannianAdam(Riemannian):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(float(group["lr"]), group["betas"], group["eps"] * state["reference"], step)
+        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"] * state["reference"], step)
         return numbers | self._progress_numbers(group)
 
     def _step_elsewhere(

@@ -1,6 +1,7 @@
 """StiffnessAdamW: AdamW whose step is scaled, weight by weight, with a power of the local ULP."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -134,10 +135,11 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(float(group["lr"]), group["betas"], group["eps"], step)
+        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], step)
         return numbers | self._shared_numbers(group, state)
 
 
+@lru_cache(maxsize=256)
 def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -> dict[str, float]:
     """Adam's numbers, with its bias corrections in the rate and in eps."""
     beta1, beta2 = betas

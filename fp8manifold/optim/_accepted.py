@@ -1,0 +1,66 @@
+"""What an optimizer accepts: parameters it can step, and states that were made for them."""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold.optim._plan import described, grid_of
+
+__all__ = ["check_parameters", "check_state"]
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PER_WEIGHT: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def check_parameters(parameters: list[Tensor]) -> None:
+    """Raise ValueError unless each is a float tensor with values, and there but once."""
+    for parameter in parameters:
+        if parameter.dtype not in _DTYPES:
+            raise ValueError(
+                f"a parameter has dtype {parameter.dtype}: only real floats (float16, bfloat16, float32, float64) and "
+                "one-byte FP8Parameters can be stepped"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is on the meta device: it has no values")
+    if len({id(p) for p in parameters}) < len(parameters):
+        raise ValueError("a parameter appears twice in a group: each may be stepped once")
+
+
+def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+    """Raise TypeError or ValueError unless a state is one of this kind of optimizer, made for these parameters."""
+    name = type(optimizer).__name__
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
+    if missing := sorted({"state", "param_groups"} - state_dict.keys()):
+        raise ValueError(f"this state is not one of {name}: it lacks {', '.join(missing)}")
+    if (kind := state_dict.get("optimizer", name)) != name:
+        raise ValueError(f"this state is one of {kind if isinstance(kind, str) else 'a wrapper'}, not of {name}")
+    groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in optimizer.param_groups]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}")
+    for saved, ours in zip(groups, optimizer.param_groups, strict=True):
+        lacking = [option for option in optimizer.defaults if option not in saved and not callable(ours[option])]
+        if lacking:
+            raise ValueError(f"this state is not one of {name}: its parameter groups lack {', '.join(lacking)}")
+        for index, parameter in zip(saved["params"], ours["params"], strict=True):
+            _check_entry(state_dict["state"].get(index, {}), parameter, index)
+
+
+def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
+    """One parameter's state: its averages have the parameter's shape, and are of its format."""
+    for name in _PER_WEIGHT:
+        if name in entry and entry[name].shape != parameter.shape:
+            raise ValueError(
+                f"the state of parameter {index} has {name} of shape {tuple(entry[name].shape)}: "
+                f"the parameter's is {tuple(parameter.shape)}"
+            )
+    if entry:
+        grid = grid_of(parameter)
+        here = None if grid.fmt is None else grid.fields
+        made_for = tuple(entry["grid"]) if "grid" in entry else None
+        if made_for != here:
+            raise ValueError(
+                f"the state of parameter {index} was made for {described(made_for)}: the parameter is {described(here)}"
+            )
