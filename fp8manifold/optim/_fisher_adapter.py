@@ -42,7 +42,8 @@ class LayerFisher:
 
     def __init__(self, name: str, weight: Tensor) -> None:
         package = load_nngeometry()
-        self.name, self.shape, self._objects = name, tuple(weight.shape), package.object
+        self.name, self.shape, self.device = name, tuple(weight.shape), weight.device
+        self._objects = package.object
         outputs, inputs = self.shape
         collection = package.layercollection
         self._layers = collection.LayerCollection()

@@ -64,9 +64,10 @@ def linear_layers(
 
 def call_model(model: nn.Module, batch: Any) -> Tensor:
     """The logits of a model that takes the batch, or its first entry; tensors are moved to the model's device."""
-    inputs = batch[0] if isinstance(batch, Sequence) else batch
-    device = next(model.parameters()).device
-    output = model(inputs.to(device))
+    inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"the loader gave a {type(inputs).__name__}, not tensors: say with logits= what to do with it")
+    output = model(inputs.to(next(model.parameters()).device))
     return getattr(output, "logits", output)  # type: ignore[no-any-return]
 
 

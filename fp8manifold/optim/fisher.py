@@ -265,7 +265,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
             except FloatingPointError as error:
                 if group["on_nonfinite"] == "raise":
                     raise
-                warnings.warn(f"a step is left out: {error}", RuntimeWarning, stacklevel=4)
+                warnings.warn(f"a step is left out: {error}", RuntimeWarning, stacklevel=5)
                 return False
         return True
 
@@ -288,7 +288,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         widest = 2**62 if group["representation"] == "diagonal" else group["max_features"]
         found = linear_layers(self.model, group["params"], widest)
         for weight, (name, _) in found.items():
-            if weight not in self._fishers:
+            if weight not in self._fishers or self._fishers[weight].device != weight.device:
                 self._fishers[weight] = LayerFisher(name, weight)
         return [Layer(module, self._fishers[weight]) for weight, (_, module) in found.items()]
 

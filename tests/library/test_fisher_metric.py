@@ -202,6 +202,14 @@ def test_labels_depend_on_their_key_alone() -> None:
         assert not torch.equal(sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first)
 
 
+def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = normal(300, 5000) * 3
+    whole = sample_labels(scores, seed=3, step=1, stream=2)
+    monkeypatch.setattr("fp8manifold.optim._fisher_capture._CHUNK", 7 * 5000)
+    assert torch.equal(sample_labels(scores, seed=3, step=1, stream=2), whole)
+    assert len(whole.unique()) > 150
+
+
 @pytest.mark.parametrize("scores", [torch.zeros(5), torch.zeros(5, 1), torch.zeros(5, 3, dtype=torch.long), "text"])
 def test_a_model_without_logits_is_refused(scores: Any) -> None:
     model = classifier()
