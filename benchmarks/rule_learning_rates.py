@@ -40,6 +40,7 @@ CENTRES = {
     "madam": 1e-2,
     "riemannian_adam": 0.5,
     "riemannian_sgd": 2e4,
+    "fisher": 1e-3,
 }
 #: how far the grid may grow beyond the first points, on either side, in powers of two
 MOST_POWERS = 8

@@ -15,7 +15,10 @@ ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
 #: the library's own optimizers
-OWN_OPTIMIZERS = ("stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam", "riemannian_sgd")
+OWN_OPTIMIZERS = (
+    *("stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam"),
+    *("riemannian_adam", "riemannian_sgd", "fisher"),
+)
 OPTIMIZERS = ("adamw", "sgd", *OWN_OPTIMIZERS)
 WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 MOMENTS = ("float32", "bfloat16", "8bit")
@@ -112,7 +115,7 @@ class OptimizerConfig:
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
     eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
     momentum: float | None = setting(
-        None, "sgd, stiffness_sgd, riemannian_sgd: momentum; null: 0.9", minimum=0.0, below=1.0
+        None, "sgd, stiffness_sgd, riemannian_sgd, fisher: momentum; null: 0.9", minimum=0.0, below=1.0
     )
     weight_decay: float | None = setting(
         None,
@@ -129,12 +132,20 @@ class OptimizerConfig:
     )
     stiffness: float | None = setting(
         None,
-        "stiffness_adamw, stiffness_sgd, stiffness_lion: exponent k at the first step; null: 1, for stiffness_sgd 2",
+        "stiffness_adamw, stiffness_sgd, stiffness_lion, fisher: exponent k at the first step; null: 1, for "
+        "stiffness_sgd 2",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_end: float | None = setting(
-        None, "the same three: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+        None, "the same four: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+    )
+    representation: str | None = setting(
+        None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
+    )
+    refresh: int | None = setting(None, "fisher: steps between two measurements of it; null: 10", minimum=1)
+    damping: float | None = setting(
+        None, "fisher: added to its eigenvalues, in units of their mean; null: 0.1", above=0.0
     )
     compile: bool = setting(
         False,

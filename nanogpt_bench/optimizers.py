@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import MANIFOLDS, Config
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.surgery import quantized_layers
 
+#: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
+Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return the optimizer of a resolved configuration.
+
+def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix.
 
     Raises:
-        BenchError: an option the optimizer refuses.
+        BenchError: an option the optimizer refuses, or a package it needs is missing.
     """
+    kind = _kind(config)
     try:
-        return _BUILDERS[_kind(config)](model, config)
-    except (ValueError, TypeError) as error:
+        return _fisher(model, config, batches) if kind == "fisher" else _BUILDERS[kind](model, config)
+    except (ValueError, TypeError, ImportError) as error:
         raise BenchError(f"optimizer: {one_line(error)}") from None
 
 
@@ -110,6 +114,15 @@ def _riemannian_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     settings = config.optimizer
     options = {"momentum": settings.momentum, "float_lr": settings.float_lr, **_own_options(config)}
     return fm.optim.RiemannianSGD(_riemannian_groups(model, config), lr=settings.lr, **options)
+
+
+def _fisher(model: nn.Module, config: Config, batches: Batches | None) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    names = ("momentum", "representation", "refresh", "damping")
+    options = {name: getattr(settings, name) for name in names} | {"stiffness": _stiffness(config)}
+    options |= _adam_options(config) | _own_options(config)
+    return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
 
 
 def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:

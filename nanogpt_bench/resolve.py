@@ -27,6 +27,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
     "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
     "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
+    "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
 }
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)

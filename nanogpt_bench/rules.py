@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from nanogpt_bench.errors import BenchError, unknown
 
@@ -36,9 +37,9 @@ class Rule:
     help: str = ""
 
 
-def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: float | str | None) -> Rule:
+def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any) -> Rule:
     """Return a rule without a master copy."""
-    return Rule("fp8", optimizer, lr, writeback=writeback, help=f"{text}, no master copy", **more)  # type: ignore[arg-type]
+    return Rule("fp8", optimizer, lr, writeback=writeback, help=f"{text}, no master copy", **more)
 
 
 RULES: dict[str, Rule] = {
@@ -97,6 +98,14 @@ RULES: dict[str, Rule] = {
         "stochastic",
         "RiemannianSGD (lr in ULPs for a code gradient of 1), stochastic rounding",
         float_lr=1e-1,
+    ),
+    "fisher": _one_byte(
+        "fisher",
+        1e-3,
+        "stochastic",
+        "natural gradient (KFAC) damped in the stiffness metric, stochastic rounding",
+        stiffness=1.0,
+        needs=("nngeometry", "fisher"),
     ),
 }
 

@@ -41,7 +41,7 @@ class Trainer:
         model = build_model(model_shape(config, corpus.vocab_size), config.model.seed or 0)
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(model, config).to(device, dtype)
-        self.optimizer = build_optimizer(self.model, config)
+        self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
 
@@ -136,6 +136,10 @@ class Trainer:
         size, block = self.config.train.batch_size, self.config.model.block_size or 0
         seed = self.config.data.seed or 0
         return batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
+
+    def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a batch that step `index` does not train on."""
+        return [self._move(self._draw(index, self.config.train.accumulation))]
 
     def _draw_eval_batches(self) -> list[tuple[Tensor, Tensor]]:
         evaluation, block = self.config.eval, self.config.model.block_size or 0

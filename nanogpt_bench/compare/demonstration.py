@@ -59,6 +59,7 @@ class Demonstration:
 
 # Seconds a step relative to fp32, to start the longest runs first; a rule not listed counts as 1.
 RELATIVE_COST = {
+    "fisher": 3.0,
     "bf16-mixed": 2.0,
     "bf16-pure": 2.0,
     "stochastic-8bit": 1.7,

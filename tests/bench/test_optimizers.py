@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from nanogpt_bench.settings import load_config
 from nanogpt_bench.surgery import quantize
 
 SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)
+ONE_BYTE = ("--model.format=E4M3", "--model.storage=fp8")
 UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 
@@ -53,8 +56,7 @@ def test_sgd_has_its_momentum() -> None:
 
 
 def on_one_byte(name: str, *arguments: str) -> torch.optim.Optimizer:
-    fp8 = ["--model.format", "E4M3", "--model.storage", "fp8", "--optimizer.name", name]
-    config = resolve(load_config(None, [*fp8, *arguments]))
+    config = resolve(load_config(None, [*ONE_BYTE, "--optimizer.name", name, *arguments]))
     return build_optimizer(quantize(GPT(UNTIED), config), config)
 
 
@@ -118,6 +120,20 @@ def test_a_combination_the_library_refuses_is_one_line(name: str, arguments: lis
     assert "\n" not in str(caught.value)
     for part in ("optimizer: ", *parts):
         assert part in str(caught.value)
+
+
+def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--optimizer.representation=diagonal", "--optimizer.refresh=7", "--optimizer.damping=0.5"]
+    config = resolve(load_config(None, [*ONE_BYTE, "--optimizer.name=fisher", *options]))
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "nngeometry", None)
+        with pytest.raises(BenchError, match=r"optimizer: .*nngeometry"):
+            build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
+    pytest.importorskip("nngeometry")
+    optimizer = build_optimizer(quantize(GPT(UNTIED), config), config, lambda step: [])
+    assert type(optimizer) is fm.optim.FisherNaturalGradient
+    for group in optimizer.param_groups:
+        assert (group["representation"], group["refresh"], group["damping"]) == ("diagonal", 7, 0.5)
 
 
 def test_a_float_rule_has_no_stiffness() -> None:

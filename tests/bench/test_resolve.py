@@ -23,7 +23,7 @@ def arguments_of(rule: str) -> list[str]:
     return ["--rule", rule, *(["--model.format", "E4M3"] if quantised else [])]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", available_rules())
 def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
     config = resolve(load_config(None, arguments_of(rule)))
     entry = RULES[rule]
@@ -36,13 +36,13 @@ def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
     assert (config.optimizer.stiffness, config.optimizer.stiffness_end) == (entry.stiffness, entry.stiffness_end)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", available_rules())
 def test_a_resolved_configuration_resolves_to_itself(rule: str) -> None:
     once = resolve(load_config(None, arguments_of(rule)))
     assert resolve(once) == once
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", available_rules())
 def test_the_rule_is_recognised_from_its_settings(rule: str) -> None:
     config = resolve(load_config(None, arguments_of(rule)))
     assert rule_name(dataclasses.replace(config, rule=None)) == rule
@@ -90,8 +90,9 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None
     assert config.model.storage in ROUNDED
     assert (optimizer.writeback, optimizer.moments) == ("stochastic", "float32")
     assert optimizer.lr is not None
-    assert (optimizer.stiffness is not None) is name.startswith("stiffness")
-    assert (optimizer.momentum is not None) is name.endswith("sgd")
+    assert (optimizer.stiffness is not None) is name.startswith(("stiffness", "fisher"))
+    assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher"))
+    assert (optimizer.representation is not None) is (name == "fisher")
 
 
 def test_a_rule_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +132,7 @@ def test_a_rule_whose_package_is_missing_says_how_to_get_it(monkeypatch: pytest.
         (["--rule", "stochastic", *CONTINUOUS], ["model.storage", "continuous", "stochastic"]),
         (["--optimizer.name", "StiffnessSGD", *FP8, "--optimizer.beta1", "0.5"], ["beta1", "stiffness_sgd"]),
         (["--optimizer.name", "madam", *FP8, "--optimizer.stiffness", "1"], ["stiffness", "madam", "stiffness_lion"]),
+        (["--optimizer.name", "madam", *FP8, "--optimizer.refresh", "5"], ["optimizer.refresh", "madam", "fisher"]),
         (["--optimizer.name", "stiffness_lion", *FP8, "--optimizer.eps", "1"], ["eps", "stiffness_lion"]),
         (["--model.format", "E4M3", "--train.precision", "bf16-pure"], ["bf16-pure", "bf16-mixed"]),
         (["--model.n_embd", "130"], ["model.n_embd", "130", "132"]),
