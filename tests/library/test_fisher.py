@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW, anneal
 from fp8manifold.optim._combinations import is_valid
+from fp8manifold.optim._fisher_metric import METRIC
 from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
 from nanogpt_bench.model import SIZES, build_model
 
@@ -94,7 +95,7 @@ def counting(loader: Any) -> tuple[list[int], Any]:
     return asked, batches
 
 
-def stretch_of(weight: Any, low: float = 2.0**-8, high: float = 16.0) -> Tensor:
+def stretch_of(weight: Any, low: float, high: float) -> Tensor:
     """``S / S_ref`` written out."""
     scale = weight.expanded_scale() if isinstance(weight, fm.FP8Tensor) else weight.manifold.scale
     x = weight.dequantize() if isinstance(weight, fm.FP8Tensor) else weight.detach().as_subclass(Tensor)
@@ -105,17 +106,26 @@ def stretch_of(weight: Any, low: float = 2.0**-8, high: float = 16.0) -> Tensor:
 # The step
 
 
+@pytest.mark.parametrize("bounds", [(2.0**-8, 16.0), (0.75, 1.5)])
 @pytest.mark.parametrize("storage", STORAGES)
-def test_step_is_the_damped_natural_one(storage: str) -> None:
+def test_step_is_the_damped_natural_one(storage: str, bounds: tuple[float, float]) -> None:
     """``(F + c T^-2)^-1 g``, rounded once to the nearest point of the grid."""
     model = tagger(storage)
     weight = model.hidden.weight
     optimizer = optimizer_of(
-        model, representation="diagonal", normalize=False, momentum=0.0, lr=0.5, damping=0.3, writeback="nearest"
+        model,
+        representation="diagonal",
+        normalize=False,
+        momentum=0.0,
+        lr=0.5,
+        damping=0.3,
+        writeback="nearest",
+        floor=bounds[0],
+        clip=bounds[1],
     )
     put_gradients(model)
     before, gradient = values([weight])[0].clone(), weight.grad.clone()
-    t = torch.ones_like(gradient) if storage == "plain" else stretch_of(weight)
+    t = torch.ones_like(gradient) if storage == "plain" else stretch_of(weight, *bounds)
     optimizer.step()
     fisher = optimizer.state[weight]["fisher_diagonal"]
     added = 0.3 * (fisher * t * t).mean()
@@ -166,6 +176,22 @@ def test_undamped_step_does_not_depend_on_the_coordinates() -> None:
         train(model, optimizer, 1)
         moved.append(values([model.hidden.weight])[0] - before)
     torch.testing.assert_close(moved[0], moved[1], rtol=1e-3, atol=1e-6)
+
+
+def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, lr=0.1, refresh_every=4, representation="diagonal")
+    weight, group, references = model.hidden.weight, optimizer.param_groups[0], []
+    for step in range(6):
+        put_gradients(model, step)
+        optimizer._check_schedules()
+        stretch = optimizer._stretch(group, weight)
+        stiffness = fm.ulp(weight.dequantize() / weight.expanded_scale(), "E4M3") * weight.expanded_scale()
+        optimizer.step()
+        references.append(optimizer.state[weight]["reference"])
+        torch.testing.assert_close(stretch, (stiffness / references[-1]).clamp(2.0**-8, 16))
+    assert len(set(references[:4])) == len(set(references[4:])) == 1
+    assert references[3] != references[4]
 
 
 def test_direction_averages_and_decays() -> None:
@@ -248,6 +274,32 @@ def test_metric_is_measured_every_refresh_steps() -> None:
     asked, loader = counting([batch()])
     train(model, optimizer_of(model, loader, refresh=3), 8)
     assert asked == [0, 3, 6]
+
+
+def test_labels_are_drawn_anew_at_every_refresh() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, lr=0.0, refresh=1, decay=0.0, representation="diagonal")
+    seen = []
+    for step in range(3):
+        train(model, optimizer, 1, step)
+        seen.append(optimizer.state[model.head.weight]["fisher_diagonal"])
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+
+
+def test_another_representation_takes_the_place_of_the_first() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, decay=0.0)
+    for step, (representation, names) in enumerate(
+        {
+            "kfac": {"inverse_inputs", "inverse_outputs"},
+            "ekfac": {"basis_inputs", "basis_outputs", "eigenvalues", "fisher_damping"},
+            "diagonal": {"fisher_diagonal", "fisher_damping"},
+        }.items()
+    ):
+        optimizer.param_groups[0]["representation"] = representation
+        train(model, optimizer, 1, step)
+        assert METRIC & optimizer.state[model.head.weight].keys() == names
 
 
 @EVERY

@@ -202,6 +202,13 @@ def test_labels_depend_on_their_key_alone() -> None:
         assert not torch.equal(sample_labels(scores, **{"seed": 3, "step": 1, "stream": 2} | key), first)
 
 
+def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "fp8manifold.optim._fisher_capture.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32)
+    )
+    assert sample_labels(torch.tensor([[-torch.inf, -torch.inf, 1.0]]), seed=0, step=0, stream=0).tolist() == [2]
+
+
 def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = normal(300, 5000) * 3
     whole = sample_labels(scores, seed=3, step=1, stream=2)
