@@ -134,14 +134,14 @@ def test_it_is_one_byte_a_weight() -> None:
     """No float copy anywhere: all tensors that come alive with a parameter, counted by their storage."""
     w = normal(64, 4096)
 
-    def live() -> dict[int, int]:
+    def live() -> dict[int, Tensor]:
         gc.collect()
-        tensors = [x for x in gc.get_objects() if type(x) is Tensor or type(x) is nn.Parameter]
-        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return {id(x): x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)}
 
     before = live()
     p = fm.FP8Parameter(w, "E4M3")
-    new = sum(n for pointer, n in live().items() if pointer not in before)
+    fresh = [x for key, x in live().items() if key not in before]
+    new = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in fresh}.values())
     assert new == sum(part.untyped_storage().nbytes() for part in (p.codes, p.scale, p.counter))
     assert new == 64 * 4096 + 64 * 4 + 8
 
