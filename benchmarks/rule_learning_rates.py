@@ -73,7 +73,7 @@ class Search:
         settings = Demonstration().settings(
             rule, self.format_of(rule), seed=self.seed, max_steps=self.max_steps, data_dir=self.corpus.as_posix()
         )
-        settings |= {"optimizer.lr": lr_at(rule, power), "monitor.stall": False}
+        settings |= {"optimizer.lr": lr_at(rule, power), "monitor.stall": False, "eval.interval": self.max_steps}
         return {"settings": settings, "run_dir": str(self.folder(rule, power)), "argv": sys.argv}
 
     def loss(self, rule: str, power: int) -> float | None:
