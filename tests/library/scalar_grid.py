@@ -1,0 +1,107 @@
+"""The codes of a format and its chart, one value at a time: floats of Python and NumPy's float32 scalars."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+import fp8manifold as fm
+
+f32 = np.float32
+F32 = np.float32
+DRAWS = 1 << 24
+
+
+def exponent_of(a: float) -> int:
+    """floor(log2 a) of a positive number."""
+    return math.frexp(a)[1] - 1
+
+
+def root(x: F32) -> F32:
+    """Correctly rounded: the float64 root has more than twice the bits."""
+    return f32(math.sqrt(float(x)))
+
+
+def exp2(x: F32) -> F32:
+    """2^x by the Taylor polynomial of degree 7 of the fraction, Horner's way."""
+    whole = f32(np.rint(x))
+    fraction = f32(x - whole)
+    value = f32(math.log(2) ** 7 / math.factorial(7))
+    for i in range(6, -1, -1):
+        value = f32(f32(value * fraction) + f32(math.log(2) ** i / math.factorial(i)))
+    return f32(value * f32(2.0 ** min(max(int(whole), -126), 127)))
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A format's codes with ``extra`` more mantissa bits, as signed counts of steps from zero."""
+
+    fmt: fm.FloatFormat
+    extra: int = 0
+
+    def step_at(self, count: int) -> float:
+        """The spacing above a count."""
+        bits = self.fmt.mantissa_bits + self.extra
+        return math.ldexp(1.0, max(abs(count) >> bits, 1) - self.fmt.bias - bits)
+
+    def value(self, count: int) -> float:
+        bits = self.fmt.mantissa_bits + self.extra
+        binade = max(abs(count) >> bits, 1) - 1
+        return math.copysign((abs(count) - (binade << bits)) * self.step_at(count), count)
+
+    def round(self, x: float, draw: int | None) -> int:
+        """The magnitude of the count of the rounded value: nearest with ties to even, or away below the fraction."""
+        bits, a = self.fmt.mantissa_bits + self.extra, min(abs(x), self.fmt.max)
+        binade = max(exponent_of(a), self.fmt.emin) if a else self.fmt.emin
+        position = Fraction(binade - self.fmt.emin) * 2**bits + Fraction(a) / Fraction(2) ** (binade - bits)
+        count, fraction = divmod(position, 1)
+        half = Fraction(1, 2)
+        away = fraction > half or (fraction == half and count % 2 == 1) if draw is None else draw < fraction * DRAWS
+        return int(count) + bool(away)
+
+    def signed(self, code: int) -> int:
+        magnitude = code & (self.fmt.sign_bit - 1)
+        return -magnitude if code & self.fmt.sign_bit else magnitude
+
+    def code(self, count: int, negative: bool) -> int:
+        negative = negative and (count != 0 or self.fmt.has_negative_zero)
+        return abs(count) | (self.fmt.sign_bit if negative else 0)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Steps from zero, one an ULP; the exponent that spaces them stays within two ends."""
+
+    mantissa_bits: int
+    lowest: int
+    highest: int
+
+    def _exponent(self, x: F32) -> int:
+        found = exponent_of(abs(float(x))) if x else self.lowest
+        return min(max(found, self.lowest), self.highest)
+
+    def stiffness(self, x: F32) -> F32:
+        return f32(math.ldexp(1.0, self._exponent(x) - self.mantissa_bits))
+
+    def forward(self, x: F32) -> F32:
+        below = (self._exponent(x) - self.lowest) << self.mantissa_bits
+        return f32(math.copysign(f32(f32(below) + f32(abs(x) / self.stiffness(x))), x))
+
+    def inverse(self, c: F32) -> F32:
+        index = min(max(math.floor(abs(float(c)) / 2**self.mantissa_bits) - 1, 0), self.highest - self.lowest)
+        spacing = f32(math.ldexp(1.0, self.lowest + index - self.mantissa_bits))
+        return f32(math.copysign(f32(f32(abs(c) - f32(index * 2**self.mantissa_bits)) * spacing), c))
+
+    def shift(self, x: F32, steps: F32) -> F32:
+        """Whole steps are counted for themselves, so only the fraction is rounded (and beyond 2^24 the count)."""
+        sign = f32(math.copysign(1.0, x))
+        position = f32(abs(x) / self.stiffness(x))
+        whole = math.floor(position)
+        fraction = f32(f32(position - f32(whole)) + f32(steps * sign))
+        moved = math.floor(fraction)
+        start = f32(f32(((self._exponent(x) - self.lowest) << self.mantissa_bits) + whole) + f32(moved))
+        low, high = self.inverse(start), self.inverse(f32(start + f32(1)))
+        return f32(f32(low + f32(f32(fraction - f32(moved)) * f32(high - low))) * sign)

@@ -1,0 +1,377 @@
+"""One step of every optimizer, one weight at a time: the definitions as scalar float32 arithmetic.
+
+Written from the docstrings; nothing of the library's arithmetic is used.  Numbers are NumPy float32 scalars, so every
+operation rounds once, in the documented order; codes are Python ints.  Random words come from the library's counter,
+which has tests of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from scalar_grid import F32, Chart, Codes, exp2, exponent_of, f32, root
+
+import fp8manifold as fm
+from fp8manifold.random_bits import word_range
+
+RESIDUAL_BITS = {"residual8": 8, "residual4": 4}
+
+
+@dataclass
+class Weight:
+    """One weight within a step: its value in units of the scale, its ULP in the same units, and the scale."""
+
+    x: F32
+    ulp: F32
+    scale: F32
+
+    @property
+    def inverse(self) -> F32:
+        return f32(f32(1) / self.scale)
+
+
+@dataclass
+class Descent:
+    direction: F32
+    averages: dict[str, F32]
+    denominator: F32 | None = None
+    root: F32 | None = None
+
+
+@dataclass
+class Slow:
+    """An optimizer on one parameter: what it stores, and :meth:`step`.
+
+    ``stored`` holds codes, or float32 weights where ``storage`` is ``grid``, ``free`` or ``plain``.
+    """
+
+    kind: str
+    fmt: fm.FloatFormat
+    shape: tuple[int, ...]
+    scales: list[float]
+    stored: list[Any]
+    options: dict[str, Any]
+    storage: str = "codes"
+    stream: int = 0
+    groups: list[int] = field(default_factory=list)  # the entry of the scale that each weight has
+    block: int = 0  # elements of a block of the averages; 0 for a row
+    residual: list[int] = field(default_factory=list)
+    averages: dict[str, list[Any]] = field(default_factory=dict)
+    bounds: dict[str, list[F32]] = field(default_factory=dict)
+    steps: int = 0
+    reference: float = 0.0
+
+    def __post_init__(self) -> None:
+        defaults = {
+            "betas": (0.9, 0.95),
+            "momentum": 0.0,
+            "dampening": 0.0,
+            "nesterov": False,
+            "weight_decay": 0.0,
+            "eps": 1e-8,
+            "stiffness": 1.0,
+            "writeback": "stochastic",
+            "moments": "float32",
+            "seed": 0,
+            "damping": 2.0**-8,
+            "clip": 16.0,
+            "refresh_every": 100,
+            "maximize": False,
+            "amsgrad": False,
+            "max_direction": 10.0,
+            "escape": 2.0**-4,
+        }
+        assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
+        self.options = defaults | self.options
+        n = len(self.stored)
+        self.extra = RESIDUAL_BITS.get(self.options["writeback"], 0) if self.rounds else 0
+        self.residual = self.residual or [0] * n
+        zero = 0 if self.options["moments"] == "8bit" else f32(0)
+        self.averages = {name: [zero] * n for name in self.names}
+        self.block = self.block or n // (self.shape[0] if len(self.shape) > 1 else 1)
+        self.bounds = {name: [f32(0)] * (n // self.block) for name in self.names}
+
+    # ----------------------------------------------------------------------------------------- what there is
+    @property
+    def rounds(self) -> bool:
+        return self.storage in ("codes", "grid")
+
+    @property
+    def direction(self) -> str:
+        if self.storage == "plain" and self.kind == "Madam":
+            return "adam"
+        kinds = {"StiffnessLion": "lion", "Madam": "madam", "StiffnessSGD": "sgd", "RiemannianSGD": "sgd"}
+        return kinds.get(self.kind, "adam")
+
+    @property
+    def riemannian(self) -> bool:
+        return self.kind.startswith("Riemannian")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if self.direction == "sgd":
+            return ("momentum_buffer",) if self.options["momentum"] else ()
+        if self.options["amsgrad"]:
+            return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        return {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "madam": ("exp_avg_sq",)}[self.direction]
+
+    # ----------------------------------------------------------------------------------------------- loading
+    def weight(self, i: int) -> Weight:
+        scale = f32(self.scales[i])
+        stored = self.stored[i]
+        if self.storage == "plain":
+            return Weight(f32(stored), f32(0), scale)
+        if self.storage == "free":
+            x = f32(f32(stored) / scale)
+            return Weight(x, Chart(self.fmt.mantissa_bits, self.fmt.emin, self.fmt.emax).stiffness(x), scale)
+        own = Codes(self.fmt)
+        if self.storage == "grid":  # the division leaves a point of the grid a hair off it, unless by a power of two
+            x = f32(f32(stored) / scale)
+            stored = own.code(own.round(float(x), None), bool(np.signbit(x)))
+        fine = Codes(self.fmt, self.extra)
+        count = (own.signed(stored) << self.extra) + (self.residual[i] if self.extra else 0)
+        x = f32(fine.value(count))
+        if count == 0 and not self.extra and stored & self.fmt.sign_bit:
+            x = f32(-0.0)
+        return Weight(x, f32(fine.step_at(count) * 2**self.extra), scale)
+
+    def average(self, name: str, i: int) -> F32:
+        kept = self.averages[name][i]
+        if self.options["moments"] != "8bit":
+            return f32(kept)
+        squared, e4m3 = name == "exp_avg_sq", Codes(fm.FloatFormat(4, 3))
+        scale = f32(2.0 ** self._scale_exponent(self.bounds[name][i // self.block], squared))
+        value = f32(f32(e4m3.value(kept if squared else e4m3.signed(kept))) * scale)
+        return f32(value * value) if squared else value
+
+    @staticmethod
+    def _scale_exponent(bound: F32, squared: bool) -> int:
+        """The power of two that takes a bound, or its square root, to 2^6 .. 2^7."""
+        exponent = exponent_of(float(bound)) if bound >= f32(2.0**-126) else -127
+        return exponent // 2 - 6 if squared else max(exponent - 6, -126)
+
+    # ------------------------------------------------------------------------------------------------ a step
+    def step(self, gradient: Sequence[float]) -> None:
+        options, n = self.options, len(self.stored)
+        if self.storage != "plain" and self.steps % options["refresh_every"] == 0:
+            self._widen()
+            self.reference = self._mean_stiffness()
+        self.steps += 1
+        self.numbers = self._numbers()
+        words = (options["seed"], self.steps, self.stream)
+        draws = fm.random_bits(n, seed=words[0], step=words[1], stream=words[2]).tolist()
+        noise = [w % 2**32 for w in word_range(0, n, (*words, 1), "cpu").tolist()]
+        weights = [self.weight(i) for i in range(n)]
+        gradients = [self._gradient(f32(g), w) for g, w in zip(gradient, weights, strict=True)]
+        averages = [{name: self.average(name, i) for name in self.names} for i in range(n)]
+        self._advance_bounds(gradients)
+        for i, (weight, g) in enumerate(zip(weights, gradients, strict=True)):
+            descent = self._descend(g, averages[i])
+            target = self._move(weight, descent.direction)
+            after = self._store(i, weight, target, draws[i])
+            if options["writeback"] == "momentum" and self.rounds:
+                self._inject(weight, descent, target, after)
+            self._keep(i, descent, noise[i])
+
+    def _widen(self) -> None:
+        """Scales whose largest code is the last one are given headroom, and their weights rounded stochastically."""
+        if self.storage != "codes" or self.fmt.max_code not in [c & (self.fmt.sign_bit - 1) for c in self.stored]:
+            return
+        n, old, words = len(self.stored), self.scales, (self.options["seed"], self.steps + 1, self.stream)
+        draws = [w % 2**32 >> 8 for w in word_range(0, n, (*words, 2), "cpu").tolist()]
+        amax: dict[int, float] = {}
+        for i, code in enumerate(self.stored):
+            value = abs(self.fmt.decode_code(code))
+            amax[self.groups[i]] = max(amax.get(self.groups[i], 0.0), 0.0 if math.isnan(value) else value * old[i])
+        largest = torch.tensor([amax[g] for g in self.groups])
+        new = torch.maximum(fm.scaling.widened_scale(largest, torch.tensor(old), self.fmt), torch.tensor(old)).tolist()
+        for i, draw in enumerate(draws):
+            x = float(self.weight(i).x) * old[i] / new[i]
+            self._put(i, Codes(self.fmt, self.extra).round(x, draw), math.copysign(1.0, x) < 0, f32(1))
+        self.scales = new
+
+    def _mean_stiffness(self) -> float:
+        """Of the codes, without what is kept beside them."""
+        extra, self.extra = self.extra, 0
+        weights = [self.weight(i) for i in range(len(self.stored))]
+        self.extra = extra
+        return float(sum(Fraction(float(f32(w.ulp * w.scale))) for w in weights) / len(weights))
+
+    def _numbers(self) -> dict[str, Any]:
+        o, t = self.options, self.steps
+        lr, beta1, beta2 = o["lr"], *o["betas"]
+        keep = 1 - lr * o["weight_decay"]
+        eps, k = o["eps"], o["stiffness"](t - 1) if callable(o["stiffness"]) else o["stiffness"]
+        if self.riemannian:
+            keep, eps = 1 - o["weight_decay"], eps * self.reference
+        numbers = {"rate": lr, "keep": keep, "k": k, "beta1": beta1, "beta2": beta2, "gain1": 1 - beta1}
+        numbers |= {"gain2": 1 - beta2, "eps": eps}
+        if self.direction == "sgd":
+            beta1 = numbers["beta1"] = o["momentum"]
+            numbers["gain1"] = 1.0 if t == 1 else 1 - o["dampening"]
+        if self.direction in ("adam", "madam"):
+            numbers["correction"] = correction = math.sqrt(1 - beta2**t)
+            numbers["eps"] = eps * correction
+        if self.direction == "adam":
+            numbers["rate"] = lr * correction / (1 - beta1**t)
+        if beta1:
+            numbers["inject"] = (1 - beta1) / beta1 / numbers["rate"]
+        numbers["floor"] = o["escape"] * self.reference * 2.0**self.fmt.mantissa_bits
+        return numbers
+
+    def n(self, name: str) -> F32:
+        """A number of this step, rounded once from float64."""
+        return f32(self.numbers[name])
+
+    def _chart(self, scale: F32) -> Chart:
+        """The format's own between the powers of two that bound S / S_ref, taken outwards."""
+        m, shift = self.fmt.mantissa_bits, exponent_of(float(scale))
+        lowest, highest = self.fmt.emin, self.fmt.emax
+        if self.options["damping"]:
+            lowest = max(lowest, math.floor(math.log2(self.options["damping"] * self.reference)) + m - shift)
+        if math.isfinite(self.options["clip"]):
+            highest = min(highest, math.ceil(math.log2(self.options["clip"] * self.reference)) + m - shift)
+        return Chart(m, lowest, max(highest, lowest))
+
+    def _gradient(self, g: F32, weight: Weight) -> F32:
+        g = -g if self.options["maximize"] else g
+        return f32(g * f32(self._chart(weight.scale).stiffness(weight.x) * weight.scale)) if self.riemannian else g
+
+    def _advance_bounds(self, gradients: list[F32]) -> None:
+        if self.options["moments"] != "8bit":
+            return
+        for name in self.names:
+            n = "2" if name == "exp_avg_sq" or self.direction == "lion" else "1"
+            for b in range(len(self.bounds[name])):
+                largest = max(abs(g) for g in gradients[b * self.block : (b + 1) * self.block])
+                largest = f32(largest * largest) if name == "exp_avg_sq" else largest
+                before = f32(self.bounds[name][b] * self.n("beta" + n))
+                self.bounds[name][b] = f32(before + f32(abs(self.n("gain" + n)) * largest))
+
+    # ---------------------------------------------------------------------------------------------- directions
+    def _descend(self, g: F32, old: dict[str, F32]) -> Descent:
+        blend: Callable[[F32, str], F32] = lambda a, n: f32(f32(a * self.n("beta" + n)) + f32(g * self.n("gain" + n)))  # noqa: E731
+        if self.direction == "lion":
+            mixed = blend(old["exp_avg"], "1")
+            return Descent(f32(np.sign(mixed)), {"exp_avg": blend(old["exp_avg"], "2")})
+        if self.direction == "sgd":
+            if not old:
+                return Descent(g, {})
+            buffer = blend(old["momentum_buffer"], "1")
+            ahead = f32(g + f32(buffer * self.n("beta1")))
+            return Descent(ahead if self.options["nesterov"] else buffer, {"momentum_buffer": buffer})
+        second = f32(f32(old["exp_avg_sq"] * self.n("beta2")) + f32(f32(g * self.n("gain2")) * g))
+        if self.direction == "madam":
+            normalised = f32(f32(g * self.n("correction")) / f32(root(second) + self.n("eps")))
+            largest = f32(self.options["max_direction"])
+            return Descent(min(max(normalised, -largest), largest), {"exp_avg_sq": second}, None, root(second))
+        new = {"exp_avg": blend(old["exp_avg"], "1"), "exp_avg_sq": second}
+        under = second
+        if "max_exp_avg_sq" in old:
+            under = new["max_exp_avg_sq"] = max(old["max_exp_avg_sq"], second)
+        denominator = f32(root(under) + self.n("eps"))
+        return Descent(f32(new["exp_avg"] / denominator), new, denominator, root(second))
+
+    # --------------------------------------------------------------------------------------- stiffness and move
+    def _factor(self, weight: Weight) -> F32 | None:
+        k, stiffness, o = self.numbers["k"], f32(weight.ulp * weight.scale), self.options
+        if k == 0 and not callable(o["stiffness"]):
+            return None
+        if callable(o["stiffness"]) or k not in (0.5, 1, 2):
+            bounds = (-1e4 if not x else 1e4 if math.isinf(x) else math.log2(x) for x in (o["damping"], o["clip"]))
+            low, high = bounds
+            logarithm = f32(f32(exponent_of(float(stiffness))) - f32(math.log2(self.reference)))
+            return exp2(f32(min(max(logarithm, f32(low)), f32(high)) * f32(k)))
+        ratio = min(max(f32(stiffness * f32(1 / self.reference)), f32(o["damping"])), f32(o["clip"]))
+        return root(ratio) if k == 0.5 else f32(ratio * ratio) if k == 2 else ratio
+
+    def _move(self, weight: Weight, direction: F32) -> F32:
+        start = f32(weight.x * self.n("keep")) if self.options["weight_decay"] else weight.x
+        rate, top = self.n("rate"), f32(self.fmt.max)
+        if self.storage == "plain":
+            return f32(start - f32(direction * rate))
+        if self.riemannian:
+            steps = f32(direction * -rate)
+            moved = start if steps == 0 else self._chart(weight.scale).shift(start, steps)
+            return min(max(moved, -top), top)
+        if self.kind == "Madam":
+            return self._multiply(start, f32(direction * rate), f32(self.n("floor") * weight.inverse))
+        if (factor := self._factor(weight)) is not None:
+            direction = f32(direction * factor)
+        return f32(start - f32(direction * f32(rate * weight.inverse)))
+
+    @staticmethod
+    def _multiply(x: F32, step: F32, floor: F32) -> F32:
+        if abs(x) < floor:
+            return f32(x - f32(floor * step))
+        outward = f32(f32(math.copysign(1.0, x)) * step)
+        return f32(x * exp2(f32(outward * f32(-math.log2(math.e)))))
+
+    # -------------------------------------------------------------------------------------------------- storing
+    def _store(self, i: int, weight: Weight, target: F32, draw: int) -> F32:
+        """Round once, and say what is stored, in units of the scale."""
+        if self.storage == "plain":
+            self.stored[i] = target
+            return target
+        if self.storage == "free":
+            after = min(max(target, f32(-self.fmt.max)), f32(self.fmt.max))
+            self.stored[i] = self.stored[i] if after == weight.x else f32(after * weight.scale)
+            return after
+        given = None if self.options["writeback"] == "nearest" else draw
+        count = Codes(self.fmt, self.extra).round(float(target), given)
+        return self._put(i, count, bool(np.signbit(target)), weight.scale)
+
+    def _put(self, i: int, count: int, negative: bool, scale: F32) -> F32:
+        """Store a count of steps of the finer grid, and its residual; the code of a NaN stays."""
+        own = Codes(self.fmt)
+        code = own.code(count, negative)
+        if self.extra:
+            signed = -count if negative else count
+            nearest = math.floor(Fraction(signed, 2**self.extra) + Fraction(1, 2))
+            self.residual[i], code = signed - (nearest << self.extra), own.code(nearest, nearest < 0)
+        value = f32(own.value(own.signed(code)))
+        value = f32(-0.0) if value == 0 and code & self.fmt.sign_bit else value
+        if self.storage == "grid":
+            self.stored[i] = f32(value * scale)
+        elif not math.isnan(self.fmt.decode_code(self.stored[i])):
+            self.stored[i] = code
+        return value
+
+    def _inject(self, weight: Weight, descent: Descent, target: F32, after: F32) -> None:
+        if self.riemannian:
+            chart = self._chart(weight.scale)
+            error = f32(chart.forward(target) - chart.forward(after))
+        else:
+            error = f32(f32(target - after) / weight.inverse)
+            if (factor := self._factor(weight)) is not None:
+                error = f32(error / factor)
+        if descent.denominator is not None:
+            error = f32(error * descent.denominator)
+        name = self.names[0]
+        descent.averages[name] = f32(descent.averages[name] - f32(error * self.n("inject")))
+
+    def _keep(self, i: int, descent: Descent, noise: int) -> None:
+        """As float32, or rounded stochastically with one half of a random word for each average."""
+        moments = self.options["moments"]
+        for (name, value), draw in zip(descent.averages.items(), (noise & 0xFFFF, noise >> 16, 0), strict=False):
+            if moments == "bfloat16":
+                bits = (int(value.view(np.uint32)) + draw) & 0xFFFF0000
+                value = np.uint32(bits % 2**32).view(np.float32)
+            elif moments == "8bit":
+                value = self._eight_bits(name, i, descent.root if name == "exp_avg_sq" else value, draw)
+            self.averages[name][i] = value
+
+    def _eight_bits(self, name: str, i: int, value: F32 | None, draw: int) -> int:
+        assert value is not None
+        squared, e4m3 = name == "exp_avg_sq", Codes(fm.FloatFormat(4, 3))
+        inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], squared))
+        count = e4m3.round(float(f32(value * inverse)), draw << 8)
+        if squared:
+            return max(count, 1) if value else count
+        return e4m3.code(count, bool(np.signbit(value)))

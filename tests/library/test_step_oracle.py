@@ -1,0 +1,322 @@
+"""A step of every optimizer, write-back and kind of average against the scalar definition, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import normal, on
+from step_oracle import Slow
+from torch import Tensor
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold.optim import anneal
+from fp8manifold.optim._combinations import REGISTRY, is_valid
+from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
+
+SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
+STEPS = 4
+#: Large enough that most weights move and some cross binades, zero and the ends.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95)},
+    "StiffnessSGD": {"lr": 0.3, "momentum": 0.9, "dampening": 0.3, "stiffness": 2.0},
+    "StiffnessLion": {"lr": 0.02, "betas": (0.9, 0.99)},
+    "Madam": {"lr": 0.1, "betas": (0.9, 0.99), "max_direction": 2.0},
+    "RiemannianAdam": {"lr": 1.7, "betas": (0.9, 0.999)},
+    "RiemannianSGD": {"lr": 60.0, "momentum": 0.9, "dampening": 0.3},
+}
+COMBINATIONS = [
+    (kind, writeback, moments)
+    for kind in OPTIONS
+    for writeback in WRITEBACKS
+    for moments in MOMENTS
+    if is_valid(kind, writeback, moments)
+]
+
+
+def first_codes(fmt: fm.FloatFormat, count: int) -> Tensor:
+    """Zeros, near the ends, subnormals, powers of two with their inner neighbours, a NaN, and random codes.
+
+    None is the largest: an optimizer would widen its scale first.
+    """
+    m, top = 1 << fmt.mantissa_bits, fmt.max_code - 1
+    if fmt.exponent_bits == 7:  # a few dozen binades around one: more would leave all others below the bounds
+        top = 80
+    powers = [code for k in range(1, 4) for code in (k * m, k * m - 1)]
+    edge = [code for code in [0, 1, top, top, *powers] if code <= top]
+    random = torch.randint(48 * (top == 80), top + 1, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+    signs = [(i % 2) * fmt.sign_bit * (code > 0) for i, code in enumerate(random)]
+    mixed = [code + sign for code, sign in zip(random, signs, strict=True)]
+    return torch.tensor((edge + mixed)[:count], dtype=torch.uint8)[torch.randperm(count, generator=_generator())]
+
+
+def moves(p: fm.FP8Parameter, state: dict[str, Tensor], before: Tensor) -> float:
+    """Share of the weights whose code or residual has changed."""
+    changed = p.codes != before
+    if "residual" in state and state["residual"].dtype == torch.int8:
+        changed = changed | (state["residual"] != 0)
+    return changed.float().mean().item()
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def stored(name: str, shape: tuple[int, ...] = (3, 14), scale: Any = SCALES, **options: Any) -> fm.FP8Parameter:
+    fmt = fm.FloatFormat.from_string(name)
+    codes = first_codes(fmt, math.prod(shape)).view(shape)
+    scale = scale.clone() if isinstance(scale, Tensor) else scale
+    return fm.FP8Parameter.from_codes(codes, scale, fmt, requires_grad=True, **options)
+
+
+def gradient(p: Tensor, step: int) -> Tensor:
+    """Over some binades, with zeros, and of either sign."""
+    g = normal(*p.shape, seed=100 + step) * torch.exp2(normal(*p.shape, seed=200 + step).mul(3).round())
+    g.view(-1)[step::7] = 0.0
+    return g
+
+
+def slow_of(kind: str, p: fm.FP8Parameter, options: dict[str, Any], **more: Any) -> Slow:
+    entries = torch.arange(p.scale.numel()).view(p.scale.shape)
+    entries = entries.repeat_interleave(p.block_size, -1) if p.block_size else entries
+    groups = entries.expand(p.shape).reshape(-1).tolist()
+    scales = [p.scale.view(-1).tolist()[g] for g in groups]
+    return Slow(kind, p.format, tuple(p.shape), scales, p.codes.view(-1).tolist(), options, groups=groups, **more)
+
+
+def nibbles(packed: Tensor, count: int) -> list[int]:
+    halves = [half for byte in packed.tolist() for half in (byte & 15, byte >> 4)]
+    return [h - 16 if h > 7 else h for h in halves][:count]
+
+
+def bit_list(x: Any) -> list[int]:
+    """float32, bfloat16 or integers as integers that differ where any bit does."""
+    if isinstance(x, Tensor):
+        x = x.detach().reshape(-1)
+        if x.dtype == torch.uint8:
+            return x.tolist()
+        x = x.float().numpy()
+    values = np.asarray(x)
+    return values.view(np.uint32).tolist() if values.dtype == np.float32 else values.tolist()
+
+
+def assert_same(p: fm.FP8Parameter, optimizer: Any, slow: Slow, context: str) -> None:
+    """Codes, residual, averages and their bounds."""
+    state = optimizer.state[p]
+    assert p.codes.view(-1).tolist() == slow.stored, context
+    assert p.expanded_scale().expand(p.shape).reshape(-1).tolist() == slow.scales, context
+    for name in slow.names:
+        assert bit_list(state[name]) == bit_list(slow.averages[name]), f"{context}: {name}"
+        if slow.options["moments"] == "8bit":
+            bound = state["sq_bound" if name == "exp_avg_sq" else "avg_bound"]
+            assert bit_list(bound) == bit_list(slow.bounds[name]), f"{context}: bound of {name}"
+    if slow.extra == 8:
+        assert state["residual"].view(-1).tolist() == slow.residual, context
+    if slow.extra == 4:
+        assert nibbles(state["residual"], p.numel()) == slow.residual, context
+
+
+def follow(
+    kind: str, p: fm.FP8Parameter, options: dict[str, Any], steps: int = STEPS, moved: float = 0.2, **more: Any
+) -> None:
+    """Step both and compare after every step; more than a share of the weights have to move."""
+    optimizer = getattr(optim, kind)([p], compile=False, **options)
+    slow = slow_of(kind, p, options, **more)
+    before = p.codes.clone()
+    for t in range(steps):
+        p.grad = gradient(p, t)
+        optimizer.step()
+        slow.step(p.grad.view(-1).tolist())
+        assert_same(p, optimizer, slow, f"step {t + 1}")
+    assert moves(p, optimizer.state[p], before) >= moved
+
+
+@pytest.mark.parametrize(("kind", "writeback", "moments"), COMBINATIONS)
+def test_every_combination(kind: str, writeback: str, moments: str) -> None:
+    options = OPTIONS[kind] | {"writeback": writeback, "moments": moments, "seed": 9, "weight_decay": 0.05}
+    follow(kind, stored("E4M3"), options)
+
+
+def test_every_optimizer_of_the_registry_has_a_row_here() -> None:
+    assert OPTIONS.keys() == REGISTRY.keys() - {"FisherNaturalGradient"}
+
+
+# ----------------------------------------------------------------------------------- formats, shapes and options
+FORMATS = ("E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "E5M2FNUZ", "P3109_8P3", "E2M3", "E2M1", "E4M3_B40")
+VARIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw stochastic 8bit": ("StiffnessAdamW", {"writeback": "stochastic", "moments": "8bit"}),
+    "adamw residual8": ("StiffnessAdamW", {"writeback": "residual8"}),
+    "adamw momentum bfloat16": ("StiffnessAdamW", {"writeback": "momentum", "moments": "bfloat16"}),
+    "sgd residual4": ("StiffnessSGD", {"writeback": "residual4"}),
+    "lion nearest": ("StiffnessLion", {"writeback": "nearest"}),
+    "madam stochastic": ("Madam", {"writeback": "stochastic"}),
+    "riemannian residual8": ("RiemannianAdam", {"writeback": "residual8"}),
+    "riemannian momentum": ("RiemannianSGD", {"writeback": "momentum"}),
+}
+varied = pytest.mark.parametrize(("kind", "options"), VARIED.values(), ids=VARIED)
+
+
+def unit(name: str) -> Tensor:
+    """Scales that give the format weights of about one."""
+    fmt = fm.FloatFormat.from_string(name)
+    middle = fmt.decode_code((fmt.max_code + (1 << fmt.mantissa_bits)) // 2)
+    return SCALES * 2.0 ** (5 - math.frexp(middle)[1])
+
+
+@varied
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, kind: str, options: dict[str, Any]) -> None:
+    follow(kind, stored(name, scale=unit(name)), OPTIONS[kind] | options, steps=3, moved=0.02)
+
+
+GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
+    "one scale": ((3, 14), 2.0**-4, {}, 14),
+    "one row": ((1, 40), SCALES[:1], {}, 40),
+    "a vector": ((37,), 2.0**-4, {}, 37),
+    "a number": ((), 2.0**-4, {}, 1),
+    "three axes": ((3, 2, 32), SCALES[:, :, None], {}, 64),
+    "blocks of 32": ((2, 64), torch.tensor([[1.0, 2.0], [8.0, 0.5]]) / 16, {"block_size": 32}, 32),
+    "blocks of averages shorter than a row": ((2, 320), SCALES[:2], {}, 160),
+}
+
+
+@varied
+@pytest.mark.parametrize(("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES)
+def test_shapes(
+    shape: tuple[int, ...], scale: Any, more: dict[str, Any], block: int, kind: str, options: dict[str, Any]
+) -> None:
+    """What shares a scale, and what shares the bound of 8-bit averages, is told apart."""
+    follow(kind, stored("E4M3", shape, scale, **more), OPTIONS[kind] | options, steps=2, moved=0, block=block)
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "k = 0": ("StiffnessAdamW", {"stiffness": 0.0}),
+    "k = 1/2": ("StiffnessAdamW", {"stiffness": 0.5, "writeback": "momentum"}),
+    "k = 2": ("StiffnessAdamW", {"stiffness": 2.0, "writeback": "residual4"}),
+    "k = 0.37": ("StiffnessAdamW", {"stiffness": 0.37}),
+    "k = -1": ("StiffnessLion", {"stiffness": -1.0}),
+    "annealed": ("StiffnessAdamW", {"stiffness": anneal(1.0, 0.0, 3), "writeback": "momentum"}),
+    "annealed sgd": ("StiffnessSGD", {"stiffness": anneal(2.0, 0.5, 2)}),
+    "k = 0, sgd": ("StiffnessSGD", {"stiffness": 0.0, "momentum": 0.0}),
+    "unbounded": ("StiffnessAdamW", {"damping": 0.0, "clip": math.inf}),
+    "unbounded power": ("StiffnessAdamW", {"damping": 0.0, "clip": math.inf, "stiffness": 1.5}),
+    "tight": ("StiffnessAdamW", {"damping": 0.7, "clip": 1.3}),
+    "tight power": ("StiffnessAdamW", {"damping": 0.7, "clip": 1.3, "stiffness": 0.9}),
+    "maximize": ("StiffnessAdamW", {"maximize": True, "weight_decay": 0.3}),
+    "nesterov": ("StiffnessSGD", {"nesterov": True, "dampening": 0.0, "maximize": True}),
+    "negative dampening, 8 bits": ("StiffnessSGD", {"dampening": -1.5, "moments": "8bit"}),
+    "without momentum": ("StiffnessSGD", {"momentum": 0.0, "writeback": "residual8"}),
+    "refreshed": ("StiffnessAdamW", {"refresh_every": 1, "lr": 0.002}),
+    "beta1 = 0": ("StiffnessAdamW", {"betas": (0.0, 0.5)}),
+    "eps": ("StiffnessAdamW", {"eps": 0.3}),
+    "eps = 1e-30": ("StiffnessAdamW", {"eps": 1e-30, "betas": (0.9, 0.0)}),
+    "madam bounded": ("Madam", {"max_direction": 0.5, "lr": 0.7, "weight_decay": 0.2, "maximize": True}),
+    "madam additive": ("Madam", {"escape": 100.0, "writeback": "residual8", "moments": "8bit"}),
+    "madam far": ("Madam", {"lr": 20.0, "max_direction": 50.0}),
+    "amsgrad": ("RiemannianAdam", {"amsgrad": True, "betas": (0.9, 0.5), "writeback": "momentum"}),
+    "riemannian, unbounded": ("RiemannianAdam", {"damping": 0.0, "clip": math.inf}),
+    "riemannian, tight": ("RiemannianAdam", {"damping": 0.7, "clip": 1.3, "writeback": "momentum"}),
+    "riemannian, far": ("RiemannianAdam", {"lr": 40.0, "weight_decay": 0.3, "maximize": True}),
+    "riemannian, eps": ("RiemannianAdam", {"eps": 0.3, "refresh_every": 2}),
+    "riemannian nesterov": ("RiemannianSGD", {"nesterov": True, "dampening": 0.0}),
+    "riemannian without momentum": ("RiemannianSGD", {"momentum": 0.0, "writeback": "nearest"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), OTHERS.values(), ids=OTHERS)
+def test_options(kind: str, options: dict[str, Any]) -> None:
+    follow(kind, stored("E4M3"), OPTIONS[kind] | options, moved=0.02)
+
+
+@varied
+def test_scales_are_widened_where_a_weight_is_at_an_end(kind: str, options: dict[str, Any]) -> None:
+    """With one unbiased rounding, before the step; the other scales stay."""
+    p = stored("E4M3")
+    p.codes[1, 3:5] = torch.tensor([126, 254], dtype=torch.uint8)
+    before = p.scale.clone()
+    follow(kind, p, OPTIONS[kind] | options | {"refresh_every": 2}, moved=0.02)
+    assert (p.scale > before).sum() >= 1
+    assert (p.scale >= before).all()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_position_of_a_parameter_and_the_seed_key_its_draws(kind: str) -> None:
+    """The second of two equal weights, whose gradient is the same."""
+    p, twin = stored("E4M3"), stored("E4M3")
+    options = OPTIONS[kind] | {"seed": 2**64 - 1, "writeback": "residual8", "moments": "bfloat16"}
+    optimizer = getattr(optim, kind)([twin, p], compile=False, **options)
+    slow = slow_of(kind, p, options, stream=1)
+    for t in range(2):
+        p.grad = twin.grad = gradient(p, t)
+        optimizer.step()
+        slow.step(p.grad.view(-1).tolist())
+        assert_same(p, optimizer, slow, f"step {t + 1}")
+    assert (optimizer.state[p]["residual"] != optimizer.state[twin]["residual"]).any()
+
+
+@pytest.mark.parametrize("writeback", ["residual8", "residual4"])
+def test_the_residual_of_the_float_weights_is_taken_over(writeback: str) -> None:
+    """In 1/256 or, rounded half up, 1/16 of a step of the chart; the parameter does not keep it."""
+    w = normal(3, 14, seed=5, std=0.3)
+    p = fm.FP8Parameter(w, "E4M3", keep_remainder=True)
+    kept = p.remainder.view(-1).tolist()
+    assert len(set(kept)) > 20
+    coarse = [min(max((r + 8) // 16, -8), 7) for r in kept]
+    follow(
+        "StiffnessAdamW", p, {"lr": 2e-2, "writeback": writeback}, residual=kept if writeback == "residual8" else coarse
+    )
+    assert p.remainder is None
+
+
+# ------------------------------------------------------------------------------------ weights that are not codes
+def on_manifold(p: fm.FP8Parameter, storage: str, scale: Any) -> Any:
+    """The same weights as floats: on the grid, off it on the continuous manifold, or ordinary."""
+    fmt = p.format
+    if storage == "plain":
+        return torch.nn.Parameter(p.dequantize() * 1.01)
+    kind = fm.FP8Manifold if storage == "grid" else fm.StiffnessManifold
+    manifold = kind(fmt, scale)
+    x = fm.decode(p.codes, fmt) * torch.as_tensor(scale)
+    x = torch.where(x.isnan(), 0.0, x) * (1.01 if storage == "free" else 1.0)
+    return on(manifold, x)
+
+
+#: Ordinary parameters have no scale, and take geoopt's steps in the Riemannian optimizers.
+FLOATS = [
+    pytest.param(storage, scale, *case, id=f"{name}-{storage}{label}")
+    for name, case in VARIED.items()
+    for storage, scale, label in (
+        ("grid", SCALES, ""),
+        ("grid", 0.03, "-0.03"),
+        ("free", SCALES, ""),
+        ("free", 0.03, "-0.03"),
+        ("plain", 1.0, ""),
+    )
+    if storage != "plain" or not case[0].startswith("Riemannian")
+]
+
+
+@pytest.mark.parametrize(("storage", "scale", "kind", "options"), FLOATS)
+def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) -> None:
+    weight = on_manifold(stored("E4M3"), storage, scale)
+    given = OPTIONS[kind] | options
+    optimizer = getattr(optim, kind)([weight], compile=False, **given)
+    if storage == "plain" and kind == "Madam":
+        given = given | {"lr": 1e-3}
+    first = weight.detach().as_subclass(Tensor).view(-1).numpy().copy()
+    scales = torch.as_tensor(scale).expand(weight.shape).reshape(-1).tolist()
+    fmt = fm.FloatFormat.from_string("E4M3")
+    slow = Slow(kind, fmt, tuple(weight.shape), scales, list(first), given, storage=storage)
+    for t in range(STEPS):
+        weight.grad = gradient(weight, t)
+        optimizer.step()
+        slow.step(weight.grad.view(-1).tolist())
+        now, state = weight.detach().as_subclass(Tensor), optimizer.state[weight]
+        assert bit_list(now) == bit_list(slow.stored), f"step {t + 1}"
+        for name in slow.names:
+            assert bit_list(state[name]) == bit_list(slow.averages[name]), f"step {t + 1}: {name}"
+    assert (now.view(-1).numpy() != first).mean() > 0.02
