@@ -17,7 +17,7 @@ from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["METRICS", "Chart", "Metric", "UlpChart", "chart_of", "within"]
+__all__ = ["METRICS", "Chart", "Metric", "UlpChart", "chart_of", "sign_of", "within"]
 
 METRICS: Final = ("ulp", "log", "euclidean")
 
@@ -60,24 +60,24 @@ class UlpChart:
 
     def forward(self, x: Tensor) -> Tensor:
         """``sign(x) [(e - lowest) 2^M + |x| / 2^(e - M)]``."""
-        power, sign = self._power(x), _sign(x)
+        power, sign = self._power(x), sign_of(x)
         steps = x * sign / (power * 2.0**-self.mantissa_bits)
         return (self._codes_below(power) + steps) * sign
 
     def inverse(self, c: Tensor) -> Tensor:
         """``sign(c) (|c| - b 2^M) 2^(lowest + b - M)`` with ``b`` the binade that holds ``c``."""
-        per_binade, sign = 2.0**self.mantissa_bits, _sign(c)
+        per_binade, sign = 2.0**self.mantissa_bits, sign_of(c)
         magnitude = c * sign
         index = ((magnitude.detach() / per_binade).floor() - 1).clamp(min=0)
         index = torch.clamp(index, max=self.highest - self.lowest)
         fields = float_bits(c.dtype)
-        exponent = index.nan_to_num(0.0).to(fields.integer) + (self.lowest - self.mantissa_bits + fields.bias)
+        exponent = index.to(fields.integer) + (self.lowest - self.mantissa_bits + fields.bias)
         spacing = (exponent << fields.mantissa_bits).view(c.dtype)
         return (magnitude - index * per_binade) * spacing * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
         """Move by ``steps``: whole steps are counted in integers, so only the fraction is rounded."""
-        power, sign = self._power(x), _sign(x)
+        power, sign = self._power(x), sign_of(x)
         position = x * sign / (power * 2.0**-self.mantissa_bits)
         whole = position.detach().floor()
         fraction = (position - whole) + steps * sign
@@ -114,7 +114,7 @@ class LogChart:
 
     def forward(self, x: Tensor) -> Tensor:
         """``2^M (1 + ln(|x| / 2^emin))`` above the smallest normal, ``2^M |x| / 2^emin`` below."""
-        sign = _sign(x)
+        sign = sign_of(x)
         ratio = x * sign * 2.0**-self.lowest
         # clamp on both sides of 1 would count the derivative at 1 twice
         steps = torch.where(ratio > 1, 1 + torch.where(ratio > 1, ratio, 1.0).log(), ratio)
@@ -122,7 +122,7 @@ class LogChart:
 
     def inverse(self, c: Tensor) -> Tensor:
         """``2^emin exp(|c| / 2^M - 1)``, linear below one."""
-        sign = _sign(c)
+        sign = sign_of(c)
         ratio = c * sign * 2.0**-self.mantissa_bits
         value = torch.where(ratio > 1, (torch.where(ratio > 1, ratio, 1.0) - 1).exp(), ratio)
         return value * sign * 2.0**self.lowest
@@ -178,13 +178,13 @@ class TabulatedChart:
     def forward(self, x: Tensor) -> Tensor:
         """The sum of gap widths over their stiffness."""
         knots, coordinates, gaps = self._tables(x)
-        gap, sign = _gap(knots, x), _sign(x)
+        gap, sign = _gap(knots, x), sign_of(x)
         return (coordinates[gap] + (x * sign - knots[gap]) / gaps[gap]) * sign
 
     def inverse(self, c: Tensor) -> Tensor:
         """The way back through the table."""
         knots, coordinates, gaps = self._tables(c)
-        gap, sign = _gap(coordinates, c), _sign(c)
+        gap, sign = _gap(coordinates, c), sign_of(c)
         return (knots[gap] + (c * sign - coordinates[gap]) * gaps[gap]) * sign
 
     def shift(self, x: Tensor, steps: Tensor) -> Tensor:
@@ -222,9 +222,13 @@ def _gap(knots: Tensor, x: Tensor) -> Tensor:
     return (torch.searchsorted(knots, x.detach().abs().contiguous(), right=True) - 1).clamp(0, len(knots) - 1)
 
 
-def _sign(x: Tensor) -> Tensor:
-    """+-1 by the sign bit, a constant to autograd: ``abs`` and ``copysign`` have derivative 0 at zero, a chart 1/S."""
-    return torch.copysign(torch.ones_like(x), x.detach())
+def sign_of(x: Tensor) -> Tensor:
+    """+-1 by the sign bit, a constant to autograd: ``abs`` and ``copysign`` have derivative 0 at zero, a chart 1/S.
+
+    Compilers vectorise integer operations on the bits, and not ``copysign``.
+    """
+    fields = float_bits(x.dtype)
+    return ((x.detach().view(fields.integer) & fields.sign_mask) | fields.power_of_two(0)).view(x.dtype)
 
 
 def _checked_gaps(given: Any, at: Tensor) -> Tensor:

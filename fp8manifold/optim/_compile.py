@@ -87,7 +87,7 @@ class Compiled:
             return False
         _state.seen = None
         try:
-            with _distinct_sizes():
+            with _only_sizes_are_dynamic():
                 self._function(*arguments)
         except Exception as error:  # whatever a compiler's absence or failure raises
             _state.available = False
@@ -169,8 +169,12 @@ def _direct_call(
 
 
 @contextmanager
-def _distinct_sizes() -> Iterator[None]:
-    """Sizes that happen to be equal are not taken to be one: a square matrix must not compile a step of its own."""
-    config: Any = torch.fx.experimental._config
-    with config.patch(use_duck_shape=False):
+def _only_sizes_are_dynamic() -> Iterator[None]:
+    """Sizes that happen to be equal are not taken to be one, and the numbers of a format are constants.
+
+    Otherwise a square matrix would compile a step of its own, and every shift would be by a variable.
+    """
+    shapes: Any = torch.fx.experimental._config
+    dynamo: Any = torch._dynamo.config
+    with shapes.patch(use_duck_shape=False), dynamo.patch(specialize_int=True):
         yield

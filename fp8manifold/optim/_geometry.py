@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Chart, UlpChart, chart_of
+from fp8manifold._charts import Chart, UlpChart, chart_of, sign_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._field import exp2_exact, factor
 from fp8manifold.optim._hyper import Hyper
@@ -88,5 +88,5 @@ def _by_factor(x: Tensor, step: Tensor, floor: Tensor) -> Tensor:
 
     The two have the same value and slope in ``step`` where they meet.
     """
-    outward = torch.copysign(torch.ones_like(x), x) * step
+    outward = sign_of(x) * step
     return torch.where(x.abs() >= floor, x * exp2_exact(outward * -_LOG2_E), x - floor * step)
