@@ -15,6 +15,7 @@ from fp8manifold.optim._weights import Weights, reciprocal_scale
 __all__ = ["bounded_ends", "bounds", "chart_for", "covector", "move", "stiffness_factor"]
 
 _LOG2_E = math.log2(math.e)
+_LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
 
 
 def move(variant: Variant, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], hyper: Hyper) -> Tensor:
@@ -28,7 +29,7 @@ def move(variant: Variant, weights: Weights, direction: Tensor, arrays: dict[str
         return start - direction * (hyper["rate"] * reciprocal_scale(variant, arrays))
     if variant.geometry == "multiplicative":
         return _by_factor(start, direction * hyper["rate"], hyper["floor"] * reciprocal_scale(variant, arrays))
-    chart, steps = chart_for(variant, arrays), direction * -hyper["rate"]
+    chart, steps = chart_for(variant, arrays), (direction * -hyper["rate"]).clamp(-_LONGEST, _LONGEST)
     if variant.geometry == "tangent":
         moved = start + steps * chart.stiffness(start)
     else:

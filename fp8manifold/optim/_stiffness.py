@@ -55,7 +55,7 @@ class StiffnessOptimizer(GridOptimizer):
             if "stiffness" not in group:
                 continue
             for parameter in group["params"]:
-                done = int(self.state[parameter]["step"]) if parameter in self.state else 0
+                done = int(self.state[parameter].get("step", 0)) if parameter in self.state else 0
                 if parameter.grad is not None and (id(group), done) not in self._powers:
                     power = scheduled("stiffness", group["stiffness"], done, -_LARGEST_POWER, _LARGEST_POWER)
                     self._powers[id(group), done] = power
