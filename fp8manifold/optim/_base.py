@@ -219,7 +219,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for plan in planned:
             tables.setdefault((plan.job.arrays["gradient"].device, plan.dtype), []).append(plan)
         for (device, dtype), plans in tables.items():
-            numbers = torch.tensor([row(plan.numbers) for plan in plans], dtype=torch.float64).to(device, dtype)
+            numbers = torch.tensor([row(plan.numbers, dtype) for plan in plans], dtype=torch.float64).to(device, dtype)
             keys = torch.tensor([_keys(plan.job) for plan in plans], dtype=torch.int32).to(device)
             for plan, number_row, keys_row in zip(plans, numbers.unbind(), keys.unbind(), strict=True):
                 self._take_one(plan, number_row, keys_row)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
+import torch
 from torch import Tensor
 
 __all__ = ["HYPER", "KEYS", "Hyper", "row"]
@@ -43,6 +44,11 @@ class Hyper:
         return self._tensor[_POSITION[name]]
 
 
-def row(values: Mapping[str, float]) -> list[float]:
-    """The values in their order, 0 where none is given."""
-    return [float(values.get(name, 0.0)) for name in HYPER]
+def row(values: Mapping[str, float], dtype: torch.dtype) -> list[float]:
+    """The values in their order, 0 where none is given; eps is kept from 0.
+
+    A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
+    """
+    numbers = [values.get(name, 0.0) for name in HYPER]
+    numbers[_POSITION["eps"]] = max(numbers[_POSITION["eps"]], torch.finfo(dtype).tiny)
+    return numbers

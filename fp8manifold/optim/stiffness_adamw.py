@@ -15,10 +15,6 @@ from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 __all__ = ["StiffnessAdamW", "adam_numbers"]
 
 
-_SMALLEST = 2.0**-126
-"""A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is."""
-
-
 class StiffnessAdamW(StiffnessOptimizer):
     """AdamW over weights that live on a grid, with steps proportional to a power of the local spacing.
 
@@ -43,7 +39,8 @@ class StiffnessAdamW(StiffnessOptimizer):
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
         writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
             ``residual8`` and ``residual4`` keep what rounding leaves in 8 or 4 bits a weight, rounded stochastically
-            to 1/256 or 1/16 of an ULP (a -0 becomes +0).  ``momentum`` rounds stochastically and gives the error to the first average.
+            to 1/256 or 1/16 of an ULP (a -0 becomes +0).  ``momentum`` rounds stochastically and gives the error to the
+            first average.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
             square root), the last two with stochastic rounding.  float64 parameters have float64 averages under
             ``float32``.
@@ -154,7 +151,7 @@ def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -
         "gain1": 1 - beta1,
         "beta2": beta2,
         "gain2": 1 - beta2,
-        "eps": max(eps * correction, _SMALLEST),
+        "eps": eps * correction,
         "rate": rate,
         "inject": injected(rate, beta1),
     }
