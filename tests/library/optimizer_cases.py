@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StepView, StiffnessAdamW, StiffnessWrapper, anneal
+from fp8manifold.optim import (
+    Madam,
+    RiemannianAdam,
+    RiemannianSGD,
+    StepView,
+    StiffnessAdamW,
+    StiffnessLion,
+    StiffnessSGD,
+    StiffnessWrapper,
+    anneal,
+)
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[Any], Optimizer]
@@ -48,6 +59,13 @@ def free_weight(x: Tensor, fmt: str = "E4M3", scale: float | Tensor = 1.0) -> ge
     return on(fm.StiffnessManifold(fmt, scale), x)
 
 
+def stored_weight(
+    fmt: str = "E4M3", shape: Sequence[int] = (3, 7), *, seed: int = 0, **options: Any
+) -> fm.FP8Parameter:
+    """A weight of one byte, with room above its largest value."""
+    return fm.FP8Parameter(normal(*shape, seed=seed, std=0.1), fmt, **{"headroom": 64.0, **options})
+
+
 def mixed_parameters() -> list[nn.Parameter]:
     """One parameter of every kind that may share a list, twice where two must not be confused."""
     twin = grid_weight("E4M3", (3, 7), ROWS, seed=1)
@@ -62,6 +80,11 @@ def mixed_parameters() -> list[nn.Parameter]:
         nn.Parameter(torch.empty(0, 3)),
         nn.Parameter(normal(2, seed=7), requires_grad=False),
         grid_weight("E5M2", (4,), seed=8, dtype=torch.float64),
+        stored_weight("E4M3", (3, 7), seed=9, granularity="tensor"),
+        stored_weight("E5M2", (5, 3), seed=10, dtype=torch.bfloat16),
+        stored_weight("E4M3", (2, 64), seed=11, granularity="block"),
+        stored_weight("E7M0", (), seed=12),
+        stored_weight("E4M3", (0, 4), seed=13),
     ]
 
 
@@ -69,6 +92,9 @@ def same_parameters(parameters: Iterable[Tensor]) -> list[nn.Parameter]:
     """Copies with manifolds of their own."""
     copies: list[nn.Parameter] = []
     for p in parameters:
+        if isinstance(p, fm.FP8Parameter):
+            copies.append(copy.deepcopy(p))
+            continue
         x = p.detach().as_subclass(Tensor).clone()
         if isinstance(p, geoopt.ManifoldParameter):
             copies.append(geoopt.ManifoldParameter(x, manifold=p.manifold))
@@ -87,14 +113,22 @@ def put_gradients(parameters: Iterable[Tensor], step: int, size: float = 1.0) ->
 def pull_to(parameters: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
     """The gradient of ``|w - target|^2 / 2``."""
     for p, target in zip(parameters, targets, strict=True):
-        p.grad = p.detach().as_subclass(Tensor) - target
+        p.grad = value_of(p) - target
+
+
+def value_of(p: Tensor) -> Tensor:
+    """A plain tensor of the values."""
+    return p.dequantize() if isinstance(p, fm.FP8Tensor) else p.detach().as_subclass(Tensor)
 
 
 def values(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.detach().as_subclass(Tensor).clone() for p in parameters]
+    return [value_of(p).clone() for p in parameters]
 
 
 def bits_of(x: Tensor) -> bytes:
+    """Everything that is stored of a tensor."""
+    if isinstance(x, fm.FP8Tensor):
+        return b"".join(bits_of(part) for part in (x.codes, x.scale, x.counter))
     return x.detach().as_subclass(Tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -135,12 +169,16 @@ def record(optimizer: Any) -> list[StepView]:
 
 def on_grid(p: Tensor) -> bool:
     manifold = p.manifold  # type: ignore[attr-defined]
-    x = p.detach().as_subclass(Tensor)
+    x = value_of(p).float()
     return bool((manifold.projx(x) == x).all())
 
 
 def _stiffness(**options: Any) -> Make:
     return lambda p: StiffnessAdamW(p, **{"lr": 0.01, "weight_decay": 0.1, "seed": 5, **options})
+
+
+def _made(kind: Any, **options: Any) -> Make:
+    return lambda p: kind(p, **{"weight_decay": 0.1, "seed": 5, **options})
 
 
 def _riemannian(kind: Any, **options: Any) -> Make:
@@ -164,11 +202,23 @@ OURS: dict[str, Make] = {
     "adam-reset": _riemannian(RiemannianAdam, reset_every=7, stabilize=5, maximize=True),
     "sgd": _riemannian(RiemannianSGD, lr=300.0),
     "sgd-momentum": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, dampening=0.2, writeback="stochastic"),
+    "stiffness-residual8": _stiffness(writeback="residual8", stiffness=0.5),
+    "stiffness-residual4-8bit": _stiffness(writeback="residual4", moments="8bit", refresh_every=3),
+    "stiffness-momentum-bfloat16": _stiffness(writeback="momentum", moments="bfloat16", stiffness=0.0),
+    "stiffness-sgd": _made(StiffnessSGD, lr=0.005, refresh_every=3),
+    "stiffness-sgd-momentum": _made(StiffnessSGD, lr=0.005, writeback="momentum", stiffness=anneal(2.0, 0.0, 15)),
+    "lion": _made(StiffnessLion, lr=0.01),
+    "lion-residual4-8bit": _made(StiffnessLion, lr=0.01, writeback="residual4", moments="8bit", maximize=True),
+    "madam": _made(Madam, lr=0.05, refresh_every=3),
+    "madam-residual8-8bit": _made(Madam, lr=0.2, writeback="residual8", moments="8bit"),
+    "adam-momentum": _riemannian(RiemannianAdam, writeback="momentum", moments="bfloat16"),
+    "adam-residual4-8bit": _riemannian(RiemannianAdam, writeback="residual4", moments="8bit"),
+    "sgd-residual8": _riemannian(RiemannianSGD, lr=300.0, writeback="residual8"),
     "sgd-nesterov": _riemannian(RiemannianSGD, lr=300.0, momentum=0.9, nesterov=True, writeback="nearest"),
 }
 #: Around torch's optimizers; ``refresh_every`` is not a divisor of the length of any test.
 WRAPPED: dict[str, Make] = {
-    "wrapped-sgd": _wrapped(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, exponent=1.0, refresh_every=3),
+    "wrapped-sgd": _wrapped(torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}, exponent=1.0, refresh_every=3),
     "wrapped-adamw": _wrapped(
         torch.optim.AdamW,
         {"lr": 0.01},
@@ -176,9 +226,10 @@ WRAPPED: dict[str, Make] = {
         exponent=anneal(1.0, 0.0, 15),
         writeback="stochastic",
     ),
-    "wrapped-sgd-gradient": _wrapped(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, exponent=0.5, on="gradient"),
+    "wrapped-sgd-gradient": _wrapped(torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}, exponent=0.5, on="gradient"),
 }
-CLASSES = (StiffnessAdamW, RiemannianAdam, RiemannianSGD)
+RIEMANNIAN = (RiemannianAdam, RiemannianSGD)
+CLASSES = (StiffnessAdamW, StiffnessSGD, StiffnessLion, Madam, *RIEMANNIAN)
 
 ours = pytest.mark.parametrize("make", OURS.values(), ids=OURS)
 everyone = pytest.mark.parametrize("make", [*OURS.values(), *WRAPPED.values()], ids=[*OURS, *WRAPPED])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from optimizer_cases import (
+    RIEMANNIAN,
     bits_of,
     every_class,
     everyone,
@@ -26,12 +27,13 @@ from optimizer_cases import (
     snapshot,
     stochastic,
     through_disk,
+    value_of,
     values,
 )
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW, anneal
+from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessAdamW, anneal
 
 
 # ------------------------------------------------------------------------------------------ one rounding a step
@@ -58,30 +60,38 @@ def test_after_is_the_target_rounded_once(make: Any) -> None:
     """Recomputed from what the observer sees, with the draws of (seed, step, position)."""
     parameters = mixed_parameters()
     optimizer = make(parameters)
+    group = optimizer.param_groups[0]
     views = record(optimizer)
-    expected_steps = 0
     for t in range(1, 6):
         put_gradients(parameters, t)
         start = values(parameters)
         optimizer.step()
-        stepped = [i for i, p in enumerate(parameters) if hasattr(p, "manifold") and p.numel()]
-        expected_steps += len(stepped)
-        assert len(views) == expected_steps
-        for i, view in zip(stepped, views[-len(stepped) :], strict=True):
+        stepped = {id(p): i for i, p in enumerate(parameters) if hasattr(p, "manifold") and p.numel()}
+        assert {id(view.parameter) for view in views} == set(stepped)
+        assert len(views) == len(stepped)
+        for view in views:
+            i = stepped[id(view.parameter)]
             parameter, manifold = parameters[i], parameters[i].manifold
-            assert view.parameter is parameter
-            assert torch.equal(view.before, start[i])
-            assert torch.equal(view.after.to(parameter.dtype), parameter.detach().as_subclass(Tensor))
             assert not any(x.requires_grad for x in (view.before, view.target, view.after, view.stiffness))
             assert not torch.equal(view.target, view.before)
             if not isinstance(manifold, fm.FP8Manifold):
                 assert torch.equal(view.after, manifold.projx(view.target))
                 continue
+            writeback = group["writeback"] or manifold.rounding
             scale = manifold.scale.to(view.target.dtype)
-            rounding = optimizer.param_groups[0]["writeback"] or manifold.rounding
-            draw = {"seed": 5, "step": t, "stream": i} if rounding == "stochastic" else {}
-            rounded = fm.round_to_grid(view.target / scale, manifold.format, rounding, **draw) * scale
-            assert torch.equal(view.after, rounded)
+            if writeback.startswith("residual"):  # after is what code and residual stand for together
+                asked, after, stored = (x.double() / scale for x in (view.target, view.after, value_of(parameter)))
+                spacing = torch.maximum(fm.ulp(asked, manifold.format), fm.ulp(after, manifold.format))
+                assert ((after - asked).abs() < spacing / 2 ** int(writeback[-1])).all()
+                left = fm.to_chart(after, manifold.format) - fm.to_chart(stored, manifold.format)
+                assert (left.abs() <= 0.5).all()
+                continue
+            assert torch.equal(view.before, start[i].to(view.before.dtype))
+            assert torch.equal(view.after.to(parameter.dtype), value_of(parameter))
+            draw = {} if writeback == "nearest" else {"seed": 5, "step": t, "stream": i}
+            how = "stochastic" if draw else "nearest"
+            assert torch.equal(view.after, fm.round_to_grid(view.target / scale, manifold.format, how, **draw) * scale)
+        views.clear()
 
 
 def hair_off_the_grid() -> Tensor:
@@ -94,18 +104,20 @@ def hair_off_the_grid() -> Tensor:
 
 @everyone
 def test_what_a_zero_gradient_leaves_is_the_same_to_the_bit(make: Any) -> None:
-    """R_x(0) = x, on a scale that is no power of two, without decay: of 2 million draws none may move a weight."""
-    x = hair_off_the_grid().expand(1_000_000).clone()
+    """R_x(0) = x, on a scale that is no power of two, without decay: of a million draws none may move a weight."""
+    x = hair_off_the_grid().expand(250_000).clone()
     x[:2] = torch.tensor([0.0, -0.0])
     weight = on(fm.FP8Manifold("E1M6", 0.3, "stochastic"), x)
     optimizer = make([weight])
     for group in optimizer.param_groups:
-        group["weight_decay"] = 0.0
+        group.update(weight_decay=0.0, compile=False)
     before = values([weight])
-    for _ in range(2):
+    for _ in range(4):
         weight.grad = torch.zeros_like(x)
         optimizer.step()
-    assert same_bits(before, values([weight]))
+    residual = str(optimizer.param_groups[0].get("writeback")).startswith("residual")
+    # code and residual together are one signed number, to which the two zeros are one
+    assert torch.equal(before[0], weight) if residual else same_bits(before, values([weight]))
 
 
 def test_stochastic_write_back_is_unbiased_over_many_steps() -> None:
@@ -172,7 +184,7 @@ def step_equally(optimizer: Any, weights: list[nn.Parameter], steps: int = 1) ->
 @every_class
 def test_equal_parameters_get_different_noise(kind: Any) -> None:
     """Each from the others, from another seed's, and from the step before."""
-    lr = {"lr": {StiffnessAdamW: 0.02, RiemannianAdam: 0.4, RiemannianSGD: 4.0}[kind]}
+    lr = {"lr": {StiffnessAdamW: 0.02, Madam: 0.02, RiemannianAdam: 0.4, RiemannianSGD: 4.0}.get(kind, 0.015)}
     weights = equal_weights(3)
     optimizer = stochastic(kind, weights, **lr)
     views = record(optimizer)
@@ -192,7 +204,7 @@ def test_equal_parameters_get_different_noise(kind: Any) -> None:
 @every_class
 def test_a_parameter_keeps_its_stream(kind: Any) -> None:
     """Its noise belongs to its position: frozen, missing or new neighbours don't change it, nor does loading."""
-    options = {"lr": 0.02} if kind is StiffnessAdamW else {"lr": 0.4}
+    options = {"lr": 0.4 if kind in RIEMANNIAN else 0.02}
     alone = equal_weights(2)
     expected = step_equally(stochastic(kind, alone, **options), alone, 6)
 
@@ -238,13 +250,16 @@ def test_resume_is_exact_after_every_step(make: Any) -> None:
 
 
 @ours
-def test_averages_of_bfloat16_parameters_are_float32_and_stay_so(make: Any) -> None:
+def test_averages_of_bfloat16_parameters_are_as_wide_as_asked_and_stay_so(make: Any) -> None:
     parameters = [nn.Parameter(normal(64).bfloat16())]
     optimizer = make(parameters)
     put_gradients(parameters, 0)
     optimizer.step()
     averages = {k: v for k, v in optimizer.state[parameters[0]].items() if isinstance(v, Tensor)}
-    assert {v.dtype for v in averages.values()} == {torch.float32}
+    riemannian = isinstance(optimizer, RIEMANNIAN)
+    stored = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+    expected = stored["float32" if riemannian else optimizer.param_groups[0]["moments"]]
+    assert {v.dtype for k, v in averages.items() if k != "step" and "bound" not in k} <= {expected}
     fresh = make(same_parameters(parameters))
     fresh.load_state_dict(through_disk(optimizer.state_dict()))
     loaded = fresh.state[fresh.param_groups[0]["params"][0]]
