@@ -226,8 +226,8 @@ class Slow:
         return numbers
 
     def n(self, name: str) -> F32:
-        """A number of this step, rounded once from float64."""
-        return f32(self.numbers[name])
+        """A number of this step, rounded once from float64; eps is kept from 0."""
+        return f32(max(self.numbers[name], 2.0**-126) if name == "eps" else self.numbers[name])
 
     def _chart(self, scale: F32) -> Chart:
         """The format's own between the powers of two that bound S / S_ref, taken outwards."""
@@ -297,7 +297,7 @@ class Slow:
         if self.storage == "plain":
             return f32(start - f32(direction * rate))
         if self.riemannian:
-            steps = f32(direction * -rate)
+            steps = min(max(f32(direction * -rate), f32(-(2.0**24))), f32(2.0**24))
             moved = start if steps == 0 else self._chart(weight.scale).shift(start, steps)
             return min(max(moved, -top), top)
         if self.kind == "Madam":
