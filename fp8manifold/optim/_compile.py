@@ -176,5 +176,5 @@ def _only_sizes_are_dynamic() -> Iterator[None]:
     """
     shapes: Any = torch.fx.experimental._config
     dynamo: Any = torch._dynamo.config
-    with shapes.patch(use_duck_shape=False), dynamo.patch(specialize_int=True):
+    with shapes.patch(use_duck_shape=False), dynamo.patch(specialize_int=True, specialize_float=True):
         yield

@@ -66,7 +66,7 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
         compile: True, False, or None for what pays.
     """
     if job.ready is not None and job.ready.fits(job.arrays["gradient"], compile):
-        job.ready(job.arrays["gradient"], numbers, keys)
+        job.ready(job.arrays, numbers, keys)
     elif not (_compiles(job, numbers, compile) and _run_compiled(job, numbers, keys)):
         run_eager(job, numbers)
 
@@ -104,7 +104,9 @@ class _Ready:
         gradient = job.arrays["gradient"]
         self._dtype, self._job_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
         self._workspace = _workspace_names(job)
-        fresh = ("gradient", "numbers", "keys", *self._workspace)
+        unpacked = ("residual",) if job.variant.residual_bits == 4 else ()
+        self._new = ("gradient", *unpacked)
+        fresh = (*self._new, "numbers", "keys", *self._workspace)
         self._calls = []
         for names, arguments, direct in calls:
             slots = [(i, name) for i, name in enumerate(names) if name in fresh]
@@ -118,9 +120,9 @@ class _Ready:
             wanted is not False and gradient.dtype == self._dtype and all(call[0] is not None for call in self._calls)
         )
 
-    def __call__(self, gradient: Tensor, numbers: Tensor, keys: Tensor) -> None:
+    def __call__(self, arrays: dict[str, Tensor], numbers: Tensor, keys: Tensor) -> None:
         """Take the step."""
-        fresh = {"gradient": gradient, "numbers": numbers, "keys": keys}
+        fresh = {name: arrays[name] for name in self._new} | {"numbers": numbers, "keys": keys}
         for name in self._workspace:
             fresh[name] = torch.empty(self._job_dims, device=self._device)
         for direct, kept, slots in self._calls:
