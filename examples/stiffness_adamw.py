@@ -1,4 +1,4 @@
-"""StiffnessAdamW on a small network whose hidden layers are 8-bit numbers, beside AdamW on float32 weights."""
+"""StiffnessAdamW on a small network whose layers live in one byte a weight, beside AdamW on float32 weights."""
 
 import math
 
@@ -35,7 +35,7 @@ def main() -> None:
     model = network()
     print(f"float32, AdamW:                    {train(model, torch.optim.AdamW(model.parameters(), lr=4e-3)):.5f}")
     for writeback in ("nearest", "stochastic"):
-        model = fm.quantize_model(network(), "E4M3", storage="grid")
+        model = fm.quantize_model(network(), "E4M3", storage="fp8")
         stiffness = fm.optim.anneal(1.0, 0.0, STEPS)
         optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=4e-3, stiffness=stiffness, writeback=writeback)
         print(f"{f'E4M3, StiffnessAdamW, {writeback}:':<35}{train(model, optimizer):.5f}")

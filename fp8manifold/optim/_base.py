@@ -192,7 +192,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """The parameter's state with its step count advanced; stabilised and reset when that is due."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["stream"] = stream
         done = int(state["step"])
         state["step"] += 1

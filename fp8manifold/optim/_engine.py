@@ -124,7 +124,7 @@ class _Ready:
         """Take the step."""
         fresh = {name: arrays[name] for name in self._new} | {"numbers": numbers, "keys": keys}
         for name in self._workspace:
-            fresh[name] = torch.empty(self._job_dims, device=self._device)
+            fresh[name] = torch.empty(self._job_dims, dtype=torch.float32, device=self._device)
         for direct, kept, slots in self._calls:
             arguments: list[Any] = kept.copy()
             for i, name in slots:
@@ -136,7 +136,9 @@ class _Ready:
 def _workspace(job: Job) -> dict[str, Tensor]:
     """Room for the blocks' scales during the step."""
     device = job.arrays["gradient"].device
-    return {name: torch.empty(job.layout.block_dims, device=device) for name in _workspace_names(job)}
+    return {
+        name: torch.empty(job.layout.block_dims, dtype=torch.float32, device=device) for name in _workspace_names(job)
+    }
 
 
 def _workspace_names(job: Job) -> list[str]:

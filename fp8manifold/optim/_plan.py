@@ -104,7 +104,7 @@ def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[
         if name not in state:
             state[name] = torch.zeros(shape, dtype=dtype, device=device)
         if variant.moments == "8bit" and BOUNDS[name] not in state:
-            state[BOUNDS[name]] = torch.zeros(layout.block_dims, device=device)
+            state[BOUNDS[name]] = torch.zeros(layout.block_dims, dtype=torch.float32, device=device)
     if variant.residual_bits and "residual" not in state:
         state["residual"] = _first_residual(parameter, variant.residual_bits)
 
