@@ -1,0 +1,346 @@
+"""Compiled steps have the bits of eager ones: weights, residuals and averages, for every kind of variant."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from optimizer_cases import free_weight, grid_weight, normal, snapshot
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold._charts import UlpChart
+from fp8manifold.optim import CompileUnavailableWarning, _compile, anneal
+from fp8manifold.optim._directions import adam, madam
+from fp8manifold.optim._field import exp2_exact
+from fp8manifold.optim._hyper import Hyper, row
+
+#: Rows that share nothing, square, long, short, odd: all of them one variant, whose graph has no size in it.
+SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
+
+Graphs = list[str]
+
+
+@pytest.fixture
+def graphs(cpp_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    """The graphs that have been compiled in the test; a compiler that nobody has used, and no limit that is passed."""
+    compiled: Graphs = []
+    inductor = _compile._inductor
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph.print_readable(print_output=False))
+        return inductor(graph, inputs)
+
+    monkeypatch.setattr(_compile, "_state", _compile._State())
+    monkeypatch.setattr(_compile, "_inductor", counting)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield compiled
+
+
+def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHAPES, **options: Any) -> list[Tensor]:
+    return [
+        fm.FP8Parameter(normal(*shape, seed=i, std=0.1), name, granularity=granularity, **options)
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def take(optimizer: Any, t: int) -> None:
+    """A step with gradients over a few binades and some zeros."""
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        g = normal(*p.shape, seed=1000 * t + i) * torch.exp2(normal(*p.shape, seed=t).mul(2).round())
+        p.grad = torch.where(g.abs() < 0.05, 0.0, g).to(p.dtype)
+    optimizer.step()
+
+
+def same_steps(kind: str, make: Any, options: dict[str, Any], steps: int = 4) -> None:
+    """Everything that a step may change, after each step."""
+    eager = getattr(optim, kind)(make(), compile=False, **options)
+    ours = getattr(optim, kind)(make(), compile=True, **options)
+    first = snapshot(ours)["parameters"]
+    for t in range(steps):
+        take(eager, t)
+        take(ours, t)
+        expected, found = everything(eager), everything(ours)
+        different = [name for name in expected if expected[name] != found[name]]
+        assert not different, f"step {t + 1}"
+        assert expected.keys() == found.keys()
+    assert all(a != b for a, b in zip(first, snapshot(ours)["parameters"], strict=True))
+
+
+def everything(optimizer: Any) -> dict[tuple[int, str], Any]:
+    """Weights and state by parameter and name, as bytes."""
+    saved = snapshot(optimizer)
+    found = {(i, "weight"): bits for i, bits in enumerate(saved["parameters"])}
+    for i, state in saved["state"]["state"].items():
+        found |= {(i, name): value for name, value in state.items()}
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        if isinstance(p, fm.FP8Tensor):
+            found[i, "codes"] = p.codes.numpy().tobytes()
+    return found
+
+
+#: optimizer, parameters, options, graphs (8-bit averages need a second one, of their blocks' bounds)
+Case = tuple[str, Any, dict[str, Any], int]
+ADAMW, LION, MADAM = "StiffnessAdamW", "StiffnessLion", "Madam"
+DECAY = {"weight_decay": 0.1, "seed": 7}
+FAST: dict[str, Case] = {
+    "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}, 1),
+    "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}, 2),
+    "adamw residual4, annealed": (
+        ADAMW,
+        lambda: of_codes("E5M2"),
+        {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
+        1,
+    ),
+    "adamw injected, bfloat16, k = 1/2": (
+        ADAMW,
+        lambda: of_codes(granularity="tensor", shapes=SHAPES[1:3]),
+        {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16", "stiffness": 0.5},
+        1,
+    ),
+    "adamw plain": (
+        ADAMW,
+        lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31, 640)],
+        {"lr": 0.01, **DECAY},
+        1,
+    ),
+    "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}, 1),
+    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", **DECAY}, 2),
+    "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4"}, 1),
+    "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}, 1),
+    "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}, 1),
+    "riemannian adam, 8 bits": (
+        "RiemannianAdam",
+        of_codes,
+        {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
+        2,
+    ),
+    "riemannian adam free": (
+        "RiemannianAdam",
+        lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)],
+        {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01},
+        1,
+    ),
+    "riemannian sgd residual8": ("RiemannianSGD", of_codes, {"lr": 90.0, "momentum": 0.9, "writeback": "residual8"}, 1),
+    "grid, no power of two": (ADAMW, lambda: [grid_weight("E4M3", (33, 5), 0.3)], {"lr": 0.05, **DECAY}, 1),
+}
+WIDE: dict[str, Case] = {
+    "adamw nearest, E7M0": (ADAMW, lambda: of_codes("E7M0"), {"lr": 0.05, "writeback": "nearest", "maximize": True}, 1),
+    "adamw in blocks": (
+        ADAMW,
+        lambda: of_codes("E4M3FNUZ", "block", ((3, 64), (5, 32), (64, 64))),
+        {"lr": 0.01, "stiffness": 2.0, "moments": "8bit"},
+        3,  # a gradient that is a view of other axes has a graph of its own
+    ),
+    "adamw vectors": (
+        ADAMW,
+        lambda: of_codes(shapes=((7,), (64,), (1001,))),
+        {"lr": 0.01, "writeback": "residual8"},
+        1,
+    ),
+    "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}, 1),
+    "adamw k = 0, P3109": (ADAMW, lambda: of_codes("P3109_8P3"), {"lr": 0.01, "stiffness": 0.0}, 1),
+    "adamw injected": (ADAMW, of_codes, {"lr": 0.01, "writeback": "momentum", **DECAY}, 1),
+    "sgd nesterov, E2M1": ("StiffnessSGD", lambda: of_codes("E2M1"), {"lr": 0.1, "nesterov": True}, 1),
+    "sgd injected": ("StiffnessSGD", of_codes, {"lr": 0.1, "writeback": "momentum", "stiffness": 1.0}, 1),
+    "lion, 8 bits": (LION, lambda: of_codes("E5M2FNUZ"), {"lr": 0.01, "moments": "8bit", **DECAY}, 2),
+    "lion plain": (LION, lambda: [nn.Parameter(normal(n, seed=n)) for n in (70_001, 31)], {"lr": 0.01}, 1),
+    "madam residual8, bfloat16": (MADAM, of_codes, {"lr": 0.1, "writeback": "residual8", "moments": "bfloat16"}, 1),
+    "madam, 8 bits": (MADAM, of_codes, {"lr": 0.1, "moments": "8bit"}, 2),
+    "riemannian adam injected": ("RiemannianAdam", of_codes, {"lr": 1.7, "writeback": "momentum"}, 1),
+    "riemannian adam nearest, E7M0": (
+        "RiemannianAdam",
+        lambda: of_codes("E7M0"),
+        {"lr": 1.7, "writeback": "nearest"},
+        1,
+    ),
+    "riemannian sgd nesterov, 8 bits": (
+        "RiemannianSGD",
+        of_codes,
+        {"lr": 90.0, "momentum": 0.9, "nesterov": True, "moments": "8bit", "writeback": "stochastic"},
+        2,
+    ),
+    "grid residual8": (ADAMW, lambda: [grid_weight("E4M3", (33, 5))], {"lr": 0.01, "writeback": "residual8"}, 1),
+}
+
+
+@pytest.mark.parametrize(("kind", "make", "options", "count"), FAST.values(), ids=FAST)
+def test_the_bits_are_those_of_eager_steps(
+    kind: str, make: Any, options: dict[str, Any], count: int, graphs: Graphs
+) -> None:
+    same_steps(kind, make, options)
+    assert len(graphs) == count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "make", "options", "count"), WIDE.values(), ids=WIDE)
+def test_the_bits_of_other_variants(kind: str, make: Any, options: dict[str, Any], count: int, graphs: Graphs) -> None:
+    same_steps(kind, make, options)
+    assert len(graphs) <= count
+
+
+def test_axes_beyond_two_and_single_rows(graphs: Graphs) -> None:
+    """Each number of axes may need a graph of its own, rows of one are left to eager code: the bits are the same."""
+    make = lambda: of_codes(shapes=((5, 7), (3, 2, 11), (1, 70), (33, 1), (2, 2, 2, 2)))  # noqa: E731
+    same_steps(ADAMW, make, {"lr": 0.01, "writeback": "stochastic"})
+    assert 1 <= len(graphs) <= 4
+
+
+def test_options_of_every_step_are_no_part_of_a_graph(graphs: Graphs) -> None:
+    """Learning rate, decay, betas, eps, bounds, seed and S_ref are numbers that change; nothing is compiled anew."""
+    eager, ours = (optim.StiffnessAdamW(of_codes(), lr=0.01, weight_decay=0.1, compile=c) for c in (False, True))
+    take(eager, 0)
+    take(ours, 0)
+    before = len(graphs)
+    changes = ({"lr": 0.02}, {"weight_decay": 0.3}, {"betas": (0.5, 0.8), "eps": 0.1}, {"damping": 0.5, "clip": 1.5})
+    for t, change in enumerate((*changes, {"seed": 3, "refresh_every": 1}), 1):
+        for optimizer in (eager, ours):
+            optimizer.param_groups[0].update(change)
+            take(optimizer, t)
+        assert everything(eager) == everything(ours), change
+    assert len(graphs) == before
+
+
+# ------------------------------------------------------------------------------- intermediate results, bit for bit
+MANY = 10_000_000
+
+
+def any_floats(n: int, seed: int, *, positive: bool = False, top: int = 100) -> Tensor:
+    """Random bit patterns: all exponents up to that of 2^top, subnormals and zeros of both signs included."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randint(0, (top + 127) << 23, (n,), generator=generator, dtype=torch.int32)
+    patterns[::97] = torch.randint(0, 1 << 23, patterns[::97].shape, generator=generator, dtype=torch.int32)
+    patterns[::1009] = 0
+    signs = 0 if positive else torch.randint(0, 2, (n,), generator=generator, dtype=torch.int32) << 31
+    return (patterns | signs).view(torch.float32)
+
+
+def near_one(n: int, seed: int) -> Tensor:
+    return normal(n, seed=seed) * torch.exp2(normal(n, seed=seed + 1).mul_(8).round_())
+
+
+def same_bits_compiled(function: Any, *arguments: Tensor) -> None:
+    """Of every tensor that a function returns; NaN is NaN."""
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=_compile._inductor)
+    for ours, eager in zip(compiled(*arguments), function(*arguments), strict=True):
+        same = ours.view(torch.int32) == eager.view(torch.int32)
+        assert bool((same | (ours.isnan() & eager.isnan())).all()), f"{int((~same).sum())} of {same.numel()} differ"
+
+
+NUMBERS = {"beta1": 0.9, "gain1": 0.1, "beta2": 0.95, "gain2": 0.05, "eps": 1e-8, "correction": 0.3, "largest": 10.0}
+
+
+@pytest.mark.parametrize("extreme", [True, False], ids=["all floats", "near one"])
+def test_adams_direction_over_ten_million_elements(extreme: bool, graphs: Graphs) -> None:
+    numbers = torch.tensor(row(NUMBERS, torch.float32), dtype=torch.float32)
+
+    def directions(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        descent = adam(gradient, {"exp_avg": first, "exp_avg_sq": second}, Hyper(numbers))
+        return descent.direction, descent.denominator, descent.root, *descent.averages.values()
+
+    given = any_floats if extreme else near_one
+    gradient, first = given(MANY, 1), given(MANY, 2)
+    gradient = gradient.clamp(-1e18, 1e18)
+    second = any_floats(MANY, 3, positive=True) if extreme else near_one(MANY, 3).square_()
+    same_bits_compiled(directions, gradient, first, second)
+    assert len(graphs) == 1
+
+
+def test_the_other_intermediate_results(graphs: Graphs) -> None:
+    """Madam's direction, powers of two, and the chart's steps, over a million elements each."""
+    numbers = torch.tensor(row(NUMBERS, torch.float32), dtype=torch.float32)
+    chart = UlpChart(3, -6, 8)
+
+    def results(gradient: Tensor, second: Tensor, exponent: Tensor, x: Tensor, steps: Tensor) -> tuple[Tensor, ...]:
+        descent = madam(gradient, {"exp_avg_sq": second}, Hyper(numbers))
+        moved = chart.shift(x, steps)
+        return (
+            descent.direction,
+            exp2_exact(exponent),
+            moved,
+            chart.forward(x),
+            chart.stiffness(x),
+            chart.inverse(steps),
+        )
+
+    n = 1_000_000
+    gradient = any_floats(n, 1).clamp(-1e18, 1e18)
+    second = any_floats(n, 2, positive=True)
+    same_bits_compiled(results, gradient, second, normal(n, seed=3, std=40.0), near_one(n, 4), near_one(n, 6))
+
+
+def test_powers_of_two_are_within_four_ulp() -> None:
+    """As documented, over all exponents of normal results."""
+    x = torch.linspace(-125.9, 127.4, 2_000_003)
+    exact = torch.exp2(x.double())
+    ulp = torch.exp2(torch.floor(x.double()) - 23)
+    assert ((exp2_exact(x).double() - exact).abs() / ulp).max() < 4
+    whole = torch.arange(-126.0, 128.0)
+    assert torch.equal(exp2_exact(whole), torch.exp2(whole.double()).float())
+
+
+# --------------------------------------------------------------------------------------------- without a compiler
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The graphs still compiled before it fails: none, unless the test says more."""
+    left = [0]
+    inductor = _compile._inductor
+
+    def failing(graph: Any, inputs: Any) -> Any:
+        if not left[0]:
+            raise RuntimeError("c++: command not found\nand a page of output")
+        left[0] -= 1
+        return inductor(graph, inputs)
+
+    monkeypatch.setattr(_compile, "_state", _compile._State())
+    monkeypatch.setattr(_compile, "_inductor", failing)
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield left
+
+
+WITHOUT: dict[str, tuple[str, dict[str, Any], int]] = {
+    "adamw": (ADAMW, {"lr": 0.01}, 0),
+    "8 bits": (ADAMW, {"lr": 0.01, "moments": "8bit", "writeback": "residual8"}, 0),
+    "residual4": (LION, {"lr": 0.01, "writeback": "residual4"}, 0),
+}
+
+
+@pytest.mark.parametrize(("kind", "options", "before"), WITHOUT.values(), ids=WITHOUT)
+def test_without_a_compiler_one_warning_and_the_same_results(
+    kind: str, options: dict[str, Any], before: int, no_compiler: list[int]
+) -> None:
+    """Also where it fails between the two graphs of one step; any other warning is an error here."""
+    no_compiler[0] = before
+    eager = getattr(optim, kind)(of_codes(), compile=False, **options)
+    ours = getattr(optim, kind)(of_codes(), compile=True, **options)
+    take(eager, 0)
+    with pytest.warns(CompileUnavailableWarning, match="compiling failed with") as caught:
+        take(ours, 0)
+    assert len(caught) == 1
+    assert everything(ours) == everything(eager)
+    other = optim.StiffnessSGD(of_codes(), lr=0.1, compile=True)
+    for t in range(1, 4):
+        take(eager, t)
+        take(ours, t)
+        take(other, t)
+    assert everything(ours) == everything(eager)
+    assert not _compile.is_available()
+
+
+def test_compile_false_asks_no_compiler(no_compiler: list[int]) -> None:
+    """And None does so for large tensors only."""
+    for compile_, shape in ((False, (300, 300)), (None, (20, 20))):
+        optimizer = optim.StiffnessAdamW(of_codes(shapes=(shape,)), compile=compile_)
+        take(optimizer, 0)
+    assert _compile.is_available()
+    optimizer = optim.StiffnessAdamW(of_codes(shapes=((300, 300),)))
+    with pytest.warns(CompileUnavailableWarning):
+        take(optimizer, 0)
