@@ -41,7 +41,8 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
     if sizes[0] != sizes[1]:
         raise ValueError(f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}")
     for saved, ours in zip(groups, optimizer.param_groups, strict=True):
-        lacking = [option for option in optimizer.defaults if option not in saved and not callable(ours[option])]
+        known = [option for option in optimizer.defaults if option in ours and not callable(ours[option])]
+        lacking = [option for option in known if option not in saved]
         if lacking:
             raise ValueError(f"this state is not one of {name}: its parameter groups lack {', '.join(lacking)}")
         for index, parameter in zip(saved["params"], ours["params"], strict=True):

@@ -15,7 +15,8 @@ from fp8manifold.optim._engine import Job, key_row, run, settle
 from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
-from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles
+from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
+from fp8manifold.optim._variant import RESIDUAL_BITS
 from fp8manifold.optim._views import StepView, observed_step
 from fp8manifold.tensor import FP8Tensor
 
@@ -96,6 +97,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             _check_lr(group)
         self._check_schedules()
+        self._take_remainders()
         if not self._ready():
             self.skipped_steps += 1
             return loss
@@ -191,7 +193,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _begin(self, group: dict[str, Any], parameter: Tensor, stream: int) -> dict[str, Any]:
         """The parameter's state with its step count advanced; stabilised and reset when that is due."""
         state: dict[str, Any] = self.state[parameter]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
             state["stream"] = stream
         done = int(state["step"])
@@ -203,6 +205,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 state[name].zero_()
             state["since"] = done
         return state
+
+    def _take_remainders(self) -> None:
+        """Take what the first rounding left into the state, before anything can be saved without it."""
+        for group in self.param_groups:
+            bits = RESIDUAL_BITS.get(group["writeback"], 0)
+            for parameter in group["params"] if bits else ():
+                if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:
+                    self.state[parameter]["grid"] = grid_of(parameter).fields
+                    self.state[parameter]["residual"] = first_residual(parameter, bits)
 
     def _ready(self) -> bool:
         """Whether the step may be taken; asked before anything has changed."""

@@ -19,7 +19,7 @@ from fp8manifold.optim._step import prepare_step, step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
-__all__ = ["Arguments", "CompileUnavailableWarning", "Compiled", "compiled", "is_available"]
+__all__ = ["Arguments", "CompileUnavailableWarning", "Compiled", "compiled", "is_available", "next_name"]
 
 _OPTIONS: Final[dict[str, Any]] = {
     "size_asserts": False,
@@ -121,9 +121,14 @@ def _prepare_function(variant: Variant, names: tuple[str, ...]) -> Callable[...,
         arrays = dict(zip(names, tensors, strict=True))
         numbers = arrays.pop("numbers")
         for name, value in prepare_step(variant, arrays, numbers).items():
-            arrays[name].copy_(value)
+            arrays[next_name(name)].copy_(value)
 
     return prepare
+
+
+def next_name(name: str) -> str:
+    """Where what is prepared goes: bounds beside those in use, so that nothing has changed if the step fails."""
+    return f"{name}_next" if name.endswith("_bound") else name
 
 
 def _noise(variant: Variant, arrays: dict[str, Tensor]) -> dict[str, Tensor]:

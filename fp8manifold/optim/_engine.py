@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
-from fp8manifold.optim._compile import Arguments, compiled, is_available
+from fp8manifold.optim._compile import Arguments, compiled, is_available, next_name
 from fp8manifold.optim._layout import Layout
 from fp8manifold.optim._moments import BOUNDS, SCALES
 from fp8manifold.optim._step import Outcome, prepare_step, step
@@ -29,8 +29,9 @@ _FOR_MOMENTS: Final = 1
 """A fourth key word: the averages' draws are not the weights'."""
 
 
+_ONLY_PREPARED: Final = frozenset({*BOUNDS.values(), *map(next_name, BOUNDS.values())})
 _PREPARES: Final = frozenset(
-    {"weight", "gradient", "scale", "residual", "lowest", "highest", "numbers", *SCALES, *BOUNDS.values()}
+    {"weight", "gradient", "scale", "residual", "lowest", "highest", "numbers", *SCALES, *_ONLY_PREPARED}
 )
 """Arrays that preparing a step looks at or fills."""
 
@@ -74,6 +75,7 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
 def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     """Whether it could be."""
     arrays = job.arrays | {"numbers": numbers}
+    workspace: dict[str, Tensor] = {}
     calls = []
     if job.blockwise:
         arrays |= _workspace(job)
@@ -83,13 +85,16 @@ def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
         if not prepare(arguments):
             return False
         calls.append((names, arguments, prepare.direct(arguments)))
-        arrays = {name: array for name, array in arrays.items() if name not in BOUNDS.values()}
+        workspace = {name: array for name, array in arrays.items() if name not in job.arrays}
+        arrays = {name: array for name, array in arrays.items() if name not in _ONLY_PREPARED}
     if job.variant.draws_for_weight or job.variant.draws_for_moments:
         arrays |= {"keys": keys, "columns": columns(job.layout.dims[-1], numbers.device)}
     arguments = list(arrays.values())
     take = compiled("step", job.variant, tuple(arrays), arguments)
     if not take(arguments):
         return False
+    if job.blockwise:
+        _advance_bounds(job.arrays, workspace)
     calls.append((tuple(arrays), arguments, take.direct(arguments)))
     job.ready = _Ready(job, calls)
     return True
@@ -131,6 +136,14 @@ class _Ready:
                 arguments[i] = fresh[name]
             assert direct is not None
             direct(arguments)
+        if self._workspace:
+            _advance_bounds(arrays, fresh)
+
+
+def _advance_bounds(arrays: dict[str, Tensor], prepared: dict[str, Tensor]) -> None:
+    for name in BOUNDS.values():
+        if (following := prepared.get(next_name(name))) is not None:
+            arrays[name].copy_(following)
 
 
 def _workspace(job: Job) -> dict[str, Tensor]:
@@ -145,7 +158,7 @@ def _workspace_names(job: Job) -> list[str]:
     if not job.blockwise:
         return []
     prefixes = [BOUNDS[name].removesuffix("bound") for name in job.variant.stores]
-    return [prefix + suffix for prefix in prefixes for suffix in ("scale", "inverse")]
+    return [prefix + suffix for prefix in prefixes for suffix in ("scale", "inverse", "bound_next")]
 
 
 def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outcome]:

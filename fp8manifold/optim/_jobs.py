@@ -78,7 +78,7 @@ class GridOptimizer(ManifoldOptimizer):
             kept = self._look_at(group, parameter, state, words, due=due)
         assert kept is not None
         job = kept.job
-        job.arrays["gradient"] = self._gradient(group, parameter).reshape(job.layout.dims)
+        job.arrays["gradient"] = self._gradient(group, parameter).reshape(job.layout.dims).contiguous()
         job.words = words
         numbers = self._numbers(group, parameter, state, job)
         copied = None if kept.grid.in_place else kept.grid.weight

@@ -17,7 +17,16 @@ from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._variant import Storage, Variant
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["Grid", "described", "grid_of", "make_state", "pack_nibbles", "stiffness_field", "unpack_nibbles"]
+__all__ = [
+    "Grid",
+    "described",
+    "first_residual",
+    "grid_of",
+    "make_state",
+    "pack_nibbles",
+    "stiffness_field",
+    "unpack_nibbles",
+]
 
 _STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -106,7 +115,7 @@ def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[
         if variant.moments == "8bit" and BOUNDS[name] not in state:
             state[BOUNDS[name]] = torch.zeros(layout.block_dims, dtype=torch.float32, device=device)
     if variant.residual_bits and "residual" not in state:
-        state["residual"] = _first_residual(parameter, variant.residual_bits)
+        state["residual"] = first_residual(parameter, variant.residual_bits)
 
 
 def _values_of(grid: Grid) -> Tensor:
@@ -150,7 +159,7 @@ def unpack_nibbles(packed: Tensor, shape: torch.Size) -> Tensor:
     return torch.stack([low, high], dim=1).view(-1)[: shape.numel()].view(shape)
 
 
-def _first_residual(parameter: Tensor, bits: int) -> Tensor:
+def first_residual(parameter: Tensor, bits: int) -> Tensor:
     """What the rounding of the float weights left, where the parameter has kept it; zeros elsewhere."""
     start = torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
     if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:

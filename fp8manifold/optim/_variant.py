@@ -6,10 +6,12 @@ from typing import Final, Literal
 from fp8manifold._charts import Metric
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["MOMENTS", "WRITEBACKS", "Storage", "Variant"]
+__all__ = ["MOMENTS", "RESIDUAL_BITS", "WRITEBACKS", "Storage", "Variant"]
 
 WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
+
+RESIDUAL_BITS: Final = {"residual8": 8, "residual4": 4}
 
 Storage = Literal["codes", "grid", "free", "plain"]
 Geometry = Literal["linear", "exponential", "tangent", "multiplicative"]
@@ -47,7 +49,7 @@ class Variant:
     @property
     def residual_bits(self) -> int:
         """Bits of the ULP residual kept beside the code."""
-        return {"residual8": 8, "residual4": 4}.get(self.writeback, 0)
+        return RESIDUAL_BITS.get(self.writeback, 0)
 
     @property
     def draws_for_weight(self) -> bool:
