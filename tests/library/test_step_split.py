@@ -1,0 +1,182 @@
+"""A step of a part of a tensor is the part of the step, and nothing but its key decides what is drawn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import normal, snapshot
+from torch import Tensor
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold.optim import anneal
+from fp8manifold.optim._engine import Job, key_row, run
+from fp8manifold.optim._field import reference_stiffness
+from fp8manifold.optim._hyper import row
+from fp8manifold.optim._layout import Layout
+from fp8manifold.optim._plan import unpack_nibbles
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
+    "adamw residual8, 8 bits": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual8", "moments": "8bit"}),
+    "adamw residual4, annealed": (
+        "StiffnessAdamW",
+        {"lr": 0.02, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 5)},
+    ),
+    "sgd injected, bfloat16": ("StiffnessSGD", {"lr": 0.3, "writeback": "momentum", "moments": "bfloat16"}),
+    "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
+    "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
+    "riemannian adam, 8 bits": ("RiemannianAdam", {"lr": 1.7, "moments": "8bit"}),
+    "riemannian sgd injected": ("RiemannianSGD", {"lr": 90.0, "momentum": 0.9, "writeback": "momentum"}),
+}
+cases = pytest.mark.parametrize(("kind", "options"), CASES.values(), ids=CASES)
+#: shape, options of the weight; blocks of averages are rows of 31, 64 (from 320: 160) and 32 elements
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "channels": ((9, 31), {}),
+    "one scale, long rows": ((4, 320), {"granularity": "tensor"}),
+    "blocks": ((3, 96), {"granularity": "block"}),
+    "three axes": ((5, 4, 11), {}),
+}
+
+
+def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Job, Tensor]:
+    """The job and the numbers of the third step."""
+    optimizer = getattr(optim, kind)([p], compile=False, seed=2**40 + 1, **options)
+    for t in range(3):
+        p.grad = normal(*p.shape, seed=t)
+        if t < 2:
+            optimizer.step()
+    group = optimizer.param_groups[0]
+    optimizer._check_schedules()
+    state = optimizer._begin(group, p, 0)
+    plan = optimizer._plan(group, p, state)
+    if plan.job.variant.residual_bits == 4:
+        plan.job.arrays["residual"] = unpack_nibbles(state["residual"], p.shape).view(plan.job.layout.dims)
+    numbers = torch.tensor(row(plan.numbers, plan.dtype), dtype=torch.float64).to(plan.dtype)
+    return plan.job, numbers
+
+
+def copied(job: Job) -> dict[str, Tensor]:
+    return {name: array.clone() for name, array in job.arrays.items()}
+
+
+def stepped(job: Job, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: int, numbers: Tensor) -> None:
+    """Take the step of a part, whose first element has a position in the whole."""
+    rows = (dims[0], *job.layout.row_dims[1:]) if job.layout.row_dims else ()
+    part = Job(job.variant, Layout(dims, rows), arrays, job.words, offset)
+    run(part, numbers, torch.tensor(key_row(job.words, offset), dtype=torch.int32), compile=False)
+
+
+def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:
+    return array[start:end] if array.dim() and array.shape[0] == rows else array
+
+
+def same_in_parts(job: Job, numbers: Tensor, cuts: list[int], offset: int = 0) -> dict[str, Tensor]:
+    whole, cut = copied(job), copied(job)
+    rows, inner = job.layout.dims[0], job.layout.numel // job.layout.dims[0]
+    stepped(job, whole, job.layout.dims, offset, numbers)
+    for start, end in itertools.pairwise([0, *cuts, rows]):
+        arrays = {name: parts_of(array, start, end, rows) for name, array in cut.items()}
+        stepped(job, arrays, (end - start, *job.layout.dims[1:]), offset + start * inner, numbers)
+    for name, array in whole.items():
+        assert torch.equal(array, cut[name]), name
+    assert not torch.equal(whole["weight"], job.arrays["weight"])
+    return whole
+
+
+@cases
+@pytest.mark.parametrize(("shape", "how"), SHAPES.values(), ids=SHAPES)
+def test_rows_in_parts(kind: str, options: dict[str, Any], shape: tuple[int, ...], how: dict[str, Any]) -> None:
+    """In single rows, in two and in uneven parts; rows are multiples of the blocks of 8-bit averages."""
+    p = fm.FP8Parameter(normal(*shape, seed=3, std=0.1), "E4M3", **how)
+    job, numbers = third_step(kind, p, options)
+    rows = job.layout.dims[0]
+    for cuts in ([1], list(range(1, rows)), [rows // 2, rows - 1]):
+        same_in_parts(job, numbers, cuts)
+
+
+@pytest.mark.parametrize("name", ["adamw stochastic", "madam", "riemannian sgd injected"])
+def test_a_vector_in_parts_of_any_length(name: str) -> None:
+    kind, options = CASES[name]
+    p = fm.FP8Parameter(normal(1001, seed=3, std=0.1), "E3M4")
+    job, numbers = third_step(kind, p, options)
+    same_in_parts(job, numbers, [1, 2, 500, 1000])
+
+
+def test_positions_beyond_32_bits() -> None:
+    """A part that starts below 2^32 and ends above it, and one far out: none draws what the first one does."""
+    kind, options = CASES["adamw residual8, 8 bits"]
+    job, numbers = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3"), options)
+    found = [same_in_parts(job, numbers, [2, 4], offset)["residual"] for offset in (0, 2**32 - 100, 2**40)]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
+
+
+def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
+    from fp8manifold.optim import _engine
+
+    for kind, options in CASES.values():
+        results = []
+        for block in (1, 70, 1 << 20):
+            monkeypatch.setattr(_engine, "BLOCK", block)
+            p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3")
+            job, numbers = third_step(kind, p, options)
+            results.append(copied(job) | {"after": same_in_parts(job, numbers, [4])["weight"]})
+        for other in results[1:]:
+            assert all(torch.equal(results[0][name], array) for name, array in other.items())
+
+
+# ------------------------------------------------------------------------------------------------------- S_ref
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E5M2", "E1M6"])
+def test_the_reference_stiffness_is_the_exact_mean(name: str) -> None:
+    """To the last bit of float64, and in any order the same: over dozens of binades and with scales of their own."""
+    fmt = fm.FloatFormat.from_string(name)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(0, fmt.max_code + 1, (997,), generator=generator)
+        field = fm.ulp(torch.tensor(fmt.values)[codes], fmt) * torch.exp2(
+            torch.randint(-9, 9, (997,), generator=generator)
+        )
+        exact = float(sum(Fraction(s) for s in field.tolist()) / len(field))
+        found = reference_stiffness(field)
+        assert abs(found - exact) <= math.ulp(exact)
+        assert reference_stiffness(field[torch.randperm(997, generator=generator)]) == found
+
+
+# ------------------------------------------------------------------------------------- random numbers of others
+@cases
+def test_global_random_numbers_are_neither_used_nor_advanced(kind: str, options: dict[str, Any]) -> None:
+    def run_with(seed: int) -> dict[str, Any]:
+        p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3")
+        optimizer = getattr(optim, kind)([p], compile=False, **options)
+        for t in range(3):
+            torch.manual_seed(seed + t)
+            np.random.seed(seed + t)  # noqa: NPY002  # the global state is what this is about
+            random.seed(seed + t)
+            p.grad = normal(*p.shape, seed=t)
+            before = (torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate())  # noqa: NPY002
+            optimizer.step()
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert (np.random.get_state()[1] == before[1]).all()  # noqa: NPY002
+            assert random.getstate() == before[2]
+        return snapshot(optimizer) | {"codes": p.codes.tolist()}
+
+    assert run_with(0) == run_with(12345)
+
+
+@cases
+def test_draws_differ_by_seed_and_by_step(kind: str, options: dict[str, Any]) -> None:
+    """With the same weights, gradients and state."""
+    job, numbers = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3"), options)
+    first = same_in_parts(job, numbers, [])
+    for words in ((job.words[0] + 1, *job.words[1:]), (job.words[0], job.words[1] + 1, 0), (*job.words[:2], 1)):
+        other = Job(job.variant, job.layout, job.arrays, words)
+        second = same_in_parts(other, numbers, [])
+        assert any(not torch.equal(first[name], second[name]) for name in first)
