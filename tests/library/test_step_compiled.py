@@ -192,6 +192,34 @@ def test_axes_beyond_two_and_single_rows(graphs: Graphs) -> None:
     assert 1 <= len(graphs) <= 4
 
 
+def strided(g: Tensor, how: str) -> Tensor:
+    """The same values in memory of another kind; of one row's worth, where they are expanded."""
+    if how == "transposed":
+        return g.t().contiguous().t()
+    if how == "sliced":
+        return torch.stack([g, -g], -1).flatten(-2)[..., ::2]
+    if how == "shifted":
+        return torch.cat([g.new_zeros(1), g.flatten()])[1:].view(g.shape)
+    return g[:1].expand(g.shape) if how == "expanded" else g
+
+
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_gradients_of_any_strides(moments: str, graphs: Graphs) -> None:
+    """Before and after contiguous ones, for which the call has been found already."""
+    order = ["transposed", "", "transposed", "sliced", "shifted", "expanded", "", "expanded", "sliced"]
+    for skip in (0, 1):
+        eager, ours = (
+            optim.StiffnessAdamW(of_codes(shapes=((64, 33), (31, 31))), lr=0.01, moments=moments, compile=c)
+            for c in (False, True)
+        )
+        for t, how in enumerate(order[skip:]):
+            for optimizer in (eager, ours):
+                for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                    p.grad = strided(normal(*p.shape, seed=10 * t + i), how)
+                optimizer.step()
+            assert everything(eager) == everything(ours), (how, t)
+
+
 def test_options_of_every_step_are_no_part_of_a_graph(graphs: Graphs) -> None:
     """Learning rate, decay, betas, eps, bounds, seed and S_ref are numbers that change; nothing is compiled anew."""
     eager, ours = (optim.StiffnessAdamW(of_codes(), lr=0.01, weight_decay=0.1, compile=c) for c in (False, True))
@@ -309,6 +337,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 WITHOUT: dict[str, tuple[str, dict[str, Any], int]] = {
     "adamw": (ADAMW, {"lr": 0.01}, 0),
     "8 bits": (ADAMW, {"lr": 0.01, "moments": "8bit", "writeback": "residual8"}, 0),
+    "8 bits, after the bounds": (ADAMW, {"lr": 0.01, "moments": "8bit", "writeback": "residual8"}, 1),
     "residual4": (LION, {"lr": 0.01, "writeback": "residual4"}, 0),
 }
 
