@@ -43,29 +43,29 @@ def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any)
 
 
 RULES: dict[str, Rule] = {
-    "fp32": Rule("float32", "adamw", 1e-3, "float32", help="AdamW, everything in float32"),
-    "bf16-mixed": Rule("float32", "adamw", 1e-3, help="AdamW, bfloat16 autocast, float32 weights: the reference"),
-    "bf16-pure": Rule("float32", "adamw", 1e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
+    "fp32": Rule("float32", "adamw", 2e-3, "float32", help="AdamW, everything in float32"),
+    "bf16-mixed": Rule("float32", "adamw", 2e-3, help="AdamW, bfloat16 autocast, float32 weights: the reference"),
+    "bf16-pure": Rule("float32", "adamw", 2e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
     "sgd": Rule("float32", "sgd", 1e-1, "float32", help="SGD with momentum 0.9, everything in float32"),
-    "master": Rule("master", "adamw", 1e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
-    "nearest": _one_byte("adamw", 1e-3, "nearest", "AdamW, nearest rounding"),
-    "stochastic": _one_byte("adamw", 1e-3, "stochastic", "AdamW, stochastic rounding"),
-    "stochastic-8bit": _one_byte("adamw", 1e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
-    "residual8": _one_byte("adamw", 1e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
-    "residual4": _one_byte("adamw", 1e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
-    "momentum": _one_byte("adamw", 1e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
+    "master": Rule("master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
+    "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
+    "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),
+    "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
+    "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
+    "residual4": _one_byte("adamw", 2e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
+    "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
     "stiffness-k0": _one_byte(
-        "stiffness_adamw", 1e-3, "stochastic", "StiffnessAdamW with k = 0 (AdamW), stochastic rounding", stiffness=0.0
+        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 0 (AdamW), stochastic rounding", stiffness=0.0
     ),
     "stiffness-k0.5": _one_byte(
-        "stiffness_adamw", 1e-3, "stochastic", "StiffnessAdamW with k = 1/2, stochastic rounding", stiffness=0.5
+        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 1/2, stochastic rounding", stiffness=0.5
     ),
     "stiffness": _one_byte(
-        "stiffness_adamw", 1e-3, "stochastic", "StiffnessAdamW with k = 1, stochastic rounding", stiffness=1.0
+        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 1, stochastic rounding", stiffness=1.0
     ),
     "stiffness-anneal": _one_byte(
         "stiffness_adamw",
-        1e-3,
+        2e-3,
         "stochastic",
         "StiffnessAdamW with k from 1 to 0, stochastic rounding",
         stiffness=1.0,
@@ -74,23 +74,23 @@ RULES: dict[str, Rule] = {
     "stiffness-unrounded": Rule(
         "continuous",
         "stiffness_adamw",
-        1e-3,
+        2e-3,
         stiffness=1.0,
         help="StiffnessAdamW with k = 1 on float32 weights that are never rounded: the geometry without the grid",
     ),
     "stiffness-lion": _one_byte(
-        "stiffness_lion", 2.5e-4, "stochastic", "StiffnessLion with k = 1, stochastic rounding", stiffness=1.0
+        "stiffness_lion", 1e-3, "stochastic", "StiffnessLion with k = 1, stochastic rounding", stiffness=1.0
     ),
     "madam": _one_byte(
-        "madam", 1e-2, "stochastic", "Madam (lr a share of the weight), stochastic rounding", float_lr=1e-3
+        "madam", 8e-2, "stochastic", "Madam (lr a share of the weight), stochastic rounding", float_lr=1e-3
     ),
-    "sgd-nearest": _one_byte("sgd", 1e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
+    "sgd-nearest": _one_byte("sgd", 2e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
     "sgd-stochastic": _one_byte("sgd", 1e-1, "stochastic", "SGD with momentum 0.9, stochastic rounding"),
     "stiffness-sgd": _one_byte(
-        "stiffness_sgd", 1e-1, "stochastic", "StiffnessSGD with k = 2, stochastic rounding", stiffness=2.0
+        "stiffness_sgd", 4e-1, "stochastic", "StiffnessSGD with k = 2, stochastic rounding", stiffness=2.0
     ),
     "riemannian": _one_byte(
-        "riemannian_adam", 0.5, "stochastic", "RiemannianAdam (lr in ULPs a step), stochastic rounding", float_lr=1e-3
+        "riemannian_adam", 2.0, "stochastic", "RiemannianAdam (lr in ULPs a step), stochastic rounding", float_lr=1e-3
     ),
     "riemannian-sgd": _one_byte(
         "riemannian_sgd",
@@ -101,7 +101,7 @@ RULES: dict[str, Rule] = {
     ),
     "fisher": _one_byte(
         "fisher",
-        1e-3,
+        2e-3,
         "stochastic",
         "natural gradient (KFAC) damped in the stiffness metric, stochastic rounding",
         stiffness=1.0,
