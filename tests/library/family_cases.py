@@ -1,0 +1,107 @@
+"""The family as its registry has it: every combination, every optimizer by name, and one parameter of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import geoopt
+import torch
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, stored_weight
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim._combinations import REGISTRY, is_valid
+from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
+
+Combination = tuple[str, str, str]
+
+NAMES = tuple(REGISTRY)
+COMBINATIONS: list[Combination] = [(n, w, m) for n in NAMES for w in WRITEBACKS for m in MOMENTS]
+VALID = [c for c in COMBINATIONS if is_valid(*c)]
+INVALID = [c for c in COMBINATIONS if not is_valid(*c)]
+RIEMANNIAN_NAMES = ("RiemannianAdam", "RiemannianSGD")
+
+#: Options with which weights of size 0.1 move by a fraction of an ULP a step.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "RiemannianAdam": {"lr": 0.6, "float_lr": 0.01},
+    "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
+    "StiffnessAdamW": {"lr": 0.01},
+    "StiffnessSGD": {"lr": 0.1, "momentum": 0.5, "stiffness": 1.0},
+    "StiffnessLion": {"lr": 0.01},
+    "Madam": {"lr": 0.05, "float_lr": 0.01},
+    "FisherNaturalGradient": {"lr": 0.01, "refresh": 4},
+}
+
+
+def ids(combinations: Iterable[Combination]) -> list[str]:
+    return ["-".join(c) for c in combinations]
+
+
+class Parallel(nn.Module):
+    """Linear layers side by side on the leading columns of one input; without global random numbers."""
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for weight in weights:
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer.weight = weight
+            self.layers.append(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x[:, : layer.in_features]) for layer in self.layers], -1)
+
+
+def is_layer(p: Tensor) -> bool:
+    """Whether it can be the weight of a linear layer of the network that Fisher's metric is taken of."""
+    return p.dim() == 2 and p.dtype == torch.float32 and p.numel() > 0 and p.requires_grad
+
+
+def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
+    """The optimizer called ``name``; the natural gradient is taken of a network of the list's matrices."""
+    kind, options = getattr(fm.optim, name), {**OPTIONS[name], "compile": False, **options}
+    parameters = list(parameters)
+    if name != "FisherNaturalGradient":
+        return kind(parameters, **options)
+    groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    tensors = [p for group in groups for p in group["params"]]
+    model = Parallel([p for p in tensors if is_layer(p)])
+    return kind(parameters, model, [normal(16, 320, seed=77)], **options)
+
+
+def zoo() -> dict[str, nn.Parameter]:
+    """One parameter of every kind that may share a list."""
+    scattered = fm.FP8Manifold("E4M3", 2.0**-5)
+    return {
+        "fp8 tensor": stored_weight("E4M3", (3, 7), seed=1, granularity="tensor", keep_remainder=True),
+        "fp8 channel": stored_weight("E3M4", (5, 33), seed=2, headroom=4.0, keep_remainder=True),
+        "fp8 block": stored_weight("E4M3", (3, 64), seed=3, granularity="block"),
+        "fp8 bfloat16": stored_weight("E5M2", (2, 2, 5), seed=4, dtype=torch.bfloat16),
+        "fp8 vector": stored_weight("E4M3FNUZ", (13,), seed=5, rounding="nearest"),
+        "fp8 scalar": stored_weight("E4M3", (), seed=6),
+        "fp8 empty": stored_weight("E4M3", (0, 4), seed=7),
+        "grid": grid_weight("E4M3", (3, 7), ROWS, "stochastic", seed=8),
+        "grid, any scale": grid_weight("E5M2", (5,), 0.3, seed=9),
+        "grid float64": grid_weight("E4M3", (4, 3), seed=10, dtype=torch.float64),
+        "grid non-contiguous": geoopt.ManifoldParameter(scattered.projx(normal(5, 3, seed=11, std=0.1)).t(), scattered),
+        "grid empty": on(fm.FP8Manifold("E4M3"), torch.empty(0, 4)),
+        "free": free_weight(normal(6, seed=12, std=0.1), "E5M2", 2.0**-3),
+        "float32": nn.Parameter(normal(4, 3, seed=13, std=0.1)),
+        "bfloat16": nn.Parameter(normal(9, seed=14, std=0.1).bfloat16()),
+        "float64": nn.Parameter(normal(3, seed=15, dtype=torch.float64, std=0.1)),
+        "float16": nn.Parameter(normal(2, 3, seed=16, std=0.1).half()),
+        "non-contiguous": nn.Parameter(normal(6, 4, seed=17, std=0.1).t()),
+        "scalar": nn.Parameter(normal(seed=18, std=0.1)),
+        "empty": nn.Parameter(torch.empty(0, 3)),
+        "frozen": nn.Parameter(normal(2, seed=19), requires_grad=False),
+    }
+
+
+def moves(p: Tensor) -> bool:
+    return p.requires_grad and p.numel() > 0
+
+
+def is_on_own_grid(p: Tensor) -> bool:
+    """Whether it is quantised and its values, not only their residual, are rounded."""
+    return isinstance(getattr(p, "manifold", None), fm.FP8Manifold)

@@ -1,0 +1,246 @@
+"""A run saved after each of its 50 steps, and taken up again from every one of those files: the same bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from family_cases import NAMES, OPTIONS, VALID, ids, make
+from optimizer_cases import bits_of, frozen, grid_weight, normal, on, put_gradients, stored_weight
+from torch import nn
+
+import fp8manifold as fm
+from fp8manifold.optim import anneal
+
+STEPS = 50
+AHEAD = 4
+"""Steps taken from every tenth file, of which the later start from what the first made of it; one from all others."""
+
+RESUMED: Counter[str] = Counter()
+
+valid = pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=ids(VALID))
+by_name = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def count(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How many files were taken up is printed with ``-s``, or when a test fails."""
+    yield
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\nresumed {sum(RESUMED.values()):,} times in {len(RESUMED)} runs of {STEPS} steps")
+
+
+class Weights(nn.Module):
+    """Seven small parameters of different kinds; the same whatever ``seed`` once a state has been loaded."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        scale = torch.tensor([[2.0**-5], [2.0**-4]])
+        saturating = stored_weight("E4M3", (3, 32), seed=seed + 3, granularity="block", headroom=1.0)
+        transposed = fm.FP8Manifold("E4M3", 2.0**-5)
+        self.weights = nn.ParameterList(
+            [
+                stored_weight("E4M3", (2, 9), seed=seed + 1, keep_remainder=True),
+                stored_weight("E5M2", (5,), seed=seed + 2, dtype=torch.bfloat16),
+                saturating,
+                grid_weight("E4M3", (2, 3), scale, "stochastic", seed=seed + 4),
+                on(transposed, normal(3, 2, seed=seed + 5, std=0.1)),
+                nn.Parameter(normal(4, 3, seed=seed + 6).t()),
+                nn.Parameter(normal(3, seed=seed + 7).bfloat16()),
+            ]
+        )
+
+
+class Run:
+    """A module and its optimizer, with a scheduler on request: all that a training script saves and loads."""
+
+    def __init__(self, make_optimizer: Callable[[Any], Any], make_scheduler: Any = None, seed: int = 0) -> None:
+        self.module = Weights(seed)
+        self.optimizer = make_optimizer(list(self.module.weights))
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+
+    def step(self, t: int) -> None:
+        """Gradients of step ``t``: a parameter has one in two steps of three, and those of one step are not finite."""
+        weights = list(self.module.weights)
+        put_gradients(weights, t, 0.3)
+        weights[t % 3].grad = None
+        if t == 17:
+            weights[5].grad[0, 0] = math.nan
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def parts(self) -> dict[str, Any]:
+        saved = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return saved | ({"scheduler": self.scheduler.state_dict()} if self.scheduler else {})
+
+    def saved(self) -> bytes:
+        file = io.BytesIO()
+        torch.save(self.parts(), file)
+        return file.getvalue()
+
+    def load(self, file: bytes) -> None:
+        parts = torch.load(io.BytesIO(file), weights_only=True)
+        self.module.load_state_dict(parts["module"])
+        self.optimizer.load_state_dict(parts["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(parts["scheduler"])
+
+    def bits(self) -> dict[str, Any]:
+        """Everything, bit for bit, schedulers included."""
+        weights = [bits_of(p) for p in self.module.weights]
+        return {"weights": weights, **frozen({k: v for k, v in self.parts().items() if k != "module"})}
+
+
+def resume_everywhere(label: str, begin: Callable[[int], Run]) -> Run:
+    """Take up every file in a module of other values and a new optimizer, and compare with the run that went on."""
+    whole = begin(0)
+    files, trajectory = [], []
+    for t in range(STEPS + AHEAD):
+        whole.step(t)
+        files.append(whole.saved())
+        trajectory.append(whole.bits())
+    assert len({str(bits["weights"]) for bits in trajectory}) > STEPS / 2  # there is something to get wrong
+    for t in range(STEPS):
+        again = begin(100)
+        again.load(files[t])
+        assert again.bits() == trajectory[t], f"{label}: loaded after step {t}"
+        for later in range(t + 1, t + 2 + (AHEAD - 1) * (t % 10 == 9)):
+            again.step(later)
+            assert again.bits() == trajectory[later], f"{label}: saved after step {t}, differs after {later}"
+        RESUMED[label] += 1
+    return whole
+
+
+@valid
+def test_every_combination_resumes_after_every_step(name: str, writeback: str, moments: str) -> None:
+    """S_ref is renewed every 7 steps, which does not divide 50; scales are widened and one step is left out."""
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 7, "weight_decay": 0.01, "seed": 3}
+    whole = resume_everywhere(
+        f"{name}-{writeback}-{moments}", lambda seed: Run(lambda p: make(name, p, **options), seed=seed)
+    )
+    assert whole.optimizer.skipped_steps == 1
+
+
+def test_scales_are_widened_in_these_runs() -> None:
+    """The one saturating weight is re-encoded on the way: files hold scales that their module was not made with."""
+    run = Run(lambda p: make("StiffnessAdamW", p, lr=0.03, refresh_every=7))
+    before = run.module.weights[2].scale.clone()
+    for t in range(STEPS):
+        run.step(t)
+    assert run.optimizer.widened_scales >= 1
+    assert (run.module.weights[2].scale > before).any()
+
+
+# ------------------------------------------------------------------------------------------ schedules and odd options
+SCHEDULERS: dict[str, Any] = {
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 30),
+    "onecycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, [g["lr"] * 2 for g in o.param_groups], total_steps=60, cycle_momentum=False
+    ),
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 9, 0.5),
+}
+
+
+@by_name
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_runs_with_schedules_groups_and_resets_resume(name: str, schedule: str) -> None:
+    """Two groups with options of their own, an lr in a tensor, an annealed stiffness, resets, and ascent in one."""
+    annealed = {"stiffness": anneal(1.0, 0.0, 40)} if "stiffness" in options_of(name) else {"damping": 0.25}
+    lr = OPTIONS[name]["lr"]
+
+    def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+        first = {"params": parameters[:3], "writeback": "residual4", "moments": "8bit", "reset_every": 13, **annealed}
+        rest = {"lr": torch.tensor(lr / 2), "stabilize_every": 11, "maximize": True, "refresh_every": 3}
+        return [first, {"params": parameters[3:], "writeback": "stochastic", "moments": "bfloat16", **rest}]
+
+    def begin(seed: int) -> Run:
+        return Run(lambda p: make(name, groups(p), refresh_every=7), SCHEDULERS[schedule], seed)
+
+    whole = resume_everywhere(f"{name}-{schedule}", begin)
+    assert isinstance(whole.optimizer.param_groups[1]["lr"], torch.Tensor)
+
+
+def options_of(name: str) -> dict[str, Any]:
+    defaults: dict[str, Any] = make(name, [stored_weight("E4M3", (2, 9))]).defaults
+    return defaults
+
+
+# ------------------------------------------------------------------------------------------ other ways to take a run up
+@by_name
+def test_a_run_loads_into_its_own_past(name: str) -> None:
+    """Back to an earlier file without making anything anew: nothing of what came after is left over."""
+    run = Run(lambda p: make(name, p, moments="8bit", writeback="residual8", refresh_every=7))
+    files, trajectory = [], []
+    for t in range(20):
+        run.step(t)
+        files.append(run.saved())
+        trajectory.append(run.bits())
+    for t in (16, 3, 12, 0):
+        run.load(files[t])
+        for later in range(t + 1, t + 3):
+            run.step(later)
+            assert run.bits() == trajectory[later], f"back to {t}, differs after {later}"
+
+
+@by_name
+def test_a_file_may_be_loaded_before_or_after_the_weights_and_is_not_changed(name: str) -> None:
+    run = Run(lambda p: make(name, p, moments="8bit", writeback="residual4"))
+    for t in range(5):
+        run.step(t)
+    parts = copy.deepcopy(run.parts())
+    kept = frozen(parts)
+    others = [Run(lambda p: make(name, p, moments="8bit", writeback="residual4"), seed=50) for _ in range(2)]
+    others[0].module.load_state_dict(parts["module"])
+    for other in others:
+        other.optimizer.load_state_dict(parts["optimizer"])
+    others[1].module.load_state_dict(parts["module"])
+    for t in range(5, 8):
+        for each in (run, *others):
+            each.step(t)
+        assert run.bits() == others[0].bits() == others[1].bits()
+    assert frozen(parts) == kept
+
+
+@by_name
+def test_weights_loaded_in_the_middle_of_a_run_are_stepped_with_their_own_scales(name: str) -> None:
+    """Another checkpoint's weights, scales included, under the running optimizer: as one made for them would go on."""
+    options = {"moments": "8bit", "writeback": "nearest", "refresh_every": 1, "seed": 1}
+    runs = []
+    for fresh in (False, True):
+        p = stored_weight("E4M3", (4, 320), seed=1)
+        optimizer = make(name, [p], **options)
+        put_gradients([p], 0)
+        optimizer.step()
+        p.data.copy_(stored_weight("E4M3", (4, 320), seed=2, headroom=1024.0))
+        if fresh:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(name, [p], **options)
+            optimizer.load_state_dict(state)
+        for t in range(1, 4):
+            put_gradients([p], t)
+            optimizer.step()
+        runs.append((bits_of(p), frozen(optimizer.state_dict())))
+    assert runs[0] == runs[1]
+
+
+@by_name
+def test_the_options_of_a_file_are_taken_over(name: str) -> None:
+    """torch's contract: an optimizer made with other write-back, moments and seed goes on as the saved one."""
+    run = Run(lambda p: make(name, p, moments="bfloat16", writeback="residual8", seed=9))
+    for t in range(4):
+        run.step(t)
+    other = Run(lambda p: make(name, p, moments="8bit", writeback="nearest", seed=1), seed=40)
+    other.step(0)
+    other.load(run.saved())
+    for t in range(4, 7):
+        run.step(t)
+        other.step(t)
+        assert run.bits() == other.bits()
