@@ -1,0 +1,261 @@
+"""Madam, Lion and SGD: what a step is, where it changes kind, and torch's optimizers where nothing is rounded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import ROWS, free_weight, grid_weight, normal, on_grid
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessLion, StiffnessSGD
+from fp8manifold.optim._plan import unpack_nibbles
+
+double = torch.float64
+FLOOR = 2.0**-4
+
+
+def plain(p: Tensor) -> Tensor:
+    return p.detach().as_subclass(Tensor).clone()
+
+
+def stepped(optimizer: Any, p: Tensor, gradient: Tensor) -> Tensor:
+    """The change of a float weight."""
+    before = plain(p)
+    p.grad = gradient
+    optimizer.step()
+    return plain(p) - before
+
+
+# ------------------------------------------------------------------------------------------------------- Madam
+def madam_on(x: Tensor, fmt: str = "E4M3", **options: Any) -> tuple[Any, Madam]:
+    """Weights that nothing rounds; of one gradient the first direction is its sign."""
+    p = free_weight(x, fmt)
+    return p, Madam([p], **{"lr": 0.1, "compile": False, **options})
+
+
+def floor_of(x: Tensor, fmt: str, escape: float = FLOOR) -> float:
+    """The share of the mean binade below which steps become additive."""
+    binades = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=2.0 ** fm.FloatFormat.from_string(fmt).emin))))
+    return escape * binades.mean().item()
+
+
+def test_madam_multiplies_above_the_floor_and_adds_below() -> None:
+    """By exp(-sign(w) lr d) there; by a fixed amount for every weight below, whatever its own size."""
+    x = torch.cat([torch.logspace(-6, 2, 400, dtype=double), -torch.logspace(-6, 2, 400, dtype=double), torch.zeros(2)])
+    floor = floor_of(x, "E4M3")
+    for sign in (1.0, -1.0):
+        p, optimizer = madam_on(x)
+        moved = stepped(optimizer, p, torch.full_like(x, sign))
+        far, near = x.abs() >= floor, x.abs() < floor
+        assert far.sum() > 100
+        assert near.sum() > 100
+        factor = (plain(p) / x)[far]
+        torch.testing.assert_close(factor, torch.exp(-0.1 * sign * x.sign())[far], rtol=1e-7, atol=0)
+        torch.testing.assert_close(moved[near], torch.full_like(x, -0.1 * sign * floor)[near], rtol=1e-7, atol=0)
+        crossed = plain(p).sign() != x.sign()
+        assert crossed[x == 0].all()
+        assert not crossed[far].any()
+        assert crossed[near & (x != 0)].any()
+
+
+def test_madam_is_continuous_with_its_slope_at_the_floor() -> None:
+    """Just above and just below it weights take the same small step, to second order in the step."""
+    x = torch.ones(1000, dtype=double)
+    for _ in range(3):  # the two are part of the mean that makes the floor
+        floor = floor_of(x, "E4M3")
+        x[:2] = torch.tensor([floor * (1 - 1e-9), floor * (1 + 1e-9)], dtype=double)
+    for lr in (1e-2, 1e-3):
+        p, optimizer = madam_on(x, lr=lr)
+        moved = stepped(optimizer, p, torch.ones_like(x))[:2] / floor
+        assert abs(moved[0] - moved[1]) < lr**2
+        assert abs(moved[0] + lr) < 1e-6 * lr
+
+
+def test_madams_direction_is_bounded_and_normalised() -> None:
+    """Gradients of any size move a weight by the same factor; one that jumps by no more than the bound's."""
+    x = torch.ones(8, dtype=double)
+    p, optimizer = madam_on(x, max_direction=3.0, betas=(0.9, 0.999))
+    sizes = torch.logspace(-6, 6, 8, dtype=double)
+    moved = stepped(optimizer, p, sizes)
+    torch.testing.assert_close(moved, torch.full_like(x, math.expm1(-0.1)), rtol=0.02, atol=0)  # eps is 1e-8
+    before = plain(p)
+    stepped(optimizer, p, 1e6 * sizes)
+    root = math.sqrt((0.999 * 0.001 + 0.001 * 1e12) / (1 - 0.999**2)) / 1e6
+    torch.testing.assert_close(
+        plain(p) / before, torch.full_like(x, math.exp(-0.1 * min(1 / root, 3.0))), rtol=1e-4, atol=0
+    )
+    for _ in range(200):
+        stepped(optimizer, p, 1e-3 * sizes)
+    before = plain(p)
+    stepped(optimizer, p, 1e6 * sizes)
+    assert (plain(p) / before >= math.exp(-0.3) * (1 - 1e-6)).all()
+
+
+@pytest.mark.parametrize("fmt", ["E7M0", "E4M3", "E5M2"])
+def test_madam_crosses_zero(fmt: str) -> None:
+    """Codes from -1 and from zero reach +1/2 and stay near it; a purely multiplicative step never could."""
+    p = fm.FP8Parameter(torch.tensor([-1.0, -0.01, 0.0, 0.3, 2.0] * 20), fmt)
+    optimizer = Madam([p], lr=0.05, compile=False)
+    for t in range(600):
+        optimizer.param_groups[0]["lr"] = 0.05 if t < 400 else 0.02
+        p.grad = p.dequantize() - 0.5
+        optimizer.step()
+    found = p.dequantize()
+    assert (found > 0).all()
+    assert abs(found.mean() - 0.5) < 0.1
+    assert (found - 0.5).abs().max() <= 0.5
+
+
+def test_madams_steps_are_right_in_the_mean_on_powers_of_two() -> None:
+    """E7M0 has nothing between 1 and 2: the step is taken in value and rounded once, which keeps its mean."""
+    n = 1 << 17
+    for sign, factor in ((-1.0, math.exp(0.1)), (1.0, math.exp(-0.1))):
+        p = fm.FP8Parameter(torch.ones(n), "E7M0", scale=1.0)
+        optimizer = Madam([p], lr=0.1, compile=False)
+        p.grad = torch.full((n,), sign)
+        optimizer.step()
+        values = p.dequantize().double()
+        assert abs(values.mean() - factor) < 4 * values.std() / math.sqrt(n)
+
+
+def test_madam_gives_ordinary_parameters_adamw() -> None:
+    """At float_lr, which follows the schedule of lr."""
+    weight = nn.Parameter(normal(30, seed=1, dtype=double))
+    twin = nn.Parameter(weight.detach().clone())
+    ours = Madam([weight], lr=0.2, float_lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1, compile=False)
+    torchs = torch.optim.AdamW([twin], lr=3e-3, betas=(0.8, 0.99), weight_decay=0.1)
+    for t in range(50):
+        if t == 20:
+            ours.param_groups[0]["lr"], torchs.param_groups[0]["lr"] = 0.1, 1.5e-3
+        weight.grad = normal(30, seed=t, dtype=double)
+        twin.grad = weight.grad.clone()
+        ours.step()
+        torchs.step()
+    torch.testing.assert_close(weight, twin, rtol=0, atol=1e-13)
+
+
+# -------------------------------------------------------------------------------------------------------- Lion
+def test_a_step_of_lion_is_the_same_number_of_ulps_everywhere() -> None:
+    """``lr / S_ref`` at k = 1, between the bounds; at k = 0 it is ``lr`` in value."""
+    x = normal(400, seed=1, dtype=double).mul_(torch.exp2(normal(400, seed=2, dtype=double)))
+    stiffness = fm.ulp(x, "E4M3")
+    reference = stiffness.mean().item()
+    free = (stiffness / reference > 2.0**-8) & (stiffness / reference < 2.0**4)
+    assert len(stiffness[free].unique()) > 5
+    for k, expected in ((1.0, 1e-3 * stiffness / reference), (0.0, torch.full_like(x, 1e-3))):
+        p = free_weight(x)
+        optimizer = StiffnessLion([p], lr=1e-3, stiffness=k, compile=False)
+        g = normal(400, seed=3, dtype=double)
+        g[::5] = 0.0
+        moved = stepped(optimizer, p, g)
+        torch.testing.assert_close(moved[free], (-g.sign() * expected)[free], rtol=1e-9, atol=0)
+        assert (moved[::5] == 0).all()
+
+
+def test_lion_is_the_published_algorithm() -> None:
+    """The sign of an interpolation, then the other beta into the average, decoupled decay; on ordinary weights."""
+    w = normal(50, seed=1, dtype=double)
+    p, m = nn.Parameter(w.clone()), torch.zeros(50, dtype=double)
+    optimizer = StiffnessLion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.5, compile=False)
+    for t in range(60):
+        g = normal(50, seed=10 + t, dtype=double)
+        p.grad = g
+        optimizer.step()
+        w = (1 - 0.01 * 0.5) * w - 0.01 * torch.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
+    torch.testing.assert_close(p.detach(), w, rtol=0, atol=1e-13)
+
+
+# --------------------------------------------------------------------------------------------- SGD and AdamW
+SGD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.3},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "maximize": {"momentum": 0.5, "maximize": True},
+}
+
+
+@pytest.mark.parametrize("options", SGD.values(), ids=SGD)
+@pytest.mark.parametrize("quantised", [True, False], ids=["manifold", "ordinary"])
+def test_sgd_without_stiffness_is_torchs_where_nothing_is_rounded(options: dict[str, Any], quantised: bool) -> None:
+    x = normal(3, 20, seed=1, dtype=double, std=0.1)
+    p: Any = free_weight(x, "E4M3", ROWS.double()) if quantised else nn.Parameter(x.clone())
+    twin = nn.Parameter(plain(p))
+    ours = StiffnessSGD([p], **{"lr": 0.003, "momentum": 0.0, "stiffness": 0.0, "compile": False, **options})
+    torchs = torch.optim.SGD([twin], lr=0.003, **options)
+    for t in range(100):
+        p.grad = normal(3, 20, seed=t, dtype=double)
+        twin.grad = p.grad.clone()
+        ours.step()
+        torchs.step()
+    torch.testing.assert_close(plain(p), plain(twin), rtol=0, atol=1e-13)
+
+
+def test_sgds_decay_is_decoupled() -> None:
+    p = free_weight(normal(20, seed=1, dtype=double))
+    expected = plain(p) * (1 - 0.1 * 0.2)
+    optimizer = StiffnessSGD([p], lr=0.1, weight_decay=0.2, compile=False)
+    stepped(optimizer, p, torch.zeros(20, dtype=double))
+    torch.testing.assert_close(plain(p), expected, rtol=1e-14, atol=0)
+
+
+def test_sgd_at_k_2_is_the_riemannian_step_to_first_order() -> None:
+    """S^2 g: the linear step of StiffnessSGD and the geodesic of RiemannianSGD agree where no binade is left."""
+    x = 1.0 + torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=double) * 0.8
+    x = x * torch.exp2(torch.arange(200) % 5)
+    linear, geodesic = free_weight(x), free_weight(x)
+    g = normal(200, seed=2, dtype=double)
+    reference = fm.ulp(x, "E4M3").mean().item()
+    a = stepped(StiffnessSGD([linear], lr=1e-3 * reference**2, momentum=0.0, compile=False), linear, g)
+    b = stepped(RiemannianSGD([geodesic], lr=1e-3, compile=False), geodesic, g)
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=0)
+
+
+def test_adamw_without_stiffness_is_torchs_where_nothing_is_rounded() -> None:
+    p = free_weight(normal(3, 20, seed=1, dtype=double, std=0.1), "E4M3", ROWS.double())
+    twin = nn.Parameter(plain(p))
+    ours = StiffnessAdamW([p], lr=3e-3, stiffness=0.0, weight_decay=0.2, compile=False)
+    torchs = torch.optim.AdamW([twin], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.2)
+    for t in range(200):
+        p.grad = normal(3, 20, seed=t, dtype=double)
+        twin.grad = p.grad.clone()
+        ours.step()
+        torchs.step()
+    torch.testing.assert_close(plain(p), plain(twin), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("writeback", ["residual8", "residual4"])
+def test_riemannian_adam_over_codes_is_adam_on_codes(writeback: str) -> None:
+    """torch's Adam over the chart's coordinate, with gradient S g; codes and residual follow it to a few parts."""
+    p = fm.FP8Parameter(normal(40, 25, seed=1, std=0.1), "E4M3")
+    scale = p.expanded_scale().double()
+    code = nn.Parameter(fm.to_chart(p.dequantize().double() / scale, "E4M3"))
+    options = {"lr": 0.05, "betas": (0.9, 0.99), "eps": 0.0}
+    ours = RiemannianAdam([p], writeback=writeback, damping=0.0, clip=math.inf, compile=False, **options)
+    torchs = torch.optim.Adam([code], **options)
+    for t in range(60):
+        p.grad = normal(40, 25, seed=100 + t)
+        code.grad = fm.ulp(fm.from_chart(code.detach(), "E4M3"), "E4M3") * scale * p.grad.double()
+        ours.step()
+        torchs.step()
+    residual, parts = ours.state[p]["residual"], 256
+    if writeback == "residual4":
+        residual, parts = unpack_nibbles(residual, p.shape), 16
+    position = fm.to_chart(p.dequantize().double() / scale, "E4M3") + residual / parts
+    away = (position - code.detach()).abs() * parts
+    assert away.mean() < math.sqrt(60) / 2  # 60 roundings of a part, half a part each at most
+    assert away.max() < 4 * math.sqrt(60)
+
+
+def test_every_weight_stays_on_its_grid() -> None:
+    for kind, lr in ((Madam, 0.1), (StiffnessLion, 0.01), (StiffnessSGD, 0.1)):
+        p = grid_weight("E4M3", (3, 7), ROWS, "stochastic")
+        optimizer = kind([p], lr=lr, compile=False)
+        for t in range(20):
+            stepped(optimizer, p, normal(3, 7, seed=t))
+            assert on_grid(p)
