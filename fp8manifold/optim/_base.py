@@ -30,6 +30,7 @@ __all__ = [
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 
+_COUNTS: Final = ("skipped_steps", "widened_scales")
 _NO_KEYS: Final = [0] * KEYS
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -56,10 +57,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
         skipped_steps: number of steps left out because a gradient was not finite.
+        widened_scales: how often a one-byte parameter that had reached the end of its range was given a wider scale.
     """
 
     observer: Callable[[StepView], None] | None = None
     skipped_steps: int = 0
+    widened_scales: int = 0
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
 
@@ -124,8 +127,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's part, and the count of skipped steps."""
-        return super().__getstate__() | {"skipped_steps": self.skipped_steps}
+        """torch's part, and the counts."""
+        return super().__getstate__() | {name: getattr(self, name) for name in _COUNTS}
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with everything a bit-exact resume needs; schedules (functions) are left to the constructor."""
@@ -133,7 +136,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for group in saved["param_groups"]:
             for name in [name for name, value in group.items() if callable(value)]:
                 del group[name]
-        saved["skipped_steps"] = self.skipped_steps
+        saved |= {name: getattr(self, name) for name in _COUNTS}
         saved["optimizer"] = type(self).__name__
         return saved
 
@@ -149,12 +152,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
             self._check_group(ours | saved | {"params": group["params"]})
-        extra = ("skipped_steps", "optimizer")
+        extra = (*_COUNTS, "optimizer")
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
         for group, ours in zip(self.param_groups, schedules, strict=True):
             group.update({name: value for name, value in ours.items() if name not in group})
         self._restore_dtypes(state_dict)
-        self.skipped_steps = int(state_dict.get("skipped_steps", 0))
+        for name in _COUNTS:
+            setattr(self, name, int(state_dict.get(name, 0)))
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
         """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes."""
@@ -211,7 +215,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             bits = RESIDUAL_BITS.get(group["writeback"], 0)
             for parameter in group["params"] if bits else ():
-                if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:
+                if not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
+                    continue
+                if "residual" in self.state[parameter]:  # a loaded state knows better
+                    parameter.remainder = None
+                else:
                     self.state[parameter]["grid"] = grid_of(parameter).fields
                     self.state[parameter]["residual"] = first_residual(parameter, bits)
 

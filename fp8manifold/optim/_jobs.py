@@ -24,13 +24,7 @@ _STATE = ("residual", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 
 
 class GridOptimizer(ManifoldOptimizer):
-    """Plans steps for the engine: subclasses name the traits of the variant and give its numbers.
-
-    Attributes:
-        widened_scales: how often a one-byte parameter that had reached the end of its range was given a wider scale.
-    """
-
-    widened_scales: int = 0
+    """Plans steps for the engine: subclasses name the traits of the variant and give its numbers."""
 
     @property
     def _jobs(self) -> "dict[Tensor, _Kept]":
