@@ -11,13 +11,28 @@ import pytest
 import torch
 from optimizer_cases import (
     CLASSES,
+    RIEMANNIAN,
     every_class,
+    frozen,
     grid_weight,
     normal,
+    on,
+    put_gradients,
+    snapshot,
+    stored_weight,
 )
 from torch import nn
 
-from fp8manifold.optim import RiemannianAdam, RiemannianSGD, StiffnessAdamW
+import fp8manifold as fm
+from fp8manifold.optim import (
+    Madam,
+    RiemannianAdam,
+    RiemannianSGD,
+    StiffnessAdamW,
+    StiffnessLion,
+    StiffnessSGD,
+    StiffnessWrapper,
+)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -116,11 +131,18 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
             ({"reset_every": -3}, ValueError, "reset_every=-3"),
             ({"writeback": "stochastik"}, ValueError, "writeback='stochastik'.*did you mean 'stochastic'"),
             ({"on_nonfinite": "skipp"}, ValueError, "on_nonfinite='skipp'.*did you mean 'skip'"),
+            ({"moments": "8bits"}, ValueError, "moments='8bits'.*did you mean '8bit'"),
+            ({"moments": 8}, ValueError, "moments=8"),
+            ({"compile": 1}, TypeError, "compile=1"),
+            ({"compile": "yes"}, TypeError, "compile='yes'"),
+            ({"maximize": 1}, TypeError, "maximize=1"),
+            ({"lr": True}, TypeError, "lr=True"),
+            ({"lr": None} if kind not in RIEMANNIAN else {"lr": []}, TypeError, "lr="),
         ]
     ],
     *[
         (kind, options, error, message)
-        for kind in (StiffnessAdamW, RiemannianAdam)
+        for kind in (StiffnessAdamW, RiemannianAdam, Madam)
         for options, error, message in [
             ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\]=1\.0"),
             ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]=-0\.1"),
@@ -130,6 +152,28 @@ REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
             ({"eps": math.inf}, ValueError, "eps=inf"),
         ]
     ],
+    *[
+        (kind, options, error, message)
+        for kind in (StiffnessSGD, RiemannianSGD)
+        for options, error, message in [
+            ({"momentum": math.inf}, ValueError, "momentum=inf"),
+            ({"dampening": math.nan, "momentum": 0.9}, ValueError, "dampening=nan"),
+            ({"momentum": 0.0, "moments": "8bit"}, ValueError, "moments='8bit' needs momentum > 0"),
+            ({"momentum": 0.0, "writeback": "momentum"}, ValueError, "writeback='momentum' needs 0 < momentum < 1"),
+            ({"momentum": 1.0, "writeback": "momentum"}, ValueError, "writeback='momentum' needs 0 < momentum < 1"),
+            ({"momentum": 0.9, "nesterov": True, "writeback": "momentum"}, ValueError, "nesterov=True"),
+        ]
+    ],
+    (StiffnessAdamW, {"betas": (0.0, 0.9), "writeback": "momentum"}, ValueError, r"needs betas\[0\] > 0"),
+    (RiemannianAdam, {"betas": (0.0, 0.9), "writeback": "momentum"}, ValueError, r"needs betas\[0\] > 0"),
+    (RiemannianAdam, {"amsgrad": True, "moments": "8bit"}, ValueError, "amsgrad=True does not go with moments='8bit'"),
+    (StiffnessLion, {"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1\.0"),
+    (StiffnessLion, {"stiffness": math.nan}, ValueError, "stiffness=nan"),
+    (StiffnessSGD, {"stiffness": -9}, ValueError, "stiffness=-9"),
+    (Madam, {"float_lr": -1.0}, ValueError, r"float_lr=-1\.0"),
+    (Madam, {"max_direction": 0.0}, ValueError, r"max_direction=0\.0"),
+    (Madam, {"escape": 0}, ValueError, "escape=0"),
+    (Madam, {"escape": "1"}, TypeError, "escape='1'"),
     (StiffnessAdamW, {"stiffness": 9.0}, ValueError, r"stiffness=9\.0"),
     (StiffnessAdamW, {"stiffness": "1"}, TypeError, "stiffness='1'"),
     (StiffnessAdamW, {"stiffness": lambda step: math.nan}, ValueError, "stiffness=nan"),
@@ -154,7 +198,118 @@ def test_an_option_out_of_range_is_refused(kind: Any, options: dict[str, Any], e
         kind([{"params": [grid_weight()], **options}])
 
 
-def test_stiffness_adamw_refuses_foreign_manifolds() -> None:
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind not in RIEMANNIAN])
+def test_foreign_manifolds_are_refused(kind: Any) -> None:
     point = geoopt.ManifoldParameter(geoopt.Sphere().projx(normal(4)), manifold=geoopt.Sphere())
     with pytest.raises(ValueError, match="RiemannianAdam"):
-        StiffnessAdamW([point])
+        kind([point])
+    optimizer = kind([stored_weight()])
+    with pytest.raises(ValueError, match="RiemannianAdam"):
+        optimizer.add_param_group({"params": [point]})
+    assert len(optimizer.param_groups) == 1
+
+
+@every_class
+def test_parameters_without_values_or_of_odd_types_are_refused(kind: Any) -> None:
+    """On the meta device, in a raw 8-bit float, of integers: in the constructor, next to a weight that is fine."""
+    for bad, message in (
+        (nn.Parameter(torch.ones(3, device="meta")), "meta"),
+        (on(fm.FP8Manifold("E4M3"), torch.ones(3, device="meta")), "meta"),
+        (nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+        (nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False), "int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind([stored_weight(), bad])
+
+
+# ------------------------------------------------------------------------------------------- options that went astray
+@every_class
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -0.1, torch.tensor(math.nan)], ids=str)
+def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: Any) -> None:
+    """Set by a scheduler or by hand after construction: named, and nothing has changed."""
+    weight = stored_weight()
+    optimizer = kind([weight])
+    for t in range(2):
+        put_gradients([weight], t)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"], good = lr, optimizer.param_groups[0]["lr"]
+        before = snapshot(optimizer)
+        with pytest.raises(ValueError, match="lr="):
+            optimizer.step()
+        assert snapshot(optimizer) == before
+        optimizer.param_groups[0]["lr"] = good
+
+
+# ------------------------------------------------------------------------------------------------------ foreign states
+def trained(kind: Any, weight: Any, **options: Any) -> Any:
+    optimizer = kind([weight], **{"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {}, **options)
+    put_gradients([weight], 0)
+    optimizer.step()
+    return optimizer
+
+
+#: What a state was saved with and what it is loaded for, and the words that say so.
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "shape": (lambda: stored_weight(shape=(4, 64)), lambda: stored_weight(shape=(64, 4)), r"\(4, 64\).*\(64, 4\)"),
+    "format": (lambda: stored_weight("E4M3"), lambda: stored_weight("E5M2"), "E4M3.*E5M2"),
+    "layout": (lambda: stored_weight("E4M3"), lambda: stored_weight("E4M3FNUZ"), "E4M3, .*E4M3FNUZ, "),
+    "grid format": (lambda: grid_weight("E4M3"), lambda: grid_weight("E3M4"), "E4M3.*E3M4"),
+    "granularity": (
+        lambda: stored_weight(shape=(4, 64), granularity="block"),
+        lambda: stored_weight(shape=(4, 64), granularity="tensor"),
+        "a block of 32.*a tensor",
+    ),
+}
+
+
+@every_class
+@pytest.mark.parametrize(("saved", "ours", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_state_made_for_another_parameter_is_refused(kind: Any, saved: Any, ours: Any, message: str) -> None:
+    """In one line that names both, with the optimizer left as it was."""
+    state = trained(kind, saved(), moments="8bit", writeback="residual8").state_dict()
+    optimizer = trained(kind, ours(), moments="8bit", writeback="residual8")
+    before, kept = snapshot(optimizer), frozen(state)
+    with pytest.raises(ValueError, match=message) as raised:
+        optimizer.load_state_dict(state)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 300
+    assert snapshot(optimizer) == before
+    assert frozen(state) == kept
+
+
+@every_class
+def test_a_state_of_an_ordinary_parameter_is_not_one_of_a_weight(kind: Any) -> None:
+    pairs = [(stored_weight(), nn.Parameter(normal(3, 7))), (nn.Parameter(normal(3, 7)), stored_weight())]
+    for saved, ours in pairs:
+        optimizer = kind([ours])
+        with pytest.raises(ValueError, match="ordinary parameter"):
+            optimizer.load_state_dict(trained(kind, saved).state_dict())
+        assert not optimizer.state
+
+
+@every_class
+def test_what_is_no_state_of_ours_is_refused(kind: Any) -> None:
+    """In one line: another optimizer's, torch's, a wrapper's, none at all, and one with options out of range."""
+    optimizer = trained(kind, stored_weight())
+    before = snapshot(optimizer)
+    theirs = torch.optim.AdamW([nn.Parameter(normal(3, 7))])
+    wrapped = StiffnessWrapper(torch.optim.SGD([grid_weight()], lr=0.1))
+    other = trained(RiemannianSGD if kind is not RiemannianSGD else Madam, stored_weight())
+    good = optimizer.state_dict()
+    bad_group = good | {"param_groups": [{**good["param_groups"][0], "lr": -1.0}]}
+    two = {**good, "param_groups": good["param_groups"] * 2}
+    for state, error, message in (
+        (theirs.state_dict(), ValueError, kind.__name__),
+        (wrapped.state_dict(), ValueError, kind.__name__),
+        (other.state_dict(), ValueError, f"{type(other).__name__}, not of {kind.__name__}"),
+        (bad_group, ValueError, r"lr=-1\.0"),
+        (two, ValueError, "size"),
+        ({}, ValueError, "param_groups"),
+        (None, TypeError, "NoneType"),
+        ([1], TypeError, "list"),
+    ):
+        with pytest.raises(error, match=message) as raised:
+            optimizer.load_state_dict(state)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 300
+        assert snapshot(optimizer) == before
