@@ -30,11 +30,12 @@ by_name = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module", autouse=True)
 def count(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How many files were taken up is printed with ``-s``, or when a test fails."""
+    """How many files were taken up is printed."""
     yield
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"\nresumed {sum(RESUMED.values()):,} times in {len(RESUMED)} runs of {STEPS} steps")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    if RESUMED:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{len(RESUMED)} runs of {STEPS} steps, taken up {sum(RESUMED.values()):,} times")
 
 
 class Weights(nn.Module):
