@@ -5,9 +5,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._plan import described, grid_of
+from fp8manifold._float_bits import working_dtype
+from fp8manifold.optim._plan import STORED, described, grid_of
+from fp8manifold.optim._variant import RESIDUAL_BITS
 
-__all__ = ["check_parameters", "check_state"]
+__all__ = ["check_entry", "check_parameters", "check_state"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PER_WEIGHT: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
@@ -49,9 +51,39 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
             _check_entry(state_dict["state"].get(index, {}), parameter, index)
 
 
+def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
+    """Raise ValueError unless averages and residual are kept as a group's options have it.
+
+    Args:
+        entry: the parameter's state.
+        parameter: what it is the state of.
+        group: the options.
+        stores_moments: whether ``moments`` is for this parameter.
+    """
+    moments = group["moments"] if stores_moments else "float32"
+    dtype = STORED[moments] or working_dtype(parameter)
+    for name in _PER_WEIGHT:
+        if name in entry and entry[name].dtype != dtype:
+            raise ValueError(
+                f"the state of a parameter of shape {tuple(parameter.shape)} has {name} in {entry[name].dtype}, but "
+                f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
+            )
+    bits = RESIDUAL_BITS.get(group["writeback"], 0)
+    kept_in = {8: torch.int8, 4: torch.uint8}
+    if bits and "residual" in entry and entry["residual"].dtype != kept_in[bits]:
+        raise ValueError(
+            f"the state of a parameter of shape {tuple(parameter.shape)} has another residual than "
+            f"writeback={group['writeback']!r} keeps: the width of a residual can't change over a run"
+        )
+
+
 def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     """One parameter's state: its averages have the parameter's shape, and are of its format."""
+    if entry and "step" in entry and "stream" not in entry:
+        raise ValueError(f"the state of parameter {index} lacks its stream: it is not one of this library's optimizers")
     for name in _PER_WEIGHT:
+        if name in entry and not isinstance(entry[name], Tensor):
+            raise ValueError(f"the state of parameter {index} has {name}={entry[name]!r}: a tensor is needed")
         if name in entry and entry[name].shape != parameter.shape:
             raise ValueError(
                 f"the state of parameter {index} has {name} of shape {tuple(entry[name].shape)}: "

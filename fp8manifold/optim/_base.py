@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._accepted import check_parameters, check_state
+from fp8manifold.optim._accepted import check_entry, check_parameters, check_state
 from fp8manifold.optim._engine import Job, key_row, run, settle
 from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import KEYS, row
@@ -25,6 +25,7 @@ __all__ = [
     "Planned",
     "check_betas",
     "check_finite",
+    "options_of",
     "reject_flags",
 ]
 
@@ -97,8 +98,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            _check_lr(group)
+        self._check_options()
         self._check_schedules()
         self._take_remainders()
         if not self._ready():
@@ -151,7 +151,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
-            self._check_group(ours | saved | {"params": group["params"]})
+            merged = ours | saved | {"params": group["params"]}
+            self._check_group(merged)
+            for index, parameter in zip(saved["params"], group["params"], strict=True):
+                stores = self._stores_moments(parameter)
+                check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
         extra = (*_COUNTS, "optimizer")
         super().load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
         for group, ours in zip(self.param_groups, schedules, strict=True):
@@ -169,6 +173,24 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor):
                     device = value.device if name == "step" else parameter.device
                     self.state[parameter][name] = value.detach().to(device, copy=True)
+
+    def _check_options(self) -> None:
+        """Raise before anything has changed if what somebody set since the last step is not valid."""
+        checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked", {})
+        for group in self.param_groups:
+            _check_lr(group)
+            if checked.get(id(group)) == (options := options_of(group)):
+                continue
+            self._check_group(group)
+            for parameter in group["params"]:
+                if parameter in self.state:
+                    stores = self._stores_moments(parameter)
+                    check_entry(self.state[parameter], parameter, group, stores_moments=stores)
+            checked[id(group)] = options
+
+    def _stores_moments(self, parameter: Tensor) -> bool:
+        """Whether ``moments`` is for this parameter."""
+        return True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""
@@ -286,6 +308,11 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
             raise TypeError(f"{optimizer} got an unexpected keyword argument {name!r}{hint}")
         if value:
             raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
+
+
+def options_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    """What a group's steps depend on, but for the learning rate, which changes all the time."""
+    return tuple([value for name, value in group.items() if name not in ("params", "lr", "initial_lr")])
 
 
 def _check_lr(group: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._base import ManifoldOptimizer, Planned
+from fp8manifold.optim._base import ManifoldOptimizer, Planned, options_of
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
@@ -138,7 +138,7 @@ class _Kept:
     ) -> None:
         self.kind = kind
         self.job, self.grid, self.dtype = job, grid, working_dtype(parameter)
-        self._options = _options(group)
+        self._options = options_of(group)
         self._address = _address(parameter, grid.storage)
         self._state = [(name, state[name]) for name in _STATE if name in state]
         self._reference = state.get("reference")
@@ -150,12 +150,8 @@ class _Kept:
             and self._address == _address(parameter, self.grid.storage)
             and all(state.get(name) is tensor for name, tensor in self._state)
             and self._reference == state.get("reference")
-            and self._options == _options(group)
+            and self._options == options_of(group)
         )
-
-
-def _options(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([value for name, value in group.items() if name not in ("params", "lr", "initial_lr")])
 
 
 def _address(parameter: Tensor, storage: str) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from fp8manifold.optim._variant import Storage, Variant
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
+    "STORED",
     "Grid",
     "described",
     "first_residual",
@@ -28,7 +29,7 @@ __all__ = [
     "unpack_nibbles",
 ]
 
-_STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def grid_of(parameter: Tensor) -> Grid:
 def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[str, Any]) -> None:
     """Add what the variant keeps and the state lacks."""
     shape, device = parameter.shape, parameter.device
-    dtype = _STORED[variant.moments] or working_dtype(parameter)
+    dtype = STORED[variant.moments] or working_dtype(parameter)
     for name in variant.stores:
         if name not in state:
             state[name] = torch.zeros(shape, dtype=dtype, device=device)

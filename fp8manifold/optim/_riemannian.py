@@ -76,6 +76,9 @@ class Riemannian(GridOptimizer):
         self._step_elsewhere(group, parameter, state, manifold_of(parameter) or _EUCLIDEAN)
         return None
 
+    def _stores_moments(self, parameter: Tensor) -> bool:
+        return is_quantized(parameter)
+
     def _ready(self) -> bool:
         """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
         return super()._ready() and all(
