@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from fp8manifold._float_bits import working_dtype
+from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._plan import STORED, described, grid_of
 from fp8manifold.optim._variant import RESIDUAL_BITS
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_entry", "check_parameters", "check_state"]
 
@@ -25,6 +27,12 @@ def check_parameters(parameters: list[Tensor]) -> None:
             )
         if parameter.is_meta:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is on the meta device: it has no values")
+        manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
+        if manifold is not None and manifold.scale.device != parameter.device:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its manifold on "
+                f"{manifold.scale.device}: move both to one device"
+            )
     if len({id(p) for p in parameters}) < len(parameters):
         raise ValueError("a parameter appears twice in a group: each may be stepped once")
 

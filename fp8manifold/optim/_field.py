@@ -24,7 +24,7 @@ _MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
 
 
 def reference_stiffness(stiffness: Tensor) -> float:
-    """The mean of a stiffness field, correctly rounded to float64.
+    """The mean of a stiffness field, to the last bit or so of float64.
 
     Equal values are counted exactly, so the result does not depend on how a tensor is cut up or summed.
     """

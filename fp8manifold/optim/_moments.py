@@ -22,7 +22,8 @@ MOMENT_FORMAT: Final = FloatFormat(4, 3)
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
 """The float32 bound of each block of an average: the same average, of the block's largest gradient.
 
-No value of the block exceeds it, so a scale taken from it can't saturate, and it needs no second pass.
+No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
+only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
 """
 
 _FIELD, _BIAS = 23, 127
