@@ -18,6 +18,7 @@ from optimizer_cases import (
     normal,
     on,
     put_gradients,
+    same_bits,
     snapshot,
     stored_weight,
 )
@@ -238,6 +239,67 @@ def test_a_learning_rate_that_went_astray_is_refused_by_the_step(kind: Any, lr: 
             optimizer.step()
         assert snapshot(optimizer) == before
         optimizer.param_groups[0]["lr"] = good
+
+
+@every_class
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weight_decay": math.nan}, ValueError, "weight_decay=nan"),
+        ({"writeback": "residual"}, ValueError, "writeback='residual'"),
+        ({"writeback": "residual4"}, ValueError, "residual4"),
+        ({"moments": "8bit"}, ValueError, "moments='8bit'"),
+        ({"moments": "bfloat16"}, ValueError, "moments='bfloat16'"),
+        ({"seed": -1}, ValueError, "seed=-1"),
+        ({"clip": math.nan}, ValueError, "clip=nan"),
+        ({"maximize": "no"}, TypeError, "maximize='no'"),
+        ({"refresh_every": 0}, ValueError, "refresh_every=0"),
+        ({"on_nonfinite": "maybe"}, ValueError, "on_nonfinite='maybe'"),
+    ],
+    ids=str,
+)
+def test_options_set_between_steps_are_checked(kind: Any, change: dict[str, Any], error: Any, message: str) -> None:
+    """Out of range, or against what the state holds: named, nothing has changed, and the old ones still do."""
+    weight, plain = stored_weight(), nn.Parameter(normal(5))
+    optimizer = kind(
+        [{"params": [plain]}, {"params": [weight]}],
+        writeback="residual8",
+        **{"momentum": 0.9} if kind in (StiffnessSGD, RiemannianSGD) else {},
+        **{"float_lr": 0.01} if kind in RIEMANNIAN else {},
+    )
+    put_gradients([plain, weight], 0)
+    optimizer.step()
+    group = optimizer.param_groups[1]
+    kept = {name: group[name] for name in change}
+    group.update(change)
+    put_gradients([plain, weight], 1)
+    before = snapshot(optimizer)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert snapshot(optimizer) == before
+    group.update(kept)
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 2
+
+
+@every_class
+def test_options_set_between_steps_are_taken(kind: Any) -> None:
+    """From the next step on they are as if they had been given from the start of a new optimizer."""
+    weights = [stored_weight("E4M3", (4, 9)), stored_weight("E4M3", (4, 9))]
+    changes = {"weight_decay": 0.2, "seed": 9, "damping": 0.5, "clip": 1.5, "maximize": True, "writeback": "nearest"}
+    running, stopped = (kind([w], refresh_every=1) for w in weights)
+    for optimizer, w in zip((running, stopped), weights, strict=True):
+        put_gradients([w], 0)
+        optimizer.step()
+    running.param_groups[0].update(changes)
+    fresh = kind([weights[1]], refresh_every=1)
+    fresh.load_state_dict(stopped.state_dict())
+    fresh.param_groups[0].update(changes)
+    for t in range(1, 4):
+        for optimizer, w in zip((running, fresh), weights, strict=True):
+            put_gradients([w], t)
+            optimizer.step()
+        assert same_bits([weights[0]], [weights[1]])
 
 
 # ------------------------------------------------------------------------------------------------------ foreign states
