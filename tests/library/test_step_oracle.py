@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal, on
+from scalar_grid import exp2, f32
 from step_oracle import Slow
 from torch import Tensor
 
@@ -16,6 +17,7 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import anneal
 from fp8manifold.optim._combinations import REGISTRY, is_valid
+from fp8manifold.optim._field import exp2_exact
 from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
 
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
@@ -322,3 +324,10 @@ def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) ->
         for name in slow.names:
             assert bit_list(state[name]) == bit_list(slow.averages[name]), f"step {t + 1}: {name}"
     assert (now.view(-1).numpy() != first).mean() > 0.02
+
+
+def test_powers_of_two() -> None:
+    """The polynomial behind every general exponent; beyond float32's own range the power stops at its ends."""
+    x = torch.cat([normal(3000, seed=1, std=60.0), normal(3000, seed=2), torch.arange(-140.0, 140.0, 0.5)])
+    with np.errstate(over="ignore"):
+        assert bit_list(exp2_exact(x)) == bit_list([exp2(f32(v)) for v in x.tolist()])
