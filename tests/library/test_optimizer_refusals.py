@@ -223,6 +223,13 @@ def test_parameters_without_values_or_of_odd_types_are_refused(kind: Any) -> Non
             kind([stored_weight(), bad])
 
 
+@every_class
+def test_a_manifold_on_another_device_than_its_weight_is_refused(kind: Any) -> None:
+    elsewhere = geoopt.ManifoldParameter(torch.zeros(3, 4), manifold=fm.FP8Manifold("E4M3", 2.0**-5).to("meta"))
+    with pytest.raises(ValueError, match="is on cpu and its manifold on meta"):
+        kind([stored_weight(), elsewhere])
+
+
 # ------------------------------------------------------------------------------------------- options that went astray
 @every_class
 @pytest.mark.parametrize("lr", [math.nan, math.inf, -0.1, torch.tensor(math.nan)], ids=str)
