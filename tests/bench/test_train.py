@@ -63,11 +63,12 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny: Tiny,
 
 
 def test_the_resolved_config_repeats_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    from nanogpt_bench.rules import RULES
     from nanogpt_bench.settings import load_config
 
     run(tiny(rule="fp32"), tmp_path / "a")
     resolved = tmp_path / "a" / "config.yaml"
-    assert yaml.safe_load(resolved.read_text())["optimizer"]["lr"] == 1e-3
+    assert yaml.safe_load(resolved.read_text())["optimizer"]["lr"] == RULES["fp32"].lr
     run(load_config(resolved), tmp_path / "b")
     assert without_clock(metrics(tmp_path / "a")) == without_clock(metrics(tmp_path / "b"))
 

