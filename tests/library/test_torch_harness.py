@@ -141,6 +141,8 @@ class TestFamily(TestCase):
     def test_errors(self, device: str, dtype: Any, optim_info: Any) -> None:
         """torch's own bad input."""
         for bad in optim_info.optim_error_inputs_func(device, dtype):
+            if bad.error_type is FutureWarning:  # not bad input: what a release of torch announces of its own classes
+                continue
             assert bad.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
             given = bad.optimizer_error_input
             params = model()[0] if given.params is None else given.params
