@@ -66,12 +66,17 @@ def settings_table() -> str:
 
     rows = []
     for key, field in _settings(Config):
-        default = "{}" if field.default is dataclasses.MISSING else field.default
+        default = _default_of(field)
         shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
         choices = field.metadata.get("choices")
         allowed = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
         rows.append((f"`{key}`", f"`{shown}`", field.metadata["help"].replace("|", "\\|") + allowed))
     return markdown(("setting", "default", "meaning"), rows)
+
+
+def _default_of(field: "dataclasses.Field[object]") -> object:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def _settings(section: type, prefix: str = "") -> Iterable[tuple[str, "dataclasses.Field[object]"]]:

@@ -120,7 +120,7 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
         key, text = _next_override(queue)
         mapping = _mapping_above(key)
         if mapping:
-            values[mapping] = {**(values.get(mapping) or {}), key[len(mapping) + 1 :]: text}
+            values[mapping] = {**(values.get(mapping) or {}), key[len(mapping) + 1 :]: _read_entry(mapping, text)}
         else:
             values[key] = _read_value(key, text)
     return values
@@ -148,8 +148,19 @@ def _is_mapping(key: str) -> bool:
     return key in FIELDS and str(FIELDS[key][1]).startswith("dict")
 
 
+def _is_list(key: str) -> bool:
+    return key in FIELDS and str(FIELDS[key][1]).startswith("list")
+
+
+def _read_entry(mapping: str, text: str) -> Any:
+    """Return one entry of a mapping: formats are words, whatever they look like."""
+    return text if mapping == "model.formats" else yaml.safe_load(text)
+
+
 def _read_value(key: str, text: str) -> Any:
     hint = FIELDS[key][1]
+    if _is_list(key):
+        return [word.strip() for word in text.strip("[] ").split(",") if word.strip()]
     if _optional(hint) and text.lower() in NULL_WORDS:
         return None
     if "str" in str(hint) and not _is_mapping(key):
@@ -226,8 +237,11 @@ def _type_error(message: str, values: dict[str, Any]) -> BenchError:
 def _type_name(key: str) -> str:
     item, hint = FIELDS[key]
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    if _is_list(key):
+        return "a list of words"
     kinds = getattr(hint, "__args__", (hint,)) if not _is_mapping(key) else ()
-    named = [words[kind] for kind in kinds if kind in words] or ["a mapping of layer pattern to format name"]
+    what = "layer pattern to format name" if key == "model.formats" else item.metadata["help"].partition(",")[0]
+    named = [words[kind] for kind in kinds if kind in words] or [f"a mapping of {what.replace(' ->', ' to')}"]
     return " or ".join(named) + _bounds(item.metadata) + (" or null" if _optional(hint) else "")
 
 
@@ -243,8 +257,9 @@ def _bounds(metadata: Any) -> str:
 def _check_range(key: str, value: Any, metadata: Any) -> None:
     if value is None:
         return
-    if metadata["choices"] and value not in metadata["choices"]:
-        raise _not_a_choice(key, value, metadata["choices"])
+    for word in value if isinstance(value, list) else [value]:
+        if metadata["choices"] and word not in metadata["choices"]:
+            raise _not_a_choice(key, word, metadata["choices"])
     if not isinstance(value, int | float):
         return
     if not (math.isfinite(value) and _inside(value, metadata)):
@@ -271,13 +286,18 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
+def default_of(item: dataclasses.Field[Any]) -> Any:
+    """Return the value that a setting has when nobody gives one."""
+    return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+
+
 def describe() -> str:
     """Return one line for every setting: key, allowed values, default, help. Shown by `run --help`."""
     lines = []
     for key, (item, _) in FIELDS.items():
         choices = item.metadata["choices"]
         allowed = "{" + ",".join(choices) + "}" if choices else _type_name(key)
-        default = item.default if item.default is not dataclasses.MISSING else {}
+        default = default_of(item)
         shown = "null" if default is None else default
         lines.append(f"  --{key:<26} {item.metadata['help']} [{allowed}; default {shown}]")
     return "\n".join(lines)

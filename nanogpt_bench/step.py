@@ -53,7 +53,7 @@ class Trainer:
 
     def new_step(self, number: int, *, last: bool) -> Step:
         """Return the state of step `number` (from 1) before anything has happened."""
-        return Step(number, self.model, self.optimizer, last)
+        return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
 
     def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
         """Do one optimizer step, fill in its record and return the training loss (nats a token).
@@ -91,7 +91,8 @@ class Trainer:
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)
         for micro_step in range(train.accumulation):
-            tokens, targets = self._move(self._draw(step.number - 1, micro_step))
+            tokens, targets = step.batch = self._move(self._draw(step.number - 1, micro_step))
+            step.micro_step = micro_step
             for observer in observers:
                 observer.before_forward(step)
             loss = self._loss(tokens, targets) / train.accumulation

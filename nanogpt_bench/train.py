@@ -18,7 +18,7 @@ from nanogpt_bench.config import ROUNDED, Config
 from nanogpt_bench.data import load_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
-from nanogpt_bench.observers import JsonlObserver, Observer, StallObserver, Step
+from nanogpt_bench.observers import HistogramObserver, JsonlObserver, Observer, StallObserver, Step
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import to_yaml
 from nanogpt_bench.step import Trainer
@@ -119,8 +119,11 @@ class _Run:
         self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
         self.outcome = Outcome()
         self.stall = self._stall_observer()
-        self.jsonl = JsonlObserver(run_dir / "metrics.jsonl")
-        self.observers: list[Observer] = [*([self.stall] if self.stall else []), self.jsonl]
+        sinks: list[Observer] = [
+            JsonlObserver(run_dir / "metrics.jsonl"),
+            HistogramObserver(run_dir / "histograms.jsonl"),
+        ]
+        self.observers: list[Observer] = [*([self.stall] if self.stall else []), *sinks]
         self.started = perf_counter()
         self.last_stall: float | None = None
 
@@ -128,7 +131,9 @@ class _Run:
         storage = self.config.model.storage
         if storage not in ("master", *ROUNDED) or not self.config.monitor.stall:
             return None
-        return StallObserver(quantized_layers(self.trainer.model), storage, self.config.monitor.interval)
+        monitor = self.config.monitor
+        interval = monitor.stall_interval or monitor.interval
+        return StallObserver(quantized_layers(self.trainer.model), storage, interval)
 
     def go(self) -> dict[str, Any]:
         try:

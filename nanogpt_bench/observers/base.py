@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass
@@ -18,8 +19,28 @@ class Step:
     optimizer: torch.optim.Optimizer
     #: whether this is the last step planned
     last: bool = False
+    #: micro-batches in the step, and the one at hand, from 0
+    micro_steps: int = 1
+    micro_step: int = 0
+    #: the micro-batch at hand, int64 (batch, time) each; None before the first
+    batch: tuple[Tensor, Tensor] | None = None
     #: the metrics of this step, written to metrics.jsonl after it
     record: dict[str, float | int | None] = field(default_factory=dict)
+    #: distributions of this step, written to histograms.jsonl after it
+    histograms: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def at_last_micro_step(self) -> bool:
+        """Whether the micro-batch at hand completes the gradient."""
+        return self.micro_step == self.micro_steps - 1
+
+    def due(self, interval: int) -> bool:
+        """Whether something done every `interval` steps, and at the last, is to be done in this one."""
+        return self.number % interval == 0 or self.last
+
+    def add_histogram(self, name: str, counts: list[int], **axis: list[float]) -> None:
+        """Record a distribution; `axis` is `values`, one a count, or `edges`, one more than counts."""
+        self.histograms.append({"step": self.number, "name": name, **axis, "counts": counts})
 
 
 class Observer:

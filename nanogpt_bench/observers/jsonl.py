@@ -1,10 +1,11 @@
-"""metrics.jsonl: one JSON object a line, complete after every step."""
+"""metrics.jsonl and histograms.jsonl: one JSON object a line, complete after every step."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from typing import TextIO
 
 from nanogpt_bench.observers.base import Observer, Step
 
@@ -22,6 +23,26 @@ class JsonlObserver(Observer):
 
     def close(self) -> None:
         self._file.close()
+
+
+class HistogramObserver(Observer):
+    """Appends the distributions of every step that has some to a file; without any there is no file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def written(self, step: Step) -> None:
+        if not step.histograms:
+            return
+        if self._file is None:
+            self._file = self._path.open("w", encoding="utf-8")
+        self._file.writelines(json.dumps(histogram, allow_nan=False) + "\n" for histogram in step.histograms)
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _finite(value: float | int | None) -> float | int | None:

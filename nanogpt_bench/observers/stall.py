@@ -43,7 +43,7 @@ class StallObserver(Observer):
         return sum(self._seen) / len(self._seen) if self._seen else None
 
     def before_step(self, step: Step) -> None:
-        if not self._due(step):
+        if not step.due(self._interval):
             return
         self._shares = {}
         if self._grid:
@@ -52,7 +52,7 @@ class StallObserver(Observer):
             self._before = {name: _codes_and_weight(layer) for name, layer in self._layers.items()}
 
     def after_step(self, step: Step) -> None:
-        if not self._due(step):
+        if not step.due(self._interval):
             return
         if self._grid:
             _observe(step.optimizer, None)
@@ -60,9 +60,6 @@ class StallObserver(Observer):
             self._compare_codes()
         if self._shares:
             self._write(step)
-
-    def _due(self, step: Step) -> bool:
-        return step.number % self._interval == 0 or step.last
 
     def _see(self, view: Any) -> None:
         name = self._names.get(id(view.parameter))

@@ -38,6 +38,19 @@ def test_one_layer_pattern_leaves_those_of_the_file(tmp_path: Path) -> None:
     assert config.model.formats == {"attn": "E4M3", "mlp": "none", "blocks.0": "E5M2"}
 
 
+def test_lists_of_words_from_files_and_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("train:\n  stop_on: [nan, plateau]\n")
+    assert load_config(path).train.stop_on == ["nan", "plateau"]
+    assert load_config(path, ["--train.stop_on", "divergence, nan"]).train.stop_on == ["divergence", "nan"]
+    assert load_config(path, ["--train.stop_on=[]"]).train.stop_on == []
+
+
+def test_entries_of_other_mappings_are_numbers() -> None:
+    config = load_config(None, ["--alerts.at_most.geometry/off_grid", "0.5", "--alerts.at_most.train/loss=null"])
+    assert config.alerts.at_most == {"geometry/off_grid": 0.5, "train/loss": None}
+
+
 def test_null_clears_what_the_file_sets(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("optimizer:\n  lr: 0.1\n")
@@ -64,6 +77,9 @@ def test_choices_are_read_in_any_case(given: str) -> None:
         (["--optimizer.schedule", "cosin"], ["optimizer.schedule", "'cosin'", "did you mean 'cosine'"]),
         (["--model.bias", "perhaps"], ["model.bias", "'perhaps'", "true or false"]),
         (["--model.formats", "7"], ["model.formats", "7", "mapping"]),
+        (["--alerts.at_most", "7"], ["alerts.at_most", "7", "mapping of metric"]),
+        (["--train.stop_on", "plateu"], ["train.stop_on", "'plateu'", "did you mean 'plateau'"]),
+        (["--shadow.of", "masters"], ["shadow.of", "'masters'", "did you mean 'master'"]),
         (["--seed"], ["--seed", "needs a value"]),
         (["seed=3"], ["seed=3", "--section.key"]),
     ],
