@@ -9,10 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from nanogpt_bench.report.results import Result, findings
-from nanogpt_bench.report.tables import COLUMNS, to_text
+from nanogpt_bench.report.tables import shown_columns, to_text
 from nanogpt_bench.report.verdict import Outcome
 
-STYLES = {Outcome.WITHIN: "green", Outcome.OUTSIDE: "red", Outcome.FAILED: "red", Outcome.REFERENCE: "bold"}
+STYLES = {
+    Outcome.WITHIN: "green",
+    Outcome.OUTSIDE: "red",
+    Outcome.FAILED: "red",
+    Outcome.DOUBTFUL: "yellow",
+    Outcome.REFERENCE: "bold",
+}
 
 
 def print_results(results: Sequence[Result], console: Console) -> None:
@@ -28,9 +34,10 @@ def print_results(results: Sequence[Result], console: Console) -> None:
 
 def _table(results: Sequence[Result]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
+    columns = shown_columns(results)
+    for column in columns:
         justify: JustifyMethod = "right" if column.numeric else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=column is COLUMNS[0], overflow="fold")
+        table.add_column(column.heading, justify=justify, no_wrap=column is columns[0], overflow="fold")
     for result in results:
-        table.add_row(*(Text(column.cell(result)) for column in COLUMNS), style=STYLES.get(result.verdict.outcome, ""))
+        table.add_row(*(Text(column.cell(result)) for column in columns), style=STYLES.get(result.verdict.outcome, ""))
     return table

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.errors import BenchError, unknown
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import Run, find_runs, load_run
 from nanogpt_bench.report.page import Page, render
@@ -17,26 +18,34 @@ from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 
 PAGE = "report.html"
+THRESHOLDS = tuple(field.name for field in fields(Thresholds))
 
 
-def report(runs: Sequence[Path], *, out: Path, within: float = 0.10, stall: float = 0.50) -> Path:
+def report(runs: Sequence[Path], *, out: Path, thresholds: Thresholds = DEFAULTS, baseline: str | None = None) -> Path:
     """Rebuild page, figures and tables in `out` from run folders, or folders of run folders; returns the page's path.
 
     Raises:
-        BenchError: a path is no run folder and holds none, a threshold is out of range, or `out` is a file.
+        BenchError: a path is no run folder and holds none, no row is labelled `baseline`, or `out` is a file.
     """
-    thresholds = Thresholds(within, stall)
     loaded = [load_run(path) for path in find_runs(runs)]
     if not loaded:
         raise BenchError("no run folders given: expected at least one")
     rows = group_rows(loaded)
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
-    return write_report(rows, out, title=title, facts=facts_of(loaded), thresholds=thresholds)
+    _check_baseline(rows, baseline)
+    return write_report(rows, out, title=title, facts=facts_of(loaded), thresholds=thresholds, baseline=baseline)
+
+
+def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
+    labels = [row.label for row in rows]
+    if label is not None and label not in labels:
+        raise unknown("--baseline", label, labels)
 
 
 def main_report(args: argparse.Namespace) -> int:
     """The command line's entry: rebuild, and print the page's path."""
-    print(report(args.runs, out=args.out))
+    thresholds = Thresholds(**{name: getattr(args, name) for name in THRESHOLDS})
+    print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline))
     return 0
 
 
@@ -47,6 +56,7 @@ def write_report(
     title: str,
     facts: Mapping[str, str],
     thresholds: Thresholds = DEFAULTS,
+    baseline: str | None = None,
     running: bool = False,
 ) -> Path:
     """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path."""
@@ -54,7 +64,7 @@ def write_report(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BenchError(f"output folder {str(out)!r} can't be made: {error.strerror or error}") from error
-    reference = find_reference(rows)
+    reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference)
     page = write_text(out / PAGE, render(Page(title, facts, results, chosen, thresholds, running)))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.read import finite, mapping, numbers, records
+from nanogpt_bench.report.watched import (
+    ALERTS,
+    DISTRIBUTIONS,
+    Alert,
+    Distribution,
+    Finding,
+    findings_in,
+    read_alerts,
+    read_distributions,
+)
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
@@ -36,6 +44,8 @@ class Run:
     metrics: Sequence[Mapping[str, Any]] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Histogram] = field(default_factory=dict)
+    alerts: tuple[Alert, ...] = ()
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -65,6 +75,20 @@ class Run:
     def failure(self) -> Mapping[str, Any] | None:
         failure = self.summary.get("failure")
         return failure if isinstance(failure, Mapping) else None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The ways in which the run was found to have failed, by its summary."""
+        return findings_in(self.summary)
+
+    @property
+    def alert_counts(self) -> Mapping[str, int]:
+        """How often each kind of alert fired: by alerts.jsonl, by the summary where there is no such file."""
+        if self.alerts:
+            return Counter(alert.kind for alert in self.alerts)
+        named = self.summary.get("alerts")
+        counts = {str(k): finite(n) for k, n in named.items()} if isinstance(named, Mapping) else {}
+        return {kind: int(count) for kind, count in counts.items() if count}
 
     @property
     def last_step(self) -> int | None:
@@ -98,17 +122,6 @@ def _configured_format(config: Mapping[str, Any]) -> str:
     named = set(map(str, formats.values())) if isinstance(formats, Mapping) else set()
     named |= {str(model["format"])} if model.get("format") else set()
     return "mixed" if len(named) > 1 else named.pop() if named else "none"
-
-
-def finite(value: Any) -> float | None:
-    """`value` as a float when it is a finite number, else None (bool is not a number here).
-
-    >>> finite(2), finite(float("nan")), finite("2"), finite(True)
-    (2.0, None, None, None)
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
 
 
 def is_run_folder(path: Path) -> bool:
@@ -146,67 +159,41 @@ def load_run(path: Path) -> Run:
     if not is_run_folder(path):
         raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
     notes: list[str] = []
-    config = _mapping(path / "config.yaml", notes)
-    environment = _mapping(path / "environment.json", notes)
+    config = mapping(path / "config.yaml", notes)
+    environment = mapping(path / "environment.json", notes)
     metrics = _metrics(path / "metrics.jsonl", notes)
-    summary = _mapping(path / "summary.json", notes)
+    summary = mapping(path / "summary.json", notes)
     # A float run has no weights on a grid, so a missing histogram is worth a word only for the others.
     grid = (summary.get("format") or _configured_format(config)) != "none"
     weights = _weights(path / "weights.json", notes if grid else [])
-    return Run(path, config, environment, metrics, summary or _summary_so_far(metrics), weights, tuple(notes))
-
-
-def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; {} with a note when there is none to be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except FileNotFoundError:
-        notes.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}")
-        return {}
-    if isinstance(content, dict):
-        return content
-    notes.append(f"{path.name} holds a {type(content).__name__} where a mapping was expected")
-    return {}
+    alerts = read_alerts(path / ALERTS, notes)
+    distributions = read_distributions(path / DISTRIBUTIONS, notes)
+    return Run(
+        path,
+        config,
+        environment,
+        metrics,
+        summary or _summary_so_far(metrics),
+        weights,
+        alerts,
+        distributions,
+        tuple(notes),
+    )
 
 
 def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
-    try:
-        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    except OSError:
-        notes.append(f"{path.name} is missing")
-        return []
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        record = _record(line)
-        if record is None and number == len(lines):
-            notes.append(f"{path.name}: the last line is cut off; the {len(records)} whole records were read")
-        elif record is None:
-            notes.append(f"{path.name}: line {number} is not a record with a step and was left out")
-        elif records and record["step"] <= records[-1]["step"]:
+    kept: list[dict[str, Any]] = []
+    for number, record in records(path, notes):
+        if kept and record["step"] <= kept[-1]["step"]:
             notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
         else:
-            records.append(record)
-    return records
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(record, dict) and finite(record.get("step")) is not None
-    return record if whole else None
+            kept.append(record)
+    return kept
 
 
 def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
-    content = _mapping(path, notes)
+    content = mapping(path, notes)
     histograms: dict[str, Histogram] = {}
     for layer, entry in content.items():
         histogram = _histogram(entry)
@@ -220,13 +207,11 @@ def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
 def _histogram(entry: Any) -> Histogram | None:
     if not isinstance(entry, dict):
         return None
-    values, counts = entry.get("values"), entry.get("counts")
-    if not isinstance(values, list) or not isinstance(counts, list) or len(values) != len(counts):
-        return None
-    if any(finite(number) is None for number in [*values, *counts]):
+    values, counts = numbers(entry.get("values")), numbers(entry.get("counts"))
+    if values is None or counts is None or len(values) != len(counts):
         return None
     pairs = sorted(zip(values, counts, strict=True))
-    return Histogram(str(entry.get("format", "")), tuple(float(v) for v, _ in pairs), tuple(int(c) for _, c in pairs))
+    return Histogram(str(entry.get("format", "")), tuple(v for v, _ in pairs), tuple(int(c) for _, c in pairs))
 
 
 def _summary_so_far(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from nanogpt_bench.report.charts import Chart
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.palette import COLOURS, INK, Look
 from nanogpt_bench.report.results import Result, findings
-from nanogpt_bench.report.tables import COLUMNS
+from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.verdict import Thresholds, describe_ending
 
 RELOAD_SECONDS = 15
@@ -119,14 +119,16 @@ def _results_section(page: Page) -> str:
 
 
 def _table(results: Sequence[Result]) -> str:
-    head = "".join(f"<th{_class('number' if c.numeric else '')}>{escape(c.heading)}</th>" for c in COLUMNS)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_table_row, results))}</tbody></table>"
+    columns = shown_columns(results)
+    head = "".join(f"<th{_class('number' if c.numeric else '')}>{escape(c.heading)}</th>" for c in columns)
+    body = "".join(_table_row(result, columns) for result in results)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _table_row(result: Result) -> str:
+def _table_row(result: Result, columns: Sequence[Column]) -> str:
     cells = []
-    for column in COLUMNS:
-        verdict = f"words {result.verdict.outcome}" if column is COLUMNS[-1] else "words"
+    for column in columns:
+        verdict = f"words {result.verdict.outcome}" if column is columns[-1] else "words"
         kind = _class("number" if column.numeric else verdict)
         cells.append(f"<td{kind}>{escape(column.cell(result))}</td>")
     return f"<tr{_class('reference' if result.reference else '')}>{''.join(cells)}</tr>"

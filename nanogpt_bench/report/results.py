@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.verdict import DEFAULTS, Thresholds, Verdict, judge
+from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
 
 REFERENCE_RULE = "bf16-mixed"
+COSINE = "grad/cosine"
 # The configuration keys in which the seeds of one row may differ.
 SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 
@@ -49,6 +52,13 @@ class Result:
     stall_metric: str | None
     tokens_per_s: Figure | None
     verdict: Verdict
+    tokens_to_gap: Figure | None = None
+    cosine: Figure | None = None
+    alerts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def alerts_fired(self) -> int:
+        return sum(self.alerts.values())
 
 
 def figure(values: Iterable[float | None]) -> Figure | None:
@@ -130,7 +140,12 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
     stall = figure(run.number("stall") for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
+    cosine = figure(mean_cosine(run) for run in row.runs)
+    alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
     is_reference = row is reference
+    evidence = Evidence(
+        gap_share, stall.mean if stall else None, cosine.mean if cosine else None, alerts.total(), is_reference
+    )
     return Result(
         row=row,
         reference=is_reference,
@@ -142,15 +157,22 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         stall=stall,
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
-        verdict=judge(
-            row.runs,
-            gap_share,
-            stall.mean if stall else None,
-            reference=is_reference,
-            thresholds=thresholds,
-            running=running,
-        ),
+        verdict=judge(row.runs, evidence, thresholds=thresholds, running=running),
+        tokens_to_gap=None if is_reference or reference is None else _tokens_to_gap(row, reference, thresholds),
+        cosine=cosine,
+        alerts=dict(alerts.most_common()),
     )
+
+
+def _tokens_to_gap(row: Row, reference: Row, thresholds: Thresholds) -> Figure | None:
+    twins = ((run, twin_of(run, reference.runs)) for run in row.runs)
+    return figure(tokens_to_gap(run, twin, thresholds.gap) for run, twin in twins if twin is not None)
+
+
+def mean_cosine(run: Run) -> float | None:
+    """The run's mean gradient cosine against the float32 shadow, over all looks; None when it had no shadow."""
+    seen = figure(run.curve(COSINE)[1])
+    return seen.mean if seen else None
 
 
 def _gap(run: Run, reference: Row) -> float | None:

@@ -12,11 +12,15 @@ from nanogpt_bench.report.results import Figure, Result
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the readable tables: its heading, its cell, and whether numbers line up on the right."""
+    """One column of the readable tables: its heading, its cell, and whether numbers line up on the right.
+
+    An optional column is left out of a table in which no row has anything in it.
+    """
 
     heading: str
     cell: Callable[[Result], str]
     numeric: bool = True
+    optional: bool = False
 
 
 COLUMNS = (
@@ -24,11 +28,20 @@ COLUMNS = (
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
     Column("gap to BF16", lambda r: format_gap(r)),
+    Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
+    Column("grad cosine", lambda r: format_figure(r.cosine), optional=True),
+    Column("alerts", lambda r: str(r.alerts_fired or NOTHING), optional=True),
     Column("tokens/s", lambda r: "-" if r.tokens_per_s is None else f"{r.tokens_per_s.mean:,.0f}"),
     Column("verdict", lambda r: r.verdict.text, numeric=False),
 )
+NOTHING = "-"
+
+
+def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
+    """The columns of a table of these rows: all but the optional ones that would hold dashes only."""
+    return tuple(c for c in COLUMNS if not c.optional or any(c.cell(result) != NOTHING for result in results))
 
 
 def format_figure(value: Figure | None, digits: int = 3) -> str:
@@ -40,6 +53,20 @@ def format_figure(value: Figure | None, digits: int = 3) -> str:
     if value is None:
         return "-"
     return f"{value.mean:.{digits}f}" + (f" ± {value.spread:.{digits}f}" if value.spread is not None else "")
+
+
+def format_tokens(value: Figure | None) -> str:
+    """A number of tokens in at most three digits and a unit.
+
+    >>> format_tokens(Figure(76800.0)), format_tokens(Figure(1.2e6)), format_tokens(None)
+    ('76.8k', '1.2M', '-')
+    """
+    if value is None:
+        return NOTHING
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value.mean >= size:
+            return f"{value.mean / size:.3g}{unit}"
+    return f"{value.mean:.3g}"
 
 
 def format_gap(result: Result) -> str:
@@ -96,6 +123,12 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "stall": _mean("stall"),
     "stall_spread": _spread("stall"),
     "stall_metric": lambda r: r.stall_metric,
+    "tokens_to_gap": _mean("tokens_to_gap"),
+    "grad_cosine": _mean("cosine"),
+    "grad_cosine_spread": _spread("cosine"),
+    "alerts": lambda r: r.alerts_fired,
+    "alert_kinds": lambda r: " ".join(f"{kind}:{count}" for kind, count in r.alerts.items()),
+    "failures": lambda r: " ".join(dict.fromkeys(finding.kind for run in r.row.runs for finding in run.findings)),
     "tokens_per_s": _mean("tokens_per_s"),
     "verdict": lambda r: r.verdict.text,
 }
@@ -112,18 +145,19 @@ def to_markdown(results: Sequence[Result]) -> str:
 
 
 def _padded(results: Sequence[Result], cell: Callable[[str], str]) -> str:
-    lines = [[column.heading for column in COLUMNS]]
-    lines += [[cell(column.cell(result)) for column in COLUMNS] for result in results]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    rule = ["-" * (w - 1) + ":" if c.numeric else "-" * w for c, w in zip(COLUMNS, widths, strict=True)]
+    columns = shown_columns(results)
+    lines = [[column.heading for column in columns]]
+    lines += [[cell(column.cell(result)) for column in columns] for result in results]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    rule = ["-" * (w - 1) + ":" if c.numeric else "-" * w for c, w in zip(columns, widths, strict=True)]
     lines.insert(1, rule)
-    return "".join(f"| {' | '.join(_aligned(line, widths))} |\n" for line in lines)
+    return "".join(f"| {' | '.join(_aligned(line, columns, widths))} |\n" for line in lines)
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+def _aligned(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
     return [
         cell.rjust(width) if column.numeric else cell.ljust(width)
-        for cell, column, width in zip(cells, COLUMNS, widths, strict=True)
+        for cell, column, width in zip(cells, columns, widths, strict=True)
     ]
 
 
@@ -154,9 +188,10 @@ LATEX_ESCAPES = str.maketrans(
 
 def to_latex(results: Sequence[Result]) -> str:
     """A tabular for the package booktabs."""
-    align = "".join("r" if column.numeric else "l" for column in COLUMNS)
-    head = " & ".join(_latex_cell(column.heading) for column in COLUMNS)
-    body = [" & ".join(_latex_cell(column.cell(result)) for column in COLUMNS) for result in results]
+    columns = shown_columns(results)
+    align = "".join("r" if column.numeric else "l" for column in columns)
+    head = " & ".join(_latex_cell(column.heading) for column in columns)
+    body = [" & ".join(_latex_cell(column.cell(result)) for column in columns) for result in results]
     lines = [rf"\begin{{tabular}}{{{align}}}", r"\toprule", head + r" \\", r"\midrule"]
     lines += [line + r" \\" for line in body]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])

@@ -15,16 +15,25 @@ LONGEST_MESSAGE = 160
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When a row counts as within reach of the reference, and when its stall is worth an alert."""
+    """When a row counts as within reach of the reference, and what beside the loss is worth a word."""
 
     within: float = 0.10  # final val loss may exceed the reference's by this share
     stall: float = 0.50  # share of weights whose requested update did not change them
+    cosine: float = 0.90  # mean gradient cosine against the float32 shadow, below which a row is doubtful
+    alerts: int | None = None  # most alerts of a row that is not doubtful; None: they are counted, not judged
+    gap: float = 0.10  # nats per token by which the training loss leaves the reference's (tokens to gap)
 
     def __post_init__(self) -> None:
         if not 0 < self.within < float("inf"):
             raise BenchError(f"within = {self.within!r}: expected a positive share, 0.10 for 10%")
         if not 0 < self.stall <= 1:
             raise BenchError(f"stall = {self.stall!r}: expected a share above 0 and at most 1")
+        if not -1 <= self.cosine <= 1:
+            raise BenchError(f"cosine = {self.cosine!r}: expected a cosine, from -1 to 1")
+        if self.alerts is not None and self.alerts < 0:
+            raise BenchError(f"alerts = {self.alerts!r}: expected a number of alerts, 0 or more")
+        if not 0 < self.gap < float("inf"):
+            raise BenchError(f"gap = {self.gap!r}: expected a positive number of nats")
 
 
 DEFAULTS = Thresholds()
@@ -33,6 +42,7 @@ DEFAULTS = Thresholds()
 class Outcome(StrEnum):
     REFERENCE = "reference"
     WITHIN = "within"
+    DOUBTFUL = "doubtful"
     OUTSIDE = "outside"
     UNFINISHED = "unfinished"
     FAILED = "failed"
@@ -45,30 +55,54 @@ class Verdict:
     text: str
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What a row is judged by; None where it was not measured.
+
+    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `stall` a share of weights,
+    `cosine` the mean over the run of its gradient's cosine against the float32 shadow's.
+    """
+
+    gap_share: float | None = None
+    stall: float | None = None
+    cosine: float | None = None
+    alerts: int = 0
+    reference: bool = False
+
+
 def judge(
-    runs: Sequence[Run],
-    gap_share: float | None,
-    stall: float | None,
-    *,
-    reference: bool = False,
-    thresholds: Thresholds = DEFAULTS,
-    running: bool = False,
+    runs: Sequence[Run], evidence: Evidence, *, thresholds: Thresholds = DEFAULTS, running: bool = False
 ) -> Verdict:
     """The verdict over the runs of one row (its seeds).
 
-    A failure outranks an early end, which outranks the comparison of losses. `gap_share` is
-    (L - L_ref) / L_ref of the final validation losses in nats, None when either is unknown.
-    A stall at or above the threshold is added to a verdict that is short of the reference. It is an
-    observation beside the loss and not its cause: under stochastic write-back a weight that stood
-    still at one step still moves on average.
+    A failure outranks an early end, which outranks the comparison of losses; a row within reach whose
+    gradients or alerts speak against it is doubtful. A stall at or above the threshold is added to a
+    verdict that is short of the reference. It is an observation beside the loss and not its cause: under
+    stochastic write-back a weight that stood still at one step still moves on average.
     """
     if running and (not runs or any(run.status == "incomplete" for run in runs)):
         return Verdict(Outcome.UNKNOWN, f"running, step {runs[-1].last_step or 0}" if runs else "waiting")
-    outcome, text = _ending(runs) or _comparison(gap_share, reference, thresholds)
-    short = outcome in (Outcome.OUTSIDE, Outcome.UNFINISHED, Outcome.FAILED)
-    if short and stall is not None and stall >= thresholds.stall:
-        text += f"; stall {stall:.0%}"
-    return Verdict(outcome, text)
+    outcome, text = _ending(runs) or _comparison(evidence, thresholds)
+    doubts = _doubts(evidence, thresholds)
+    if outcome is Outcome.WITHIN and doubts:
+        outcome = Outcome.DOUBTFUL
+    if outcome in (Outcome.OUTSIDE, Outcome.UNFINISHED, Outcome.FAILED):
+        doubts += _stalled(evidence, thresholds)
+    return Verdict(outcome, "; ".join([text, *([] if outcome is Outcome.REFERENCE else doubts)]))
+
+
+def _doubts(evidence: Evidence, thresholds: Thresholds) -> list[str]:
+    found = []
+    if evidence.cosine is not None and evidence.cosine <= thresholds.cosine:
+        found.append(f"cosine {evidence.cosine:.2f}")
+    if thresholds.alerts is not None and evidence.alerts > thresholds.alerts:
+        found.append(f"{evidence.alerts} alert{'s' if evidence.alerts > 1 else ''}")
+    return found
+
+
+def _stalled(evidence: Evidence, thresholds: Thresholds) -> list[str]:
+    stalled = evidence.stall is not None and evidence.stall >= thresholds.stall
+    return [f"stall {evidence.stall:.0%}"] if stalled else []
 
 
 def _ending(runs: Sequence[Run]) -> tuple[Outcome, str] | None:
@@ -97,12 +131,12 @@ def describe_ending(run: Run) -> str:
     return f"{verb}{where}" + (f": {message}" if message else "")
 
 
-def _comparison(gap_share: float | None, reference: bool, thresholds: Thresholds) -> tuple[Outcome, str]:
-    if reference:
+def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, str]:
+    if evidence.reference:
         return Outcome.REFERENCE, "reference"
-    if gap_share is None:
+    if evidence.gap_share is None:
         return Outcome.UNKNOWN, "no finished reference"
     limit = f"{100 * thresholds.within:.4g}%"
-    if gap_share <= thresholds.within:
+    if evidence.gap_share <= thresholds.within:
         return Outcome.WITHIN, f"within {limit}"
     return Outcome.OUTSIDE, f"outside {limit}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,5 +128,34 @@ def write_comparison(write_run: RunWriter) -> Callable[..., list[Path]]:
             for place, (rule, fmt, final) in enumerate(ROWS, start=1)
             for seed in range(seeds)
         ]
+
+    return write
+
+
+@pytest.fixture
+def write_metrics() -> Callable[..., None]:
+    """Adds series to the metrics of a run on disk: write_metrics(folder, {key: value of step}, every=1)."""
+
+    def write(folder: Path, series: Mapping[str, Callable[[int], Any]], every: int = 1) -> None:
+        path = folder / "metrics.jsonl"
+        kept = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for record in kept:
+            if record["step"] % every == 0:
+                record |= {key: value(record["step"]) for key, value in series.items()}
+        path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+    return write
+
+
+@pytest.fixture
+def write_alerts() -> Callable[..., None]:
+    """Writes the alerts of a run on disk, (kind, step) each."""
+
+    def write(folder: Path, *alerts: tuple[str, int]) -> None:
+        lines = [
+            {"step": step, "level": "WARN", "kind": kind, "message": f"{kind} rose", "value": 12.5, "threshold": 10.0}
+            for kind, step in alerts
+        ]
+        (folder / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     return write

@@ -10,7 +10,7 @@ import pytest
 
 from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.results import find_reference, findings, group_rows, measure
-from nanogpt_bench.report.tables import COLUMNS, to_csv, to_latex, to_markdown, to_text
+from nanogpt_bench.report.tables import COLUMNS, shown_columns, to_csv, to_latex, to_markdown, to_text
 
 
 def measured(paths):
@@ -36,7 +36,7 @@ def test_csv_reads_back_to_the_numbers(results):
 def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
     lines = to_markdown(results).splitlines()
     assert len(lines) == 2 + len(results)
-    assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {len(COLUMNS) + 2}
+    assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {len(shown_columns(results)) + 2}
     assert len({len(line) for line in lines}) == 1
     assert "+0.450 (+21.4%)" in lines[5]
     assert "93.0% (code)" in lines[4]
@@ -53,13 +53,23 @@ def test_text_from_a_run_is_escaped(tmp_path, write_run):
     assert r"50% \| a\_b & \<i\> \\" in to_markdown(results)
     latex = to_latex(results)
     assert r"50\% | a\_b \& \textless{}i\textgreater{} \textbackslash{} \$1 \{x\} \#" in latex
-    assert latex.count(" & ") == 2 * (len(COLUMNS) - 1)
+    assert latex.count(" & ") == 2 * (len(shown_columns(results)) - 1)
 
 
 def test_unknown_numbers_are_dashes(tmp_path, write_run):
     folder = write_run(tmp_path / "a", final_val_loss=None, best_val_loss=float("nan"), bytes_per_parameter=None)
     (result,) = measured([folder])
     assert [column.cell(result) for column in COLUMNS[1:6]] == ["-"] * 5
+    assert [column.heading for column in shown_columns([result])][5:8] == ["stall", "tokens/s", "verdict"]
+
+
+def test_optional_columns_come_with_the_first_row_that_has_them(tmp_path, write_run, write_alerts):
+    base, folder = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
+    write_alerts(folder, ("kurtosis", 3))
+    results = measured([base, folder])
+    assert "alerts" in [column.heading for column in shown_columns(results)]
+    assert "grad cosine" not in [column.heading for column in shown_columns(results)]
+    assert list(csv.DictReader(io.StringIO(to_csv(results))))[1]["alert_kinds"] == "kurtosis:1"
 
 
 def test_findings_tell_the_measured_gap_of_nearest_rounding(results):

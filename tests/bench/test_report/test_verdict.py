@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from nanogpt_bench.cli import build_parser
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.build import THRESHOLDS
+from nanogpt_bench.report.gap import tokens_to_gap
 from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.results import find_reference, group_rows, measure
-from nanogpt_bench.report.verdict import Outcome, Thresholds, judge
+from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, judge
 
 
 @pytest.fixture
@@ -27,40 +30,51 @@ def run(tmp_path, write_run):
     ],
 )
 def test_the_loss_threshold(run, share, within, outcome, text):
-    verdict = judge([run()], share, None, thresholds=Thresholds(within=within))
+    verdict = judge([run()], Evidence(share), thresholds=Thresholds(within=within))
     assert (verdict.outcome, verdict.text) == (outcome, text)
 
 
 def test_stall_is_named_where_the_loss_is_short_of_the_reference(run):
     limits = Thresholds(stall=0.5)
-    assert judge([run()], 0.3, 0.5, thresholds=limits).text == "outside 10%; stall 50%"
-    assert judge([run()], 0.3, 0.49, thresholds=limits).text == "outside 10%"
-    assert judge([run()], 0.01, 0.9, thresholds=limits).text == "within 10%"
+    assert judge([run()], Evidence(0.3, 0.5), thresholds=limits).text == "outside 10%; stall 50%"
+    assert judge([run()], Evidence(0.3, 0.49), thresholds=limits).text == "outside 10%"
+    assert judge([run()], Evidence(0.01, 0.9), thresholds=limits).text == "within 10%"
 
 
 def test_a_failure_outranks_the_loss(run):
     failed = run(status="failed", failure={"kind": "nan", "message": "train/loss is nan\nat once", "step": 37})
-    verdict = judge([failed], 0.01, None)
+    verdict = judge([failed], Evidence(0.01))
     assert (verdict.outcome, verdict.text) == (Outcome.FAILED, "failed at step 37: train/loss is nan at once")
 
 
 def test_failed_seeds_are_counted(run):
     failed = run(status="failed", failure={"kind": "crash", "message": "gone", "step": None})
-    assert judge([run(), failed, run()], None, None).text == "failed: gone (1 of 3 seeds)"
+    assert judge([run(), failed, run()], Evidence()).text == "failed: gone (1 of 3 seeds)"
 
 
 def test_a_run_that_stopped_early_is_unfinished(run):
-    verdict = judge([run(status="stopped")], 0.01, None)
+    verdict = judge([run(status="stopped")], Evidence(0.01))
     assert (verdict.outcome, verdict.text) == (Outcome.UNFINISHED, "stopped at step 200")
 
 
 def test_no_runs_and_no_reference(run):
-    assert judge([], None, None).text == "not run"
-    assert judge([run()], None, None).text == "no finished reference"
-    assert judge([], None, None, running=True).text == "waiting"
+    assert judge([], Evidence()).text == "not run"
+    assert judge([run()], Evidence()).text == "no finished reference"
+    assert judge([], Evidence(), running=True).text == "waiting"
 
 
-@pytest.mark.parametrize("limits", [{"within": 0.0}, {"within": float("nan")}, {"stall": 0.0}, {"stall": 1.5}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"within": 0.0},
+        {"within": float("nan")},
+        {"stall": 0.0},
+        {"stall": 1.5},
+        {"cosine": 1.1},
+        {"alerts": -1},
+        {"gap": 0.0},
+    ],
+)
 def test_thresholds_out_of_range_are_refused_by_name(limits):
     (name,) = limits
     with pytest.raises(BenchError, match=name):
@@ -90,3 +104,51 @@ def test_runs_that_differ_in_more_than_the_seed_are_rows_of_their_own(tmp_path, 
     paths = [write_run(tmp_path / name, rule="fp32", lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-3))]
     rows = group_rows([load_run(path) for path in paths])
     assert [row.label for row in rows] == ["fp32 (slow)", "fp32 (fast)"]
+
+
+@pytest.mark.parametrize(
+    ("evidence", "limits", "outcome", "text"),
+    [
+        (Evidence(0.01, cosine=0.91), Thresholds(), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.01, cosine=0.9), Thresholds(), Outcome.DOUBTFUL, "within 10%; cosine 0.90"),
+        (Evidence(0.01, cosine=0.9), Thresholds(cosine=0.8), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.01, alerts=7), Thresholds(), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.01, alerts=1), Thresholds(alerts=0), Outcome.DOUBTFUL, "within 10%; 1 alert"),
+        (Evidence(0.01, alerts=2), Thresholds(alerts=2), Outcome.WITHIN, "within 10%"),
+        (Evidence(0.2, cosine=0.3, stall=0.6), Thresholds(), Outcome.OUTSIDE, "outside 10%; cosine 0.30; stall 60%"),
+        (Evidence(0.0, cosine=0.3, reference=True), Thresholds(), Outcome.REFERENCE, "reference"),
+    ],
+)
+def test_gradients_and_alerts_make_a_row_doubtful(run, evidence, limits, outcome, text):
+    verdict = judge([run()], evidence, thresholds=limits)
+    assert (verdict.outcome, verdict.text) == (outcome, text)
+
+
+def test_alerts_and_cosine_come_from_the_run_folders(tmp_path, write_run, write_alerts, write_metrics):
+    base = write_run(tmp_path / "a")
+    folder = write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=2.15)
+    write_metrics(folder, {"grad/cosine": lambda step: 0.7 + 0.001 * step}, every=100)
+    write_alerts(folder, ("kurtosis", 10), ("overflow", 20), ("kurtosis", 30))
+    rows = group_rows([load_run(base), load_run(folder)])
+    result = measure(rows, rows[0])[1]
+    assert result.cosine.mean == pytest.approx(0.8)
+    assert result.alerts == {"kurtosis": 2, "overflow": 1}
+    assert (result.verdict.outcome, result.verdict.text) == (Outcome.DOUBTFUL, "within 10%; cosine 0.80")
+
+
+def test_the_command_line_has_the_same_defaults():
+    args, _ = build_parser()[0].parse_known_args(["report", "runs", "--out", "report"])
+    assert Thresholds(**{name: getattr(args, name) for name in THRESHOLDS}) == Thresholds()
+
+
+def test_tokens_to_gap_are_the_first_at_which_the_smoothed_loss_left_the_reference(tmp_path, write_run, write_metrics):
+    base, far = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
+    for folder in (base, far):
+        write_metrics(folder, {"train/loss": lambda step: 2.0})
+    # 200 steps are smoothed over 5: 0.3 nats from step 100 on first average more than 0.1 at step 101.
+    write_metrics(far, {"train/loss": lambda step: 2.3 if step >= 100 else 2.0})
+    runs = load_run(far), load_run(base)
+    assert tokens_to_gap(*runs, nats=0.1) == 768 * 102
+    assert tokens_to_gap(*runs, nats=0.31) is None
+    write_metrics(far, {"train/loss": lambda step: None if step == 50 else 2.0})
+    assert tokens_to_gap(load_run(far), load_run(base), nats=5.0) == 768 * 51
