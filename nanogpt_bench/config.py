@@ -64,14 +64,28 @@ class DataConfig:
 class ModelConfig:
     """The GPT and the formats of its linear layers."""
 
-    size: str = setting("0.8M", "named size, for what is not given below", choices=("0.8M", "10M", "50M", "124M"))
+    size: str | None = setting(
+        None,
+        "named size, for what is not given below; 124M is GPT-2's own; null: 0.8M, or the checkpoint of init_from",
+        choices=("0.8M", "10M", "50M", "124M"),
+    )
+    init_from: str | None = setting(
+        None,
+        "GPT-2 checkpoint to start from, in Hugging Face's layout (config.json and model.safetensors): a folder, an id "
+        "on the hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
+    )
     n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1)
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1)
     n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1)
     block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1)
     dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
-    bias: bool = setting(False, "bias in Linear and LayerNorm")
-    tie_weights: bool = setting(False, "lm_head shares the token embedding's weight")
+    bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: the size's (124M: true)")
+    tie_weights: bool | None = setting(
+        None, "lm_head shares the token embedding's weight; null: the size's (124M: true)"
+    )
+    gelu: str | None = setting(
+        None, "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)", choices=("exact", "tanh")
+    )
     seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0)
     storage: str | None = setting(
         None,

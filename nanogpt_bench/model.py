@@ -32,14 +32,18 @@ class GPTShape:
     dropout: float = 0.0
     bias: bool = False
     tie_weights: bool = False
+    #: exact: x Phi(x); tanh: the approximation that GPT-2 was trained with
+    gelu: str = "exact"
 
 
-#: named sizes; the name counts parameters with a byte vocabulary, 124M with GPT-2's 50257 tokens, tied
+#: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself, with its 50257 tokens
 SIZES: dict[str, GPTShape] = {
     "0.8M": GPTShape(n_layer=4, n_head=4, n_embd=128, block_size=64),
     "10M": GPTShape(n_layer=6, n_head=6, n_embd=384, block_size=256),
     "50M": GPTShape(n_layer=16, n_head=8, n_embd=512, block_size=1024),
-    "124M": GPTShape(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257),
+    "124M": GPTShape(
+        n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50257, bias=True, tie_weights=True, gelu="tanh"
+    ),
 }
 
 
@@ -70,9 +74,10 @@ class MLP(nn.Module):
         super().__init__()
         self.fc = nn.Linear(shape.n_embd, 4 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(4 * shape.n_embd, shape.n_embd, bias=shape.bias)
+        self.approximate = "tanh" if shape.gelu == "tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(functional.gelu(self.fc(x)))
+        return self.proj(functional.gelu(self.fc(x), approximate=self.approximate))
 
 
 class Block(nn.Module):

@@ -9,7 +9,8 @@ from typing import Any
 import fp8manifold as fm
 from nanogpt_bench.config import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, Config, ModelConfig, OptimizerConfig
 from nanogpt_bench.errors import BenchError, one_line
-from nanogpt_bench.model import SIZES
+from nanogpt_bench.model import SIZES, GPTShape
+from nanogpt_bench.pretrained import find_checkpoint
 from nanogpt_bench.rules import RULES, Rule, check_available, rules_with_format
 from nanogpt_bench.settings import get
 
@@ -66,8 +67,8 @@ def _fill(section: Any, **values: Any) -> None:
 
 
 def _fill_sizes(model: ModelConfig) -> None:
-    size = SIZES[model.size]
-    _fill(model, n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd, block_size=size.block_size)
+    shape = _checkpoint_shape(model) if model.init_from else _named_shape(model)
+    _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
     assert model.n_embd is not None
     assert model.n_head is not None
     if model.n_embd % model.n_head:
@@ -75,6 +76,38 @@ def _fill_sizes(model: ModelConfig) -> None:
             f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; "
             f"give a multiple of {model.n_head}, such as {-(-model.n_embd // model.n_head) * model.n_head}"
         )
+
+
+#: what a named size or a checkpoint says about the model
+_SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "gelu")
+
+
+def _named_shape(model: ModelConfig) -> GPTShape:
+    _fill(model, size="0.8M")
+    return SIZES[model.size or ""]
+
+
+def _checkpoint_shape(model: ModelConfig) -> GPTShape:
+    """Return the shape of the checkpoint to start from, and refuse settings that its weights can't fill."""
+    assert model.init_from is not None
+    if model.size is not None:
+        raise BenchError(
+            f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
+            "whose checkpoint has a size of its own; leave one of them out"
+        )
+    shape = find_checkpoint(model.init_from).shape
+    for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
+        given, own = getattr(model, name), getattr(shape, name)
+        if given not in (None, own):
+            raise BenchError(f"model.{name}: {given!r} is not that of the checkpoint {model.init_from!r}: {own!r}")
+    if model.block_size is not None and model.block_size > shape.block_size:
+        raise BenchError(
+            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions of the checkpoint "
+            f"{model.init_from!r}"
+        )
+    if model.tie_weights and not shape.tie_weights:
+        raise BenchError(f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; give false")
+    return shape
 
 
 def _fill_seeds(config: Config) -> None:

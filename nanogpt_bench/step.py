@@ -11,9 +11,10 @@ from torch import Tensor
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import Corpus, batch, eval_batches
-from nanogpt_bench.model import GPTShape, build_model
+from nanogpt_bench.model import GPT, GPTShape, build_model
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.optimizers import build_optimizer, stiffness_at
+from nanogpt_bench.pretrained import load_checkpoint
 from nanogpt_bench.schedule import lr_factor
 from nanogpt_bench.surgery import quantize
 
@@ -28,9 +29,22 @@ def model_shape(config: Config, vocab_size: int) -> GPTShape:
         block_size=settings.block_size or 0,
         vocab_size=vocab_size,
         dropout=settings.dropout,
-        bias=settings.bias,
-        tie_weights=settings.tie_weights,
+        bias=bool(settings.bias),
+        tie_weights=bool(settings.tie_weights),
+        gelu=settings.gelu or "exact",
     )
+
+
+def initial_model(config: Config, corpus: Corpus) -> GPT:
+    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
+
+    Raises:
+        BenchError: a checkpoint that does not fit the corpus or the model.
+    """
+    model = build_model(model_shape(config, corpus.vocab_size), config.model.seed or 0)
+    if config.model.init_from:
+        load_checkpoint(model, config.model.init_from, str(corpus.meta["tokenizer"]))
+    return model
 
 
 class Trainer:
@@ -38,7 +52,7 @@ class Trainer:
 
     def __init__(self, config: Config, corpus: Corpus, device: torch.device) -> None:
         self.config, self.corpus, self.device = config, corpus, device
-        model = build_model(model_shape(config, corpus.vocab_size), config.model.seed or 0)
+        model = initial_model(config, corpus)
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(model, config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)

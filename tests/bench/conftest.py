@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from nanogpt_bench.config import Config
 from nanogpt_bench.corpus import prepare_text
 from nanogpt_bench.settings import load_config
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
 

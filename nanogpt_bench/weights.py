@@ -1,0 +1,69 @@
+"""A model's weights in one safetensors file, one-byte weights as their codes, and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.errors import BenchError, one_line
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write a model's parameters and buffers, so that a reader sees all of the file or none; a tied weight once.
+
+    One-byte weights are written as codes, scales and the counter of their random bits (`fm.flatten_state_dict`).
+    """
+    state = model.state_dict()
+    tensors, metadata = fm.flatten_state_dict({name: state[name] for name in state if name not in _ties(model)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    save_file(tensors, partial, metadata)
+    os.replace(partial, path)
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fill a model with the weights of a file that `save_weights` wrote of one of the same shape and formats.
+
+    Raises:
+        BenchError: a file that can't be read, or one of a model of another size or other formats.
+    """
+    own = model.state_dict()
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            state = fm.unflatten_state_dict(tensors, file.metadata(), like=own)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BenchError(f"weights {str(path)!r} can't be read: {one_line(error)}") from None
+    state |= {name: state[first] for name, first in _ties(model).items() if first in state}
+    _check(state, own, path)
+    model.load_state_dict(state)
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Return the second and later names of parameters that have several, with their first."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return ties
+
+
+def _check(state: dict[str, Tensor], own: dict[str, Tensor], path: Path) -> None:
+    """Refuse weights of a model of another size, naming the first difference."""
+    for name in [*own, *(name for name in state if name not in own)]:
+        theirs, ours = (_described(side.get(name)) for side in (state, own))
+        if theirs != ours:
+            raise BenchError(f"weights {str(path)!r} are of another model: {name} is {theirs} there, {ours} here")
+
+
+def _described(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "absent"
+    form = f"{tensor.format.name} codes" if isinstance(tensor, fm.FP8Tensor) else str(tensor.dtype).split(".")[-1]
+    return f"{form} {tuple(tensor.shape)}"

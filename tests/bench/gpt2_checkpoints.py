@@ -1,0 +1,61 @@
+"""Tiny random GPT-2 checkpoints in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SETTINGS = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "n_positions": 32,
+    "vocab_size": 61,
+}
+
+
+def tensors(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """Random weights under the names and in the shapes of GPT-2."""
+    generator, width = torch.Generator().manual_seed(0), settings["n_embd"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (settings["vocab_size"], width),
+        "wpe.weight": (settings["n_positions"], width),
+        "ln_f.weight": (width,),
+        "ln_f.bias": (width,),
+    }
+    for block in range(settings["n_layer"]):
+        for name, inputs, outputs in (
+            ("attn.c_attn", width, 3 * width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", width, 4 * width),
+            ("mlp.c_proj", 4 * width, width),
+        ):
+            shapes |= {f"h.{block}.{name}.weight": (inputs, outputs), f"h.{block}.{name}.bias": (outputs,)}
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{block}.{name}.weight": (width,), f"h.{block}.{name}.bias": (width,)}
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+
+
+def write(folder: Path, **changed: Any) -> Path:
+    """Write a checkpoint whose config.json has these settings changed (None: left out)."""
+    settings = {key: value for key, value in {**SETTINGS, **changed}.items() if value is not None}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save_file(tensors({**SETTINGS, **settings}), folder / "model.safetensors")
+    return folder
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
+    """Write a checkpoint again with its tensors edited in place."""
+    stored = load_file(folder / "model.safetensors")
+    edit(stored)
+    save_file(stored, folder / "model.safetensors")
+    return folder

@@ -1,0 +1,319 @@
+"""GPT-2 checkpoints: the function of transformers' model, and every way in which one may not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import gpt2_checkpoints
+import pytest
+import torch
+
+from nanogpt_bench import hub
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.model import GPT, SIZES, GPTShape
+from nanogpt_bench.pretrained import HUB_IDS, find_checkpoint, load_checkpoint
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.step import initial_model
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt2_checkpoints.write(tmp_path_factory.mktemp("gpt2"))
+
+
+def loaded(folder: Path, **shape: Any) -> GPT:
+    checkpoint = find_checkpoint(str(folder)).shape
+    model = GPT(GPTShape(**{**vars(checkpoint), **shape})).eval()
+    load_checkpoint(model, str(folder), "char")
+    return model
+
+
+@pytest.mark.parametrize("function", ["gelu_new", "gelu"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_logits_are_those_of_transformers(tmp_path: Path, function: str, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    settings = {key: value for key, value in gpt2_checkpoints.SETTINGS.items() if key != "model_type"}
+    settings |= {"activation_function": function, "tie_word_embeddings": tied, "initializer_range": 0.3}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, bos_token_id=0, eos_token_id=0)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = loaded(tmp_path)
+    tokens = torch.randint(0, 61, (3, 32))
+    with torch.no_grad():
+        expected, logits = theirs(tokens).logits, ours(tokens)
+    assert float(expected.std()) > 0.5  # logits that say something
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    assert (ours.lm_head.weight is ours.token_embedding.weight) is tied
+
+
+def test_the_shape_is_the_checkpoint_s(folder: Path) -> None:
+    model = resolve(load_config(None, ["--model.init_from", str(folder)])).model
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (2, 2, 16, 32)
+    assert (model.bias, model.tie_weights, model.gelu, model.size) == (True, True, "tanh", None)
+
+
+def test_a_resolved_configuration_resolves_to_itself(folder: Path) -> None:
+    config = resolve(load_config(None, ["--model.init_from", str(folder), "--model.block_size=8"]))
+    assert resolve(config) == config
+    assert config.model.block_size == 8
+
+
+def test_gpt2_s_own_size_has_gpt2_s_parameters() -> None:
+    with torch.device("meta"):
+        model = GPT(SIZES["124M"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    resolved = resolve(load_config(None, ["--model.size=124M"])).model
+    assert (resolved.bias, resolved.tie_weights, resolved.gelu) == (True, True, "tanh")
+
+
+def test_names_with_and_without_their_prefix_and_with_masks(tmp_path: Path, folder: Path) -> None:
+    def edit(stored: dict[str, torch.Tensor]) -> None:
+        for name in list(stored):
+            stored[f"transformer.{name}"] = stored.pop(name)
+        stored["transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+        stored["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
+        stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
+
+    renamed = gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
+    for ours, theirs in zip(loaded(folder).parameters(), loaded(renamed).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_fewer_positions_take_the_first_and_an_untied_head_a_copy(folder: Path) -> None:
+    full, cut = loaded(folder), loaded(folder, block_size=8, tie_weights=False)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(cut(tokens), full(tokens))
+    assert cut.lm_head.weight is not cut.token_embedding.weight
+    assert torch.equal(cut.lm_head.weight, cut.token_embedding.weight)
+
+
+def test_bfloat16_weights_are_read_as_float32(tmp_path: Path) -> None:
+    def edit(stored: dict[str, torch.Tensor]) -> None:
+        stored.update({name: value.bfloat16() for name, value in stored.items()})
+
+    model = loaded(gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit))
+    weight = model.token_embedding.weight
+    assert weight.dtype is torch.float32
+    assert torch.equal(weight, weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model.n_layer=3"], "model.n_layer: 3 is not that of the checkpoint"),
+        (["--model.n_embd=32"], "model.n_embd: 32 is not that of the checkpoint"),
+        (["--model.bias=false"], "model.bias: False is not that of the checkpoint"),
+        (["--model.gelu=exact"], "'tanh'"),
+        (["--model.size=10M"], "leave one of them out"),
+        (["--model.block_size=64"], "more than the 32 positions"),
+    ],
+)
+def test_settings_for_another_model_are_refused(folder: Path, arguments: list[str], words: str) -> None:
+    with pytest.raises(BenchError, match=words):
+        resolve(load_config(None, ["--model.init_from", str(folder), *arguments]))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"activation_function": "relu"}, "activation_function 'relu'"),
+        ({"n_inner": 48}, "n_inner 48"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ({"n_positions": None}, "n_positions None"),
+    ],
+)
+def test_another_kind_of_model_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    gpt2_checkpoints.write(tmp_path, **{**changed, "n_layer": 1})
+    with pytest.raises(BenchError, match=words):
+        find_checkpoint(str(tmp_path))
+
+
+def test_a_tied_head_can_t_take_a_head_of_its_own(tmp_path: Path) -> None:
+    gpt2_checkpoints.write(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(BenchError, match=r"lm_head of its own; give false"):
+        resolve(load_config(None, ["--model.init_from", str(tmp_path), "--model.tie_weights=true"]))
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"has no readable config\.json"):
+        find_checkpoint(str(tmp_path))
+    gpt2_checkpoints.write(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(BenchError, match=r"can't be read"):
+        loaded(tmp_path)
+    weights.unlink()
+    with pytest.raises(BenchError, match=r"has no model\.safetensors"):
+        loaded(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(BenchError, match="damaged"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda stored: stored.pop("h.1.mlp.c_fc.bias"), r"lacks the tensor 'h\.1\.mlp\.c_fc\.bias'"),
+        (lambda stored: stored.update({"h.2.ln_1.bias": torch.zeros(16)}), r"a tensor too many, 'h\.2\.ln_1\.bias'"),
+        (lambda stored: stored.update({"ln_f.bias": torch.zeros(17)}), r"shape \(17,\), final_norm\.bias has \(16,\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, edit: Any, words: str) -> None:
+    gpt2_checkpoints.change(gpt2_checkpoints.write(tmp_path), edit)
+    with pytest.raises(BenchError, match=words):
+        loaded(tmp_path)
+
+
+def test_a_run_starts_from_the_checkpoint(tiny: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
+    vocabulary = load_corpus(corpus_dir, 16).vocab_size
+    folder = gpt2_checkpoints.write(tmp_path / "gpt2", vocab_size=vocabulary, n_layer=1, n_positions=16)
+    config = tiny(model__init_from=str(folder), model__format="E4M3", model__tie_weights=False, train__max_steps=3)
+    corpus = load_corpus(corpus_dir, 16)
+    model = initial_model(resolve(config), corpus)
+    assert torch.equal(model.position_embedding.weight, loaded(folder).position_embedding.weight)
+    summary = run(config, tmp_path / "run")
+    assert summary["status"] == "finished"
+    assert summary["final_val_loss"] < summary["first_val_loss"]
+
+
+def test_another_vocabulary_is_refused(tiny: Tiny, folder: Path, tmp_path: Path) -> None:
+    config = tiny(model__init_from=str(folder), model__n_layer=2)
+    with pytest.raises(BenchError, match=r"has a vocabulary of 61, the corpus \(tokenizer char\)"):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# The hub: a server here that answers as it does, and none at all.
+
+
+@pytest.fixture
+def hub_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Return a function that points an empty cache's client at an address."""
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+
+    def use(address: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+
+    root = logging.getLogger("huggingface_hub")
+    level = root.level
+    yield use
+    root.setLevel(level)
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The files of a folder under /OWNER/NAME/resolve/main/FILE; 404 as the hub gives it for the rest."""
+
+    folder: Path
+
+    def do_HEAD(self) -> None:
+        self._answer(send=False)
+
+    def do_GET(self) -> None:
+        self._answer(send=True)
+
+    def _answer(self, send: bool) -> None:
+        path = self.folder / self.path.rsplit("/", 1)[-1]
+        if not self.path.startswith("/openai-community/gpt2/") or not path.is_file():
+            known = self.path.startswith("/openai-community/gpt2/")
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = path.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{len(content)}"')
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.end_headers()
+        if send:
+            self.wfile.write(content)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[str]:
+    handler = type("Handler", (Answers,), {"folder": folder})
+    with HTTPServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+        thread.join()
+
+
+def test_a_checkpoint_is_fetched_once(hub_client: Callable[[str], None], server: str, folder: Path) -> None:
+    hub_client(server)
+    checkpoint = find_checkpoint("gpt2")
+    assert checkpoint.shape == find_checkpoint(str(folder)).shape
+    assert checkpoint.weights.read_bytes() == (folder / "model.safetensors").read_bytes()
+    hub_client("http://127.0.0.1:9")  # nobody answers there: both files are in the cache
+    again = find_checkpoint(HUB_IDS["gpt2"])
+    assert again.weights == checkpoint.weights
+
+
+def test_what_the_hub_does_not_have_is_named(hub_client: Callable[[str], None], server: str, folder: Path) -> None:
+    hub_client(server)
+    with pytest.raises(BenchError, match=r"'someone/else' is neither a folder here nor a model on the hub"):
+        find_checkpoint("someone/else")
+    with pytest.raises(BenchError, match=r"on the hub has no pytorch_model\.bin"):
+        hub.hub_file("openai-community/gpt2", "pytorch_model.bin")
+
+
+def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
+    hub_client: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(hub, "PATIENCE", 1.0)
+    hub_client(f"http://127.0.0.1:{port}")
+    begun = time.monotonic()
+    with pytest.raises(BenchError, match=r"the hub is out of reach.*local copy") as caught:
+        find_checkpoint("gpt2")
+    assert time.monotonic() - begun < 5
+    assert "\n" not in str(caught.value)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"fp8manifold\[hub\]"):
+        find_checkpoint("gpt2")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "gpt3"])
+def test_a_path_that_does_not_exist_is_no_id(name: str) -> None:
+    with pytest.raises(BenchError, match="does not exist"):
+        find_checkpoint(name)
+
+
+def test_a_config_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(BenchError, match="only gpt2"):
+        find_checkpoint(str(tmp_path))

@@ -1,0 +1,80 @@
+"""A model's weights in a file: nothing is lost on the way, and a file of another model is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8manifold as fm
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.model import GPTShape, build_model
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.surgery import quantize, quantized_layers
+from nanogpt_bench.weights import load_weights, save_weights
+
+TOKENS = torch.arange(11)[None]
+
+
+def wrapped(storage: str, seed: int, fmt: str = "E4M3", width: int = 32, tie: bool = False) -> nn.Module:
+    formats = f"{{'*': {fmt}, lm_head: none, mlp.fc: {{weight: {fmt}, activation: E5M2}}}}"
+    config = resolve(load_config(None, ["--model.formats", formats, "--model.storage", storage]))
+    model = build_model(GPTShape(2, 2, width, 16, vocab_size=11, bias=True, tie_weights=tie), seed)
+    return quantize(model, config).eval()
+
+
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_wrapped_model_comes_back_as_it_was(tmp_path: Path, storage: str, tie: bool) -> None:
+    saved, other = wrapped(storage, 0, tie=tie), wrapped(storage, 1, tie=tie)
+    assert not torch.equal(saved(TOKENS), other(TOKENS))
+    save_weights(saved, tmp_path / "new" / "model.safetensors")
+    load_weights(other, tmp_path / "new" / "model.safetensors")
+    assert torch.equal(saved(TOKENS), other(TOKENS))
+    for name, layer in quantized_layers(saved).items():
+        twin = quantized_layers(other)[name]
+        assert torch.equal(layer.weight_codes(), twin.weight_codes()), name
+        assert torch.equal(layer.weight_scale(), twin.weight_scale()), name
+    assert (other.lm_head.weight is other.token_embedding.weight) is tie
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model.safetensors"]
+
+
+def test_one_byte_weights_take_a_byte_in_the_file(tmp_path: Path) -> None:
+    sizes = {}
+    for storage in ("fp8", "grid"):
+        path = tmp_path / storage
+        save_weights(wrapped(storage, 0, width=64), path)
+        sizes[storage] = path.stat().st_size
+    weights = 2 * 12 * 64**2
+    assert sizes["grid"] - sizes["fp8"] == pytest.approx(3 * weights, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ({"width": 16}, r"are of another model: .* is float32 \(11, 16\) there, float32 \(11, 32\) here"),
+        ({"fmt": "E5M2"}, "E5M2"),
+        ({"storage": "grid"}, "float32 .* there, E4M3 codes .* here"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path: Path, there: dict[str, object], words: str) -> None:
+    save_weights(wrapped(**{"storage": "fp8", "seed": 0, **there}), tmp_path / "w")  # type: ignore[arg-type]
+    model = wrapped("fp8", 1)
+    before = {name: layer.weight_codes().clone() for name, layer in quantized_layers(model).items()}
+    with pytest.raises(BenchError, match=words):
+        load_weights(model, tmp_path / "w")
+    for name, layer in quantized_layers(model).items():
+        assert torch.equal(layer.weight_codes(), before[name])
+
+
+def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
+    model = wrapped("fp8", 0)
+    with pytest.raises(BenchError, match="can't be read"):
+        load_weights(model, tmp_path / "absent")
+    (tmp_path / "text").write_text("no weights")
+    with pytest.raises(BenchError, match="can't be read"):
+        load_weights(model, tmp_path / "text")
+    assert isinstance(model.get_submodule("blocks.0.attn.qkv").weight, fm.FP8Tensor)
