@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.config import DEFAULT_DATA_DIR
 from nanogpt_bench.errors import BenchError, nearest
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
 INTERRUPTED = 130
-TOKENIZER_CHOICES = ("byte", "char")
+TOKENIZER_CHOICES = ("byte", "char", "gpt2")
+SOURCES = ("stdlib", "eurlex", "hub", "text")
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,21 +143,44 @@ def _add_prepare(commands: Any) -> Parser:
         help="turn a text into train.bin, val.bin and meta.json",
         description="Turn a text into train.bin, val.bin (uint16 tokens) and meta.json.",
         epilog="examples:\n  nanogpt-bench prepare stdlib\n"
-        "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book",
+        "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
+        "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
+        "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
+        "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
     )
     parser.add_argument(
         "source",
-        choices=("stdlib", "text"),
-        metavar="{stdlib,text}",
-        help="stdlib: the help topics and docstrings of the Python standard library; text: any UTF-8 file",
+        choices=SOURCES,
+        metavar="{" + ",".join(SOURCES) + "}",
+        help="stdlib: the help topics and docstrings of the Python standard library; eurlex: English EU legislation; "
+        "hub: any text data set of the Hugging Face hub; text: any UTF-8 file",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text only)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: data/stdlib or data/FILE)")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
+    parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
+    parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
+    parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub)",
+    )
+    parser.add_argument(
+        "--limit-tokens", type=_positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write (default: data/ and the text's name)",
+    )
     parser.add_argument(
         "--tokenizer",
         choices=TOKENIZER_CHOICES,
         default="byte",
-        help="byte: 256 bytes and an end of text; char: the text's own characters (default: byte)",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs "
+        "(default: byte)",
     )
     parser.set_defaults(handler=_prepare)
     return parser
@@ -260,24 +283,9 @@ def _positive(text: str) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from nanogpt_bench.corpus import prepare_stdlib, prepare_text
+    from nanogpt_bench.corpus.command import main_prepare
 
-    if args.source == "stdlib":
-        if args.input is not None:
-            raise BenchError(f"--input {str(args.input)!r} goes with prepare text, not with prepare stdlib")
-        out = args.out or Path(DEFAULT_DATA_DIR)
-        meta = prepare_stdlib(out, args.tokenizer, progress=sys.stderr.isatty())
-    else:
-        if args.input is None:
-            raise BenchError("prepare text needs --input FILE")
-        out = args.out or Path("data") / args.input.stem
-        meta = prepare_text(args.input, out, args.tokenizer, progress=sys.stderr.isatty())
-    counts = meta["splits"]
-    print(
-        f"{out}: {counts['train']['tokens']:,} tokens for training, {counts['val']['tokens']:,} for validation, "
-        f"{meta['tokenizer']} tokenizer, vocabulary {meta['vocab_size']}"
-    )
-    return 0
+    return main_prepare(args)
 
 
 def _run(args: argparse.Namespace) -> int:

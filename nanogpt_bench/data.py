@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanogpt_bench.digest import sha256
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.tokenizers import tokenizer_from_meta
 
 SPLITS = ("train", "val")
 
@@ -42,8 +44,8 @@ def load_corpus(folder: Path, block_size: int) -> Corpus:
     """Open a prepared corpus and check that it can feed blocks of `block_size` tokens.
 
     Raises:
-        BenchError: missing files, odd sizes, meta.json that disagrees with them, tokens beyond the vocabulary,
-            or a split shorter than a block.
+        BenchError: missing files, odd sizes, a meta.json that disagrees with them (counts, sha256) or with its own
+            tokenizer (vocabulary), tokens beyond the vocabulary, or a split shorter than a block.
     """
     meta = _read_meta(folder)
     arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
@@ -60,8 +62,18 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         meta = json.loads(path.read_text(encoding="utf-8"))
         checked = [int(meta["vocab_size"]), meta["tokenizer"]]
         checked += [int(meta["splits"][split][key]) for split in SPLITS for key in ("tokens", "bytes")]
+        checked += [meta["splits"][split]["sha256"] for split in SPLITS]
+        tokenizer = tokenizer_from_meta(meta)
+        checked.append(tokenizer.vocab_size)
+    except BenchError as error:
+        raise BenchError(f"{str(path)!r}: {error}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{str(path)!r} is damaged ({one_line(error)}); prepare the corpus again") from None
+    if tokenizer.vocab_size != int(meta["vocab_size"]):
+        raise BenchError(
+            f"{str(path)!r} gives a vocabulary of {meta['vocab_size']}, its {tokenizer.name} tokenizer has "
+            f"{tokenizer.vocab_size}; prepare the corpus again"
+        )
     return dict(meta)
 
 
@@ -85,6 +97,8 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
         )
     if int(tokens.max()) >= int(meta["vocab_size"]):
         raise BenchError(f"{str(path)!r} holds token {tokens.max()}, the vocabulary has {meta['vocab_size']}")
+    if sha256(path) != meta["splits"][split]["sha256"]:
+        raise BenchError(f"{str(path)!r} does not have the sha256 that meta.json gives; prepare the corpus again")
     return tokens
 
 

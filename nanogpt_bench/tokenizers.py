@@ -1,4 +1,4 @@
-"""Text to token numbers and back: bytes, or the characters of the text itself."""
+"""Text to token numbers and back: bytes, the characters of the text itself, or GPT-2's byte pairs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanogpt_bench.errors import BenchError, unknown
+from nanogpt_bench.gpt2_bpe import Gpt2Tokenizer, encoding
 
 #: tokens are stored as uint16
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
-TOKENIZERS = ("byte", "char")
+TOKENIZERS = ("byte", "char", "gpt2")
 
 Tokens = NDArray[np.uint16]
 
@@ -32,6 +33,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """Return the text of `tokens`; an end of text gives an empty string."""
+
+    def byte_count(self, tokens: Tokens) -> int:
+        """Return how many UTF-8 bytes of text `tokens` stand for."""
 
     def meta(self) -> dict[str, Any]:
         """Return what meta.json must hold to rebuild the tokenizer."""
@@ -55,6 +59,9 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         codes = np.asarray(tokens)
         return codes[codes < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def byte_count(self, tokens: Tokens) -> int:
+        return int(np.count_nonzero(tokens < 256))
 
     def meta(self) -> dict[str, Any]:
         return {"tokenizer": self.name, "vocab_size": self.vocab_size, "end_of_text": self.end_of_text}
@@ -95,6 +102,9 @@ class CharTokenizer:
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         return "".join(self.characters[token] for token in tokens)
 
+    def byte_count(self, tokens: Tokens) -> int:
+        return len(self.decode(tokens).encode("utf-8"))
+
     def meta(self) -> dict[str, Any]:
         return {
             "tokenizer": self.name,
@@ -112,17 +122,22 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
     """Return the tokenizer called `name`, its vocabulary taken from `text` where it has one.
 
     Raises:
-        BenchError: no such tokenizer.
+        BenchError: no such tokenizer, or its package or files are missing.
     """
     if name == "byte":
         return ByteTokenizer()
     if name == "char":
         return CharTokenizer.of(text)
+    if name == "gpt2":
+        encoding()  # what is missing should be said before any text is fetched
+        return Gpt2Tokenizer()
     raise unknown("tokenizer", name, TOKENIZERS)
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that wrote a corpus."""
+    """Return the tokenizer that wrote a corpus; GPT-2's files are not read yet."""
     if meta["tokenizer"] == "char":
         return CharTokenizer(meta["characters"])
+    if meta["tokenizer"] == "gpt2":
+        return Gpt2Tokenizer()
     return make_tokenizer(meta["tokenizer"], "")

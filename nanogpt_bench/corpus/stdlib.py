@@ -29,7 +29,9 @@ VAL_EVERY = 10
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def prepare_stdlib(out: Path, tokenizer: str = "byte", *, progress: bool = False) -> dict[str, Any]:
+def prepare_stdlib(
+    out: Path, tokenizer: str = "byte", *, limit: int | None = None, progress: bool = False
+) -> dict[str, Any]:
     """Prepare the standard library's prose in folder `out` and return what was written to meta.json.
 
     The text differs a little between Python versions: meta.json records the version and the text's sha256.
@@ -49,7 +51,7 @@ def prepare_stdlib(out: Path, tokenizer: str = "byte", *, progress: bool = False
         "sha256": hashlib.sha256(text.encode("utf-8")).hexdigest(),
         "documents": len(documents),
     }
-    return write_corpus(out, splits, make_tokenizer(tokenizer, text), source, progress)
+    return write_corpus(out, splits, make_tokenizer(tokenizer, text), source, progress, limit)
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:

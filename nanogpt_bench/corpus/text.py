@@ -14,7 +14,9 @@ from nanogpt_bench.tokenizers import make_tokenizer
 TRAIN_SHARE = 0.9
 
 
-def prepare_text(path: Path, out: Path, tokenizer: str = "byte", *, progress: bool = False) -> dict[str, Any]:
+def prepare_text(
+    path: Path, out: Path, tokenizer: str = "byte", *, limit: int | None = None, progress: bool = False
+) -> dict[str, Any]:
     """Prepare a UTF-8 text file in folder `out` and return what was written to meta.json.
 
     Raises:
@@ -29,7 +31,7 @@ def prepare_text(path: Path, out: Path, tokenizer: str = "byte", *, progress: bo
         "documents": 1,
     }
     splits = {"train": [text[:cut]], "val": [text[cut:]]}
-    return write_corpus(out, splits, make_tokenizer(tokenizer, text), source, progress)
+    return write_corpus(out, splits, make_tokenizer(tokenizer, text), source, progress, limit)
 
 
 def read_text(path: Path) -> str:

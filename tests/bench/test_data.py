@@ -55,6 +55,17 @@ def cut_tokens(folder: Path) -> None:
     (folder / "train.bin").write_bytes(data[:-10])
 
 
+def change_token(folder: Path) -> None:
+    data = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+
+def change_count(folder: Path, **changes: object) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    counts = {key: value for key, value in {**meta["splits"]["train"], **changes}.items() if value is not None}
+    change_meta(folder, splits={**meta["splits"], "train": counts})
+
+
 def change_meta(folder: Path, **changes: object) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, **changes}))
@@ -71,7 +82,16 @@ def change_meta(folder: Path, **changes: object) -> None:
         (lambda folder: (folder / "meta.json").write_text("{"), "is damaged"),
         (lambda folder: (folder / "meta.json").write_text("[]"), "is damaged"),
         (lambda folder: change_meta(folder, splits={}), "is damaged"),
-        (lambda folder: change_meta(folder, vocab_size=3), "the vocabulary has 3"),
+        (change_token, r"val\.bin' does not have the sha256 that meta\.json gives"),
+        (lambda folder: change_count(folder, sha256="0" * 64), r"train\.bin' does not have the sha256"),
+        (lambda folder: change_count(folder, sha256=None), "is damaged .*sha256"),
+        (lambda folder: change_count(folder, tokens="many"), "is damaged"),
+        (lambda folder: change_meta(folder, vocab_size=3), "a vocabulary of 3, its char tokenizer has"),
+        (lambda folder: change_meta(folder, vocab_size=3, characters="abc"), r"holds token \d+, the vocabulary has 3"),
+        (lambda folder: change_meta(folder, tokenizer="byte"), "a vocabulary of .*, its byte tokenizer has 257"),
+        (lambda folder: change_meta(folder, tokenizer="gpt2"), "a vocabulary of .*, its gpt2 tokenizer has 50257"),
+        (lambda folder: change_meta(folder, tokenizer="gpt5"), r"meta\.json': unknown tokenizer 'gpt5'"),
+        (lambda folder: change_meta(folder, characters=None), "is damaged"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, corpus_dir: Path, damage: Callable[[Path], object], reason: str) -> None:

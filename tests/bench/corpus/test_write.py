@@ -28,7 +28,7 @@ def test_files_and_meta_agree(tmp_path: Path) -> None:
     assert train.tolist() == [97] * 100 + [256] + [98] * 50 + [256]
     counts = meta["splits"]["train"]  # type: ignore[index]
     digest = hashlib.sha256((tmp_path / "out" / "train.bin").read_bytes()).hexdigest()
-    assert counts == {"tokens": 152, "bytes": 150, "sha256": digest}
+    assert counts == {"documents": 2, "tokens": 152, "bytes": 150, "sha256": digest}
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path) -> None:
