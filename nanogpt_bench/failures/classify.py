@@ -1,0 +1,119 @@
+"""How a run failed: the ten classes judged from its folder, and the order in which things happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.config import FailureConfig
+from nanogpt_bench.failures import losses, values, weights
+from nanogpt_bench.failures.batches import batch_effect
+from nanogpt_bench.failures.criteria import ABOVE
+from nanogpt_bench.failures.evidence import Evidence, read
+from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
+from nanogpt_bench.report.load import Run, finite
+
+#: what a kurtosis alert warns of, beside the failure that ended a run
+ANNOUNCED = ("nan", "divergence", "exploding_gradients")
+
+
+def classify(
+    run: Run | Path, *, siblings: Iterable[Run | Path] = (), thresholds: FailureConfig | None = None
+) -> list[Finding]:
+    """Judge the ten classes of failure from a run's folder; one finding a class, in the order of `KINDS`.
+
+    A class whose metric was not recorded is "not judged" and says what is missing. Thresholds are those of the
+    section `failure` of the run's own config unless given. Of `siblings`, those that differ from the run in batch
+    size and seeds only tell whether a plateau falls with the batch size.
+
+    Raises:
+        BenchError: a path is no run folder.
+    """
+    return _findings(read(run, thresholds), [read(other, thresholds) for other in siblings])
+
+
+def diagnose(
+    run: Run | Path, *, siblings: Iterable[Run | Path] = (), thresholds: FailureConfig | None = None
+) -> Diagnosis:
+    """Return the findings of `classify`, the timeline, and the lead time of the kurtosis alert.
+
+    Raises:
+        BenchError: a path is no run folder.
+    """
+    evidence = read(run, thresholds)
+    findings = _findings(evidence, [read(other, thresholds) for other in siblings])
+    return Diagnosis(tuple(findings), _timeline(evidence, findings), _lead_time(evidence, findings))
+
+
+def failures_of(run: Run | Path, *, siblings: Iterable[Run | Path] = ()) -> list[dict[str, Any]]:
+    """Return the list `failures` of summary.json: the classes found, in the order in which they set in."""
+    diagnosis = diagnose(run, siblings=siblings)
+    return [finding.summary_entry() for finding in diagnosis.found]
+
+
+def _findings(evidence: Evidence, siblings: Sequence[Evidence]) -> list[Finding]:
+    plateau = losses.plateau(evidence)
+    judged = [
+        weights.stall(evidence),
+        weights.rounding_noise(evidence, plateau, batch_effect(evidence, siblings)),
+        values.overflow(evidence),
+        values.outlier_explosion(evidence),
+        values.attention_collapse(evidence),
+        values.zero_gradients(evidence),
+        values.exploding_gradients(evidence),
+        losses.nan(evidence),
+        plateau,
+        losses.divergence(evidence),
+    ]
+    return sorted(judged, key=lambda finding: KINDS.index(finding.kind))
+
+
+def _timeline(evidence: Evidence, findings: Sequence[Finding]) -> tuple[Event, ...]:
+    """The first step of every criterion that held, of every kind of alert, and the end, in the order of steps."""
+    events = [
+        _criterion_event(finding.kind, criterion)
+        for finding in findings
+        for criterion in finding.criteria
+        if criterion.fired
+    ]
+    kinds = dict.fromkeys(alert["kind"] for alert in evidence.alerts)
+    events += [_alert_event(alert) for kind in kinds if (alert := evidence.first_alert(kind)) is not None]
+    if evidence.run.last_step is not None:
+        text = str((evidence.run.failure or {}).get("message") or f"the run ended: {evidence.run.status}")
+        events.append(Event(evidence.run.last_step, evidence.run.status, "end", text))
+    return tuple(sorted(events, key=lambda event: (event.step, event.source == "end")))
+
+
+def _criterion_event(kind: str, criterion: Criterion) -> Event:
+    sign = ">=" if criterion.side == ABOVE else "<="
+    text = f"{criterion.metric} {criterion.value:.4g} {sign} {criterion.threshold:.4g}"
+    return Event(criterion.step or 0, kind, "criterion", text, criterion.value, criterion.threshold)
+
+
+def _alert_event(alert: dict[str, Any]) -> Event:
+    text = str(alert.get("message") or alert["kind"])
+    return Event(
+        int(alert["step"]), alert["kind"], "alert", text, finite(alert.get("value")), finite(alert.get("threshold"))
+    )
+
+
+def _lead_time(evidence: Evidence, findings: Sequence[Finding]) -> LeadTime | None:
+    alert, failed = evidence.first_alert("kurtosis"), _failure(evidence, findings)
+    if alert is None or failed is None:
+        return None
+    begin, (kind, end) = int(alert["step"]), failed
+    clock = {int(record["step"]): finite(record.get("time/elapsed_s")) for record in evidence.records}
+    times = clock.get(begin), clock.get(end)
+    seconds = None if times[0] is None or times[1] is None else times[1] - times[0]
+    return LeadTime(begin, end, kind, end - begin, seconds)
+
+
+def _failure(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, int] | None:
+    """The kind and step of what the alert could have announced: the first sign, or what ended the run."""
+    signs = [(f.kind, f.step) for f in findings if f.kind in ANNOUNCED and f.step is not None]
+    failure = evidence.run.failure or {}
+    step = finite(failure.get("step"))
+    if step is not None:
+        signs.append((str(failure.get("kind")), int(step)))
+    return min(signs, key=lambda sign: sign[1], default=None)

@@ -1,0 +1,137 @@
+"""What a run folder holds, as series: the only reader of the classification."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.config import ROUNDED, FailureConfig
+from nanogpt_bench.report.load import Run, finite, load_run
+
+#: write-backs that neither keep what rounding loses nor return it on average
+LOSING = ("nearest",)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps at which it was recorded with a finite value."""
+
+    metric: str
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def mean(self) -> float | None:
+        return sum(self.values) / len(self.values) if self.values else None
+
+
+class Evidence:
+    """One run's records, alerts and settings, and the thresholds to judge them by."""
+
+    def __init__(self, run: Run, thresholds: FailureConfig | None = None) -> None:
+        self.run = run
+        self.limits = thresholds or thresholds_of(run.config)
+
+    @property
+    def records(self) -> Sequence[Mapping[str, Any]]:
+        return self.run.metrics
+
+    @cached_property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of everything recorded, in order of first appearance."""
+        return tuple(dict.fromkeys(key for record in self.records for key in record))
+
+    @cached_property
+    def alerts(self) -> tuple[dict[str, Any], ...]:
+        """The whole lines of alerts.jsonl, () when there is none."""
+        return tuple(_alerts(self.run.path / "alerts.jsonl"))
+
+    def series(self, metric: str) -> Series:
+        """The finite values of a metric; empty when it was not recorded."""
+        pairs = [(record["step"], finite(record.get(metric))) for record in self.records if metric in record]
+        known = [(int(step), value) for step, value in pairs if value is not None]
+        return Series(metric, tuple(step for step, _ in known), tuple(value for _, value in known))
+
+    def layers(self, metric: str) -> list[str]:
+        """The layers for which a metric was recorded, as `metric/LAYER`."""
+        return [key[len(metric) + 1 :] for key in self.metrics if key.startswith(f"{metric}/")]
+
+    def worst_layer(self, metric: str, *, lowest: bool = False) -> tuple[str | None, float | None]:
+        """The layer whose mean over the run is highest (lowest), and that mean; (None, None) without layers."""
+        means = {layer: self.series(f"{metric}/{layer}").mean for layer in self.layers(metric)}
+        known = {layer: mean for layer, mean in means.items() if mean is not None}
+        if not known:
+            return None, None
+        layer = min(known, key=known.__getitem__) if lowest else max(known, key=known.__getitem__)
+        return layer, known[layer]
+
+    def setting(self, key: str) -> Any:
+        """The run's setting at a dotted key, None when its config has none."""
+        value: Any = self.run.config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    @property
+    def rounded(self) -> bool | None:
+        """Whether a step is rounded when it is written back; None when the config does not say."""
+        storage = self.setting("model.storage")
+        return None if storage is None else storage in ROUNDED
+
+    @property
+    def losing(self) -> bool | None:
+        """Whether the write-back loses a small step for good; None when the config does not say."""
+        writeback = self.setting("optimizer.writeback")
+        return self.rounded if not self.rounded or writeback is None else writeback in LOSING
+
+    def first_alert(self, kind: str) -> dict[str, Any] | None:
+        return next((alert for alert in self.alerts if alert.get("kind") == kind), None)
+
+
+def read(run: Run | Path, thresholds: FailureConfig | None = None) -> Evidence:
+    """Return a run's evidence; thresholds are those of its config where none are given.
+
+    Raises:
+        BenchError: the path is no run folder.
+    """
+    return Evidence(load_run(run) if isinstance(run, Path) else run, thresholds)
+
+
+def thresholds_of(config: Mapping[str, Any]) -> FailureConfig:
+    """Return the section `failure` of a run's config; what it does not hold, or holds no number for, is the default."""
+    section = config.get("failure")
+    if not isinstance(section, Mapping):
+        return FailureConfig()
+    given = {item.name: _like(item.default, section.get(item.name)) for item in fields(FailureConfig)}
+    return FailureConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def _like(default: Any, value: Any) -> Any:
+    """A number as an int where the default is one; None for what is no number."""
+    number = finite(value)
+    return int(number) if number is not None and isinstance(default, int) else number
+
+
+def _alerts(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [alert for line in lines if (alert := _alert(line)) is not None]
+
+
+def _alert(line: str) -> dict[str, Any] | None:
+    """A whole alert; None for a line that was cut off."""
+    try:
+        alert = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(alert, dict) and finite(alert.get("step")) is not None and isinstance(alert.get("kind"), str)
+    return alert if whole else None

@@ -1,0 +1,143 @@
+"""Failures of the values that flow: beyond the format, outliers, attention on one token, gradients gone or huge."""
+
+from __future__ import annotations
+
+import math
+
+from nanogpt_bench.failures.criteria import ABOVE, BELOW, clear, earliest, found, judge, not_judged, over_median, worst
+from nanogpt_bench.failures.evidence import Evidence
+from nanogpt_bench.failures.finding import Criterion, Facts, Finding
+
+OPERANDS = ("weight", "activation", "gradient", "residual")
+ENTROPY = "attention/entropy"
+NORM = "grad/norm"
+
+
+def overflow(evidence: Evidence) -> Finding:
+    """Values beyond the format's largest, which saturate."""
+    names = [f"quant/{share}/{operand}" for share in ("overflow", "clamped") for operand in OPERANDS]
+    watched = [series for name in names if (series := worst(evidence, name))]
+    if not watched:
+        return not_judged("overflow", "quant/overflow")
+    limits = evidence.limits
+    criteria = [judge(series, ABOVE, limits.overflow, limits.patience) for series in watched]
+    peak = max(criteria, key=lambda criterion: criterion.extreme or 0.0)
+    first = earliest(criteria)
+    shown = first or peak
+    layer, share = evidence.worst_layer(shown.metric)
+    facts: Facts = {"metric": shown.metric, "threshold": limits.overflow, "highest": shown.extreme}
+    facts |= {"worst_layer": layer, "worst_share": share}
+    operand = shown.metric.rsplit("/", 1)[-1]
+    said = f"up to {shown.extreme:.2%} of the {operand} values of a layer lay beyond the format"
+    if first is None or first.step is None:
+        return clear("overflow", said, criteria, **facts)
+    where = f", most of all in {layer}" if layer else ""
+    return found("overflow", first.step, f"{said}{where}; from step {first.step} on", criteria, **facts)
+
+
+def outlier_explosion(evidence: Evidence) -> Finding:
+    """Activations whose kurtosis is high and has grown: a few of them dwarf all others."""
+    kind, limits = "outlier_explosion", evidence.limits
+    names = [f"quant/kurtosis/{operand}" for operand in ("residual", "activation")]
+    watched = [series for name in names if (series := worst(evidence, name))]
+    if not watched:
+        return not_judged(kind, *names)
+    if max(map(len, watched)) < 2:
+        return not_judged(kind, why="not judged: one look at the kurtosis does not show it grow")
+    bounds = [max(limits.kurtosis, limits.kurtosis_growth * series.values[0]) for series in watched]
+    criteria = [judge(series, ABOVE, bound, limits.patience) for series, bound in zip(watched, bounds, strict=True)]
+    first = earliest(criteria)
+    shown = first or max(criteria, key=lambda criterion: (criterion.extreme or 0.0) / criterion.threshold)
+    series = watched[criteria.index(shown)]
+    facts: Facts = {
+        "metric": shown.metric,
+        "threshold": shown.threshold,
+        "first": series.values[0],
+        "highest": shown.extreme,
+    }
+    facts |= {"highest_step": shown.extreme_step, "worst_layer": evidence.worst_layer(shown.metric)[0]}
+    said = f"the kurtosis went from {series.values[0]:.3g} to {shown.extreme:.3g} (step {shown.extreme_step})"
+    if first is None or first.step is None:
+        return clear(kind, said, criteria, **facts)
+    return found(kind, first.step, f"{said}, beyond {shown.threshold:.3g} from step {first.step} on", criteria, **facts)
+
+
+def attention_collapse(evidence: Evidence) -> Finding:
+    """Attention that looks at one token only: its entropy, meant over the heads, goes towards 0."""
+    kind, series, block = "attention_collapse", evidence.series(ENTROPY), evidence.setting("model.block_size")
+    if not series:
+        return not_judged(kind, ENTROPY)
+    if not isinstance(block, int) or block < 2:
+        return not_judged(kind, why="not judged: the config does not give model.block_size")
+    uniform = uniform_entropy(block)
+    criterion = judge(series, BELOW, evidence.limits.entropy * uniform, evidence.limits.patience)
+    head, entropy = evidence.worst_layer(ENTROPY, lowest=True)
+    facts: Facts = {
+        "metric": ENTROPY,
+        "threshold": criterion.threshold,
+        "uniform": uniform,
+        "lowest": criterion.extreme,
+    }
+    facts |= {"lowest_step": criterion.extreme_step, "lowest_head": head, "lowest_head_entropy": entropy}
+    said = f"attention's entropy fell to {criterion.extreme:.3f} nats of the {uniform:.3f} of uniform attention"
+    if criterion.step is None:
+        return clear(kind, said, [criterion], **facts)
+    return found(kind, criterion.step, f"{said}; collapsed from step {criterion.step} on", [criterion], **facts)
+
+
+def uniform_entropy(block: int) -> float:
+    """Mean entropy (nats) of causal attention that looks at all tokens alike: the mean of ln i for i up to `block`.
+
+    >>> round(uniform_entropy(2), 4)
+    0.3466
+    """
+    return math.lgamma(block + 1) / block
+
+
+def zero_gradients(evidence: Evidence) -> Finding:
+    """Gradients that are zero, or were too small for too long."""
+    kind, limits = "zero_gradients", evidence.limits
+    bounds = (
+        (NORM, BELOW, limits.gradient_norm),
+        ("grad/zero", ABOVE, limits.zero_gradients),
+        ("grad/dead", ABOVE, limits.zero_gradients),
+    )
+    watched = [(series, side, bound) for name, side, bound in bounds if (series := evidence.series(name))]
+    if not watched:
+        return not_judged(kind, *(name for name, _, _ in bounds))
+    criteria = [judge(series, side, bound, limits.patience) for series, side, bound in watched]
+    first = earliest(criteria)
+    facts: Facts = {criterion.metric: criterion.extreme for criterion in criteria}
+    if first is None or first.step is None:
+        return clear(kind, _zero_text(criteria), criteria, **facts)
+    layer = evidence.worst_layer("grad/zero")[0]
+    facts |= {"metric": first.metric, "threshold": first.threshold, "worst_layer": layer}
+    return found(kind, first.step, f"{_zero_text(criteria)}; from step {first.step} on", criteria, **facts)
+
+
+def _zero_text(criteria: list[Criterion]) -> str:
+    words = {
+        NORM: "gradient norm down to {:.2g}",
+        "grad/zero": "up to {:.1%} of it zero",
+        "grad/dead": "up to {:.1%} dead",
+    }
+    return ", ".join(words[criterion.metric].format(criterion.extreme) for criterion in criteria)
+
+
+def exploding_gradients(evidence: Evidence) -> Finding:
+    """Gradient norms far above those of the steps before."""
+    kind, limits = "exploding_gradients", evidence.limits
+    norms = evidence.series(NORM)
+    ratios = over_median(norms)
+    if not norms:
+        return not_judged(kind, NORM)
+    if not ratios:
+        return not_judged(kind, why=f"not judged: {len(norms)} gradient norms are too few to compare")
+    died = evidence.run.status == "failed"
+    criterion = judge(ratios, ABOVE, limits.exploding, limits.patience, cut_off=died)
+    facts: Facts = {"metric": NORM, "threshold": criterion.threshold, "largest_ratio": criterion.extreme}
+    facts |= {"largest_norm": max(norms.values), "median_norm": sorted(norms.values)[len(norms) // 2]}
+    said = f"the gradient norm reached {criterion.extreme:.3g} times its median (step {criterion.extreme_step})"
+    if criterion.step is None:
+        return clear(kind, said, [criterion], **facts)
+    return found(kind, criterion.step, said, [criterion], **facts)
