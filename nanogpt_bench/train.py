@@ -18,12 +18,8 @@ from nanogpt_bench.config import ROUNDED, Config
 from nanogpt_bench.data import load_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
-<<<<<<< HEAD
-from nanogpt_bench.observers import HistogramObserver, JsonlObserver, Observer, StallObserver, Step
-=======
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.observers import JsonlObserver, Observer, StallObserver, Step
->>>>>>> 0359310 (Bench: how a run failed, ten classes judged from its folder, and E7M0's three predictions)
+from nanogpt_bench.observers import HistogramObserver, JsonlObserver, Observer, StallObserver, Step
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import to_yaml
 from nanogpt_bench.step import Trainer

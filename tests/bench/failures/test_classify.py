@@ -1,0 +1,222 @@
+"""The ten classes on constructed figures: found where they must be, at the right step, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench.config import FailureConfig
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
+
+Make = Callable[..., Path]
+LOOKS = range(20, 201, 20)
+
+
+def at_looks(*values: float | None) -> dict[int, float | None]:
+    """Values at steps 20, 40, …, the last one repeated up to step 200."""
+    padded = [*values, *[values[-1]] * (len(LOOKS) - len(values))]
+    return dict(zip(LOOKS, padded, strict=True))
+
+
+def the(kind: str, findings: list[Finding]) -> Finding:
+    return next(finding for finding in findings if finding.kind == kind)
+
+
+def judged(path: Path, kind: str, **thresholds: Any) -> Finding:
+    return the(kind, classify(path, thresholds=FailureConfig(**thresholds) if thresholds else None))
+
+
+#: everything the bench can watch, as a healthy run would show it
+HEALTHY: dict[str, Any] = {
+    "grad/norm": [1.0 + 0.1 * (step % 3) for step in range(200)],
+    "stall/update_lost": at_looks(0.2),
+    "quant/overflow/weight": at_looks(0.0),
+    "quant/clamped/activation": at_looks(0.001),
+    "quant/kurtosis/residual": at_looks(3.0, 4.0),
+    "quant/kurtosis/activation": at_looks(12.0, 14.0),
+    "attention/entropy": at_looks(3.0, 2.0),
+    "grad/zero": at_looks(0.1),
+    "grad/dead": at_looks(0.0),
+    "loss_is_nan": [0] * 200,
+    "grad_has_nan": [0] * 200,
+}
+#: class -> the figures that make it, and the step at which it must be found
+FAILING: dict[str, tuple[dict[str, Any], int]] = {
+    "stall": ({"stall/update_lost": at_looks(0.2, 0.97)}, 40),
+    "overflow": ({"quant/overflow/weight": at_looks(0.0, 0.0, 0.02)}, 60),
+    "outlier_explosion": ({"quant/kurtosis/residual": at_looks(3.0, 5.0, 9.0, 40.0)}, 80),
+    "attention_collapse": ({"attention/entropy": at_looks(3.0, 0.5, 0.2)}, 60),
+    "zero_gradients": ({"grad/zero": at_looks(0.1, 0.95)}, 40),
+    "exploding_gradients": ({"grad/norm": [1.0] * 150 + [500.0] * 50}, 151),
+    "nan": ({"grad_has_nan": [0] * 120 + [1] + [0] * 79}, 121),
+}
+
+
+def test_a_healthy_run_has_ten_clear_classes(make: Make) -> None:
+    findings = classify(make(series=HEALTHY))
+    assert [finding.kind for finding in findings] == list(KINDS)
+    assert {finding.kind: finding.state for finding in findings} == dict.fromkeys(KINDS, "clear")
+    assert failures_of(make("again", series=HEALTHY)) == []
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_figures_beyond_the_threshold_are_found_alone_and_at_their_step(make: Make, kind: str) -> None:
+    figures, step = FAILING[kind]
+    entries = failures_of(make(series=HEALTHY | figures))
+    assert [(entry["kind"], entry["step"]) for entry in entries] == [(kind, step)]
+    assert entries[0]["evidence"]["message"]
+    json.dumps(entries, allow_nan=False)
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_one_look_beyond_the_threshold_is_not_a_failure(make: Make, kind: str) -> None:
+    figures, step = FAILING[kind]
+    if kind == "nan":
+        return  # one is enough: there is no mild NaN
+    (metric, failing), healthy = next(iter(figures.items())), HEALTHY[next(iter(figures))]
+    if isinstance(failing, dict):
+        once = {at: failing[at] if at == step else value for at, value in healthy.items()}
+    else:
+        once = [failing[step - 1] if at == step else value for at, value in enumerate(healthy, start=1)]
+    assert failures_of(make(series=HEALTHY | {metric: once})) == []
+
+
+def test_what_was_not_recorded_is_not_judged_and_named(make: Make) -> None:
+    findings = classify(make())
+    missing = {finding.kind: finding.missing for finding in findings if finding.state == "not judged"}
+    assert missing["stall"] == ("stall/update_lost",)
+    assert missing["attention_collapse"] == ("attention/entropy",)
+    assert missing["zero_gradients"] == ("grad/norm", "grad/zero", "grad/dead")
+    assert set(missing) == set(KINDS) - {"nan", "plateau", "divergence", "rounding_noise"}
+    assert all(metric in the(kind, findings).message for kind, metrics in missing.items() for metric in metrics[:1])
+
+
+def test_an_empty_run_is_judged_in_nothing_but_what_its_rule_excludes(make: Make) -> None:
+    states = {finding.kind: finding.state for finding in classify(make(loss=[]))}
+    assert states == {**dict.fromkeys(KINDS, "not judged"), "rounding_noise": "clear"}
+
+
+@pytest.mark.parametrize(("storage", "writeback"), [("fp8", "stochastic"), ("grid", "residual8"), ("master", None)])
+def test_an_update_that_is_kept_or_returned_on_average_is_no_stall(
+    make: Make, storage: str, writeback: str | None
+) -> None:
+    settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
+    path = make(series={"stall/update_lost": at_looks(0.99), "stall/code_unchanged": at_looks(0.99)}, settings=settings)
+    assert judged(path, "stall").state == "clear"
+
+
+def test_the_stall_names_its_worst_layer(make: Make) -> None:
+    layers = {"stall/update_lost/mlp.fc": at_looks(0.97), "stall/update_lost/attn.qkv": at_looks(0.4)}
+    finding = judged(make(series={"stall/update_lost": at_looks(0.6), **layers}), "stall")
+    assert finding.evidence["worst_layer"] == "mlp.fc"
+    assert finding.evidence["worst_share"] == pytest.approx(0.97)
+    assert "97.0% of mlp.fc" in finding.message
+
+
+def test_overflow_in_one_layer_is_found_where_the_whole_hides_it(make: Make) -> None:
+    series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": at_looks(0.3)}
+    finding = judged(make(series=series), "overflow")
+    assert (finding.step, finding.evidence["worst_layer"]) == (20, "lm_head")
+    assert finding.evidence["highest"] == pytest.approx(0.3)
+
+
+def test_kurtosis_that_was_high_from_the_first_look_is_no_explosion(make: Make) -> None:
+    assert judged(make(series={"quant/kurtosis/residual": at_looks(30.0, 40.0)}), "outlier_explosion").state == "clear"
+    one_look = make("one", series={"quant/kurtosis/residual": {200: 500.0}})
+    assert judged(one_look, "outlier_explosion").state == "not judged"
+
+
+def test_a_loss_that_is_null_is_not_finite(make: Make) -> None:
+    path = make(loss=[5.0, 4.0, None], summary={"status": "failed"})
+    finding = judged(path, "nan")
+    assert (finding.step, finding.evidence["first"]) == (3, "loss")
+
+
+def test_a_gradient_norm_that_is_null_is_not_finite(make: Make) -> None:
+    finding = judged(make(series={"grad/norm": [1.0] * 9 + [None]}), "nan")
+    assert (finding.step, finding.evidence["first"]) == (10, "gradient")
+
+
+def test_gradients_that_explode_in_the_last_steps_of_a_dying_run_are_found(make: Make) -> None:
+    norms = [1.0] * 30 + [1e4]
+    dead = make(loss=[5.0] * 31, series={"grad/norm": norms}, summary={"status": "failed"})
+    assert judged(dead, "exploding_gradients").step == 31
+    alive = make("alive", loss=[5.0] * 31, series={"grad/norm": norms})
+    assert judged(alive, "exploding_gradients").state == "clear"
+
+
+def wobble(level: float, steps: int) -> list[float]:
+    return [level + 0.02 * (step % 2) for step in range(steps)]
+
+
+def test_a_loss_that_stays_where_it_came_early_is_a_plateau(make: Make) -> None:
+    finding = judged(make(loss=[5.5, 5.0, 4.5, 4.0, *wobble(3.5, 196)]), "plateau")
+    assert finding.found
+    assert finding.step is not None
+    assert finding.step <= 12
+    assert finding.evidence["level"] == pytest.approx(3.51, abs=0.02)
+
+
+def test_a_loss_that_never_falls_is_a_plateau_from_the_start(make: Make) -> None:
+    finding = judged(make(loss=wobble(5.5, 200)), "plateau")
+    assert (finding.found, finding.step) == (True, 1)
+
+
+def test_a_loss_that_comes_to_rest_late_or_rises_again_is_none(make: Make) -> None:
+    late = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
+    assert judged(make(loss=late), "plateau").state == "clear"
+    risen = [5.0, 4.0, 3.0, *wobble(2.5, 60), *wobble(4.5, 137)]
+    assert judged(make("risen", loss=risen), "plateau").state == "clear"
+
+
+def test_a_loss_above_its_first_diverged_even_if_it_came_back(make: Make) -> None:
+    finding = judged(make(loss=[*wobble(5.0, 20), *wobble(9.0, 20), *wobble(3.5, 60)]), "divergence")
+    assert finding.found
+    assert finding.step is not None
+    assert 21 <= finding.step <= 24
+    assert finding.evidence["highest"] == pytest.approx(9.02)
+
+
+def test_a_loss_that_rises_from_its_lowest_diverged_if_it_stays_up(make: Make) -> None:
+    up = [*falling_to(2.5, 100), *wobble(3.4, 100)]
+    finding = judged(make(loss=up), "divergence")
+    assert finding.step is not None
+    assert 101 <= finding.step <= 110
+    back = [*falling_to(2.5, 100), *wobble(3.4, 30), *wobble(2.4, 70)]
+    assert judged(make("back", loss=back), "divergence").state == "clear"
+
+
+def falling_to(level: float, steps: int) -> list[float]:
+    return [5.5 + (level - 5.5) * step / (steps - 1) for step in range(steps)]
+
+
+def test_an_alert_of_early_divergence_counts(make: Make) -> None:
+    finding = judged(make(alerts=[{"step": 70, "level": "WARN", "kind": "early_divergence"}]), "divergence")
+    assert (finding.step, finding.evidence["alert_step"]) == (70, 70)
+
+
+def test_thresholds_come_from_the_runs_config_unless_given(make: Make) -> None:
+    series = {"stall/update_lost": at_looks(0.3)}
+    strict = make(series=series, settings={"failure": {"stall": 0.25, "patience": "often"}})
+    assert judged(strict, "stall").found
+    assert judged(strict, "stall", stall=0.5).state == "clear"
+    assert judged(make("default", series=series), "stall").state == "clear"
+
+
+def test_a_last_line_that_was_cut_off_changes_nothing(make: Make) -> None:
+    path = make(series=HEALTHY | FAILING["stall"][0], alerts=[{"step": 40, "kind": "bit_stall", "level": "WARN"}])
+    whole = diagnose(path).as_json()
+    for name in ("metrics.jsonl", "alerts.jsonl"):
+        with (path / name).open("a") as file:
+            file.write('{"step": 201, "kind": "ov')
+    assert diagnose(path).as_json() == whole
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="not a run folder"):
+        classify(tmp_path)
