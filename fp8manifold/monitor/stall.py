@@ -1,8 +1,15 @@
 """How many weights a step asked to move and did not."""
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
-__all__ = ["code_unchanged", "update_lost"]
+from fp8manifold.formats import FormatLike, as_format
+from fp8manifold.grid import to_chart, ulp
+from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, share, unit_blocks
+
+__all__ = ["StallFigures", "code_drift", "code_unchanged", "residual_saturation", "stall_figures", "update_lost"]
 
 
 def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
@@ -22,13 +29,12 @@ def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
         ValueError: shapes that differ.
 
     Example:
-        >>> import torch
         >>> before = torch.tensor([1.0, 1.0, 1.0, 1.0])
         >>> update_lost(before, torch.tensor([1.0, 1.01, 1.01, 1.2]), torch.tensor([1.0, 1.0, 1.125, 1.25]))
         0.25
     """
-    _check_shapes(before, target, after)
-    return _share((target != before) & (after == before))
+    check_shapes(before, target, after)
+    return share((target != before) & (after == before))
 
 
 def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, after: Tensor) -> float:
@@ -47,20 +53,140 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
         ValueError: shapes that differ.
 
     Example:
-        >>> import torch
         >>> codes = torch.tensor([56, 56], dtype=torch.uint8)
         >>> code_unchanged(codes, codes, torch.tensor([1.0, 1.0]), torch.tensor([1.01, 1.0]))
         0.5
     """
-    _check_shapes(before_codes, after_codes, before, after)
-    return _share((after != before) & (after_codes == before_codes))
+    check_shapes(before_codes, after_codes, before, after)
+    return share((after != before) & (after_codes == before_codes))
 
 
-def _share(mask: Tensor) -> float:
-    return int(mask.sum()) / max(mask.numel(), 1)
+@dataclass(frozen=True)
+class StallFigures:
+    """What :func:`stall_figures` finds in one step of one tensor."""
+
+    size: int
+    """Weights."""
+    update_lost: float
+    """Of :func:`update_lost`."""
+    update_success: float | None
+    """Share of the requested updates that moved their weight; None where none was requested."""
+    update_ulps: float
+    """Mean size of the requested updates, in ULPs at the weight."""
+    move_probability: float
+    """Mean probability with which stochastic rounding to the format would move a weight."""
 
 
-def _check_shapes(first: Tensor, *others: Tensor) -> None:
-    shapes = [tuple(t.shape) for t in (first, *others)]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"all tensors must have one shape: got {', '.join(map(str, shapes))}")
+@torch.no_grad()
+def stall_figures(
+    before: Tensor, target: Tensor, after: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0
+) -> StallFigures:
+    """What became of the updates that a step requested, and how large they were in units of the format.
+
+    .. math:: update\\_success = \\frac{\\#\\{target \\ne before, after \\ne before\\}}{\\#\\{target \\ne before\\}},
+              \\quad update\\_ulps = \\overline{|target - before| / S(before)}, \\quad
+              move\\_probability = \\overline{\\min(1, |\\varphi(target) - \\varphi(before)|)}
+
+    For weights on the grid the last is exact: it counts the finer steps below a power of two.  For others it is the
+    number of steps asked for, at most 1.
+
+    Args:
+        before, target, after: as in :func:`update_lost`.
+        fmt: a format or its name.
+        scale: positive, broadcasting against the weights.
+
+    Returns:
+        A :class:`StallFigures`.  A NaN in ``target`` or ``before`` makes the two means NaN; all is 0 for an empty
+        tensor.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ, or a scale that does not fit them or is not positive.
+
+    Example:
+        >>> before = torch.tensor([1.0, 1.0])
+        >>> found = stall_figures(before, torch.tensor([1.03125, 0.96875]), before, "E4M3")
+        >>> found.update_lost, found.update_success, found.update_ulps, found.move_probability
+        (1.0, 0.0, 0.25, 0.375)
+    """
+    before, target, after = plain(before, "before"), plain(target, "target"), plain(after, "after")
+    check_shapes(before, target, after)
+    fmt, sums = as_format(fmt), []
+    for _, start, wanted, end in unit_blocks(fitting(scale, before), before, target, after):
+        asked, moved = wanted != start, end != start
+        steps = (to_chart(wanted, fmt) - to_chart(start, fmt)).abs_().clamp_(max=1.0)
+        ulps = (wanted - start).abs_().div_(ulp(start, fmt))
+        sums.append(torch.stack([asked.sum(), (asked & moved).sum(), ulps.sum(), steps.sum()]).double())
+    asked_for, done, ulps_sum, steps_sum = torch.stack(sums).sum(0).tolist()
+    n = max(before.numel(), 1)
+    return StallFigures(
+        size=before.numel(),
+        update_lost=(asked_for - done) / n,
+        update_success=done / asked_for if asked_for else None,
+        update_ulps=ulps_sum / n,
+        move_probability=steps_sum / n,
+    )
+
+
+def residual_saturation(residual: Tensor, size: int | None = None) -> float:
+    """Share of ULP residuals that stand at an end of their range.
+
+    Args:
+        residual: what an optimizer with ``writeback="residual8"`` keeps as ``state[p]["residual"]``, int8; or with
+            ``residual4``, uint8, two a byte.
+        size: the number of weights, where two are packed in a byte; None takes twice the bytes.
+
+    Returns:
+        A number in [0, 1]; 0 for an empty tensor.  Of residuals spread evenly it is 2/256 and 2/16.
+
+    Raises:
+        TypeError: neither int8 nor uint8.
+
+    Example:
+        >>> residual_saturation(torch.tensor([-128, 5, 127, 0], dtype=torch.int8))
+        0.5
+        >>> residual_saturation(torch.tensor([0x80, 0x07], dtype=torch.uint8), size=3)  # 0, -8 and 7
+        0.6666666666666666
+    """
+    if residual.dtype is torch.int8:
+        return share((residual == -128) | (residual == 127))
+    if residual.dtype is not torch.uint8:
+        raise TypeError(f"residual has dtype {residual.dtype}: int8, or uint8 with two in a byte, is needed")
+    low, high = residual & 15, residual >> 4
+    ends = sum(int(((half == 7) | (half == 8)).sum()) for half in (low, high))
+    return ends / max(2 * residual.numel() if size is None else size, 1)
+
+
+def code_drift(start: Tensor, now: Tensor, fmt: FormatLike) -> float:
+    """Mean distance of codes from those of another moment, such as the first, in steps of the format.
+
+    .. math:: \\overline{|\\varphi(now) - \\varphi(start)|}
+
+    Args:
+        start, now: uint8 codes of one shape, at one scale.
+        fmt: the format, or its name.
+
+    Returns:
+        Steps; 0 for an empty tensor.  Codes of NaN and Inf count as the numbers beyond the largest value.
+
+    Raises:
+        TypeError: not uint8.
+        ValueError: shapes that differ.
+
+    Example:
+        >>> code_drift(torch.tensor([56, 1], dtype=torch.uint8), torch.tensor([58, 129], dtype=torch.uint8), "E4M3")
+        2.0
+    """
+    fmt = as_format(fmt)
+    check_shapes(start, now)
+    for name, codes in (("start", start), ("now", now)):
+        if codes.dtype is not torch.uint8:
+            raise TypeError(f"{name} has dtype {codes.dtype}: uint8 codes are needed")
+    moved = (_signed(now, fmt.sign_bit) - _signed(start, fmt.sign_bit)).abs_()
+    return int(moved.sum()) / max(moved.numel(), 1)
+
+
+def _signed(codes: Tensor, sign_bit: int) -> Tensor:
+    """The position of a code on the line, from its sign and magnitude."""
+    code = codes.to(torch.int16)
+    return torch.where(code >= sign_bit, sign_bit - code, code)

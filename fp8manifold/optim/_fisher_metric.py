@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from fp8manifold.optim._fisher_adapter import LayerFisher, check_definite
 from fp8manifold.optim._fisher_capture import Rows
 
-__all__ = ["METRIC", "REPRESENTATIONS", "Layer", "has_metric", "measure", "natural_gradient", "rank_one"]
+__all__ = [
+    "METRIC",
+    "REPRESENTATIONS",
+    "Layer",
+    "has_metric",
+    "mean_over_tokens",
+    "measure",
+    "natural_gradient",
+    "rank_one",
+]
 
 REPRESENTATIONS: Final = ("diagonal", "kfac", "ekfac")
 METRIC: Final = frozenset(
@@ -56,10 +65,10 @@ def measure(
         FloatingPointError: a damped metric is not positive definite, or a layer was not reached.
     """
     if representation == "diagonal":
-        averages = _averages(layers, passes(), lambda layer, rows: (layer.fisher.diagonal(rows),))
+        averages = mean_over_tokens(layers, passes(), lambda layer, rows: (layer.fisher.diagonal(rows),))
         moments = _blended(layers, averages, ("fisher_diagonal",), decay)
         return [_diagonal(layer, found[0], damping) for layer, found in zip(layers, moments, strict=True)]
-    averages = _averages(layers, passes(), lambda layer, rows: layer.fisher.factors(rows))
+    averages = mean_over_tokens(layers, passes(), lambda layer, rows: layer.fisher.factors(rows))
     kept = [(a, b) for a, b in _blended(layers, averages, ("fisher_inputs", "fisher_outputs"), decay)]
     sides = [_sides(layer) for layer in layers]
     charted = [_on_both_sides(found, of) for found, of in zip(kept, sides, strict=True)]
@@ -108,7 +117,7 @@ def rank_one(stretch: Tensor) -> tuple[Tensor, Tensor]:
     return rows.exp2().float(), columns.exp2().float()
 
 
-def _averages(
+def mean_over_tokens(
     layers: Sequence[Layer],
     batches: Iterator[dict[nn.Linear, Rows]],
     of: Callable[[Layer, Rows], tuple[Tensor, ...]],
@@ -163,7 +172,9 @@ def _ekfac(
         layer.module: _on_the_left(layer.fisher.eigenvectors(found), of)
         for layer, found, of in zip(layers, charted, sides, strict=True)
     }
-    values = _averages(layers, passes(), lambda layer, rows: (layer.fisher.eigenvalues(bases[layer.module], rows),))
+    values = mean_over_tokens(
+        layers, passes(), lambda layer, rows: (layer.fisher.eigenvalues(bases[layer.module], rows),)
+    )
     return [
         {
             "basis_inputs": bases[layer.module][0],

@@ -1,0 +1,105 @@
+"""What the figures share: checked arguments, tensors walked in cached blocks, counts without masks."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8manifold._blocks import BLOCK, runs_in_blocks
+from fp8manifold._float_bits import working_dtype
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = [
+    "ScaleLike",
+    "blocks",
+    "check_shapes",
+    "count_above",
+    "fitting",
+    "one_scale",
+    "plain",
+    "share",
+    "unit_blocks",
+]
+
+ScaleLike = Tensor | float
+"""Positive; a tensor broadcasts against what it scales."""
+
+_EXACT = 2**24  # a float32 counts so far
+
+
+def plain(x: Tensor, name: str = "x") -> Tensor:
+    """The values of a float tensor, one-byte weights included, apart from any graph.
+
+    Raises:
+        TypeError: no float tensor.
+    """
+    if isinstance(x, FP8Tensor):
+        return x.detach().dequantize()
+    working_dtype(x, name)
+    return x.detach()
+
+
+def check_shapes(first: Tensor, *others: Tensor) -> None:
+    """Raise ValueError unless all tensors have one shape."""
+    shapes = [tuple(t.shape) for t in (first, *others)]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"all tensors must have one shape: got {', '.join(map(str, shapes))}")
+
+
+def fitting(scale: ScaleLike, x: Tensor) -> Tensor:
+    """The scale as a tensor on the device of ``x`` that does not widen it.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: another shape, or an entry that is not finite and positive.
+    """
+    if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
+    work = working_dtype(x)
+    tensor = torch.as_tensor(scale, device=x.device).detach().to(work)
+    try:
+        fits = torch.broadcast_shapes(x.shape, tensor.shape) == x.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}")
+    wrong = ~((tensor > 0) & tensor.isfinite())
+    if bool(wrong.any()):
+        raise ValueError(f"scale holds {tensor[wrong].flatten()[0].item():g}: every entry must be finite and positive")
+    return tensor
+
+
+def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Flat pieces of tensors of one shape, in their working dtype; one empty piece of empty tensors."""
+    flat = [t.reshape(-1) for t in tensors]
+    numel = flat[0].numel()
+    size = BLOCK if runs_in_blocks(flat[0].device, numel) else max(numel, 1)
+    for start in range(0, max(numel, 1), size):
+        yield tuple(t[start : start + size].to(working_dtype(t)) for t in flat)
+
+
+def unit_blocks(scale: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The scale's piece (flat, or one number), and the pieces of the tensors in units of it."""
+    if scale.numel() == 1:
+        one = scale.reshape(())
+        for parts in blocks(*tensors):
+            yield one, *(part / one for part in parts)
+        return
+    for scales, *rest in blocks(scale.expand(tensors[0].shape), *tensors):
+        yield scales, *(part / scales for part in rest)
+
+
+def one_scale(scale: Tensor) -> float:
+    """The geometric mean of all entries."""
+    return float(scale.double().log2().mean().exp2()) if scale.numel() else 1.0
+
+
+def count_above(x: Tensor, threshold: float, scratch: Tensor) -> Tensor:
+    """How many elements exceed a threshold, as a float; a comparison into floats costs a quarter of one into a mask."""
+    above = torch.gt(x, threshold, out=scratch)
+    return above.sum(dtype=torch.float64 if x.numel() > _EXACT else None).double()
+
+
+def share(mask: Tensor) -> float:
+    """The share of a mask that is set; 0 where there is nothing."""
+    return int(mask.sum()) / max(mask.numel(), 1)

@@ -1,0 +1,288 @@
+"""Where weights are on the format's manifold, how warped it is there, and how far they have come."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8manifold._charts import UlpChart
+from fp8manifold._checks import check_number
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.grid import to_chart, ulp
+from fp8manifold.monitor._field import FieldSums
+from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, unit_blocks
+
+__all__ = [
+    "GeometryFigures",
+    "PathTracker",
+    "WarpFigures",
+    "chart_distance",
+    "geometry_figures",
+    "metric_min_eigenvalue",
+    "orthogonality",
+    "warp_figures",
+]
+
+
+@dataclass(frozen=True)
+class GeometryFigures:
+    """What :func:`geometry_figures` finds."""
+
+    size: int
+    """Weights."""
+    stiffness_mean: float
+    """Mean of S, in value."""
+    off_grid: float
+    """Share of the weights that are no value of the format; 0 wherever weights are stored on its grid."""
+    metric_min_eigenvalue: float
+    """The smallest eigenvalue of the bounded metric, relative to that of the mean stiffness."""
+    gradient_stiffness_correlation: float | None
+    """Of log|g| with log S; None without a gradient, or where one of them is constant."""
+    warp_spread: float
+    """Standard deviation of log2 S."""
+    warp_slope: float | None
+    """Slope of log S over log|w|, fitted to the weights; 0 on a uniform grid, 1 on a logarithmic one."""
+
+
+@torch.no_grad()
+def geometry_figures(
+    w: Tensor,
+    fmt: FormatLike,
+    scale: ScaleLike = 1.0,
+    gradient: Tensor | None = None,
+    *,
+    damping: float = 2.0**-8,
+    clip: float = 2.0**4,
+) -> GeometryFigures:
+    """The stiffness field of a tensor of weights in a few numbers.
+
+    .. math:: spread = \\mathrm{std}(\\log_2 S), \\qquad
+              slope = \\frac{\\mathrm{cov}(\\log |w|, \\log S)}{\\mathrm{var}(\\log |w|)}, \\qquad
+              \\lambda_{min} = \\min_i \\left( \\frac{\\bar S}{\\mathrm{clamp}(S_i, damping\\,\\bar S, clip\\,\\bar S)}
+              \\right)^2
+
+    Args:
+        w: float tensor of any shape.
+        fmt: a format or its name.
+        scale: positive, broadcasting against ``w``.
+        gradient: of the shape of ``w``; zeros in it are left out of the correlation.
+        damping, clip: bounds of S over its mean, those of the optimizers.
+
+    Returns:
+        A :class:`GeometryFigures`; the slope is that of the weights that are not zero.  NaN in ``w`` gives NaN; of an
+        empty tensor all is 0 but the smallest eigenvalue, which is 1, and what is None.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ, bounds out of range, or a scale that does not fit ``w`` or is not positive.
+
+    Example:
+        >>> found = geometry_figures(torch.tensor([1.0, 2.0, 4.0, 8.1]), "E4M3")
+        >>> found.off_grid, found.warp_spread, round(found.warp_slope, 2), found.stiffness_mean
+        (0.25, 1.118033988749895, 0.99, 0.46875)
+    """
+    w, fmt = plain(w, "w"), as_format(fmt)
+    check_number("damping", damping, 0.0, 1.0)
+    check_number("clip", clip, 1.0)
+    fitted = fitting(scale, w)
+    tensors = [w] if gradient is None else [w, plain(gradient, "gradient")]
+    check_shapes(*tensors)
+    sums, n = FieldSums(fmt), w.numel()
+    for scales, units, *more in unit_blocks(fitted, *tensors):
+        sums.add(units, scales, more[0] * scales if more else None)
+    mean, largest = sums.stiffness(n)
+    return GeometryFigures(
+        size=n,
+        stiffness_mean=mean,
+        off_grid=sums.off_grid(n),
+        metric_min_eigenvalue=(mean / min(max(largest, damping * mean), clip * mean)) ** 2 if n else 1.0,
+        gradient_stiffness_correlation=sums.over_gradients().correlation,
+        warp_spread=sums.spread(n),
+        warp_slope=sums.over_weights().slope,
+    )
+
+
+@dataclass(frozen=True)
+class WarpFigures:
+    """What :func:`warp_figures` finds in one step."""
+
+    size: int
+    """Weights."""
+    warp_crossings: float
+    """Share of the weights whose step ends at another stiffness, in another binade."""
+    warp_distortion: float
+    """Mean distance of exp_x(u) from x + u, in ULPs at x."""
+
+
+@torch.no_grad()
+def warp_figures(before: Tensor, target: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> WarpFigures:
+    """How far a step departs from a straight line: the warp of the chart along it.
+
+    .. math:: crossings = \\frac1n \\#\\{S(target) \\ne S(before)\\}, \\qquad
+              distortion = \\overline{|\\exp_x(u) - (x + u)| / S(x)}, \\quad x = before, \\; x + u = target
+
+    Args:
+        before: weights before the step.
+        target: weights the step asked for, before rounding; of the same shape.
+        fmt: a format or its name.
+        scale: positive, broadcasting against the weights.
+
+    Returns:
+        A :class:`WarpFigures`; 0 for an empty tensor.  NaN gives NaN.  A target beyond the range is taken to its end.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ, or a scale that does not fit them or is not positive.
+
+    Example:
+        >>> warp_figures(torch.tensor([1.0, 1.75]), torch.tensor([1.25, 2.25]), "E4M3")
+        WarpFigures(size=2, warp_crossings=0.5, warp_distortion=1.0)
+    """
+    before, target = plain(before, "before"), plain(target, "target")
+    check_shapes(before, target)
+    fmt, sums = as_format(fmt), []
+    chart = UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
+    for _, x, y in unit_blocks(fitting(scale, before), before.double(), target.double()):
+        start, end = x.clamp(-fmt.max, fmt.max), y.clamp(-fmt.max, fmt.max)
+        stiffness = ulp(start, fmt)
+        moved = chart.shift(start, (end - start) / stiffness).clamp_(-fmt.max, fmt.max)
+        distortion = (moved - end).abs_().div_(stiffness)
+        sums.append(torch.stack([(ulp(end, fmt) != stiffness).sum(), distortion.sum()]).double())
+    crossings, distortion_sum = torch.stack(sums).sum(0).tolist()
+    n = max(before.numel(), 1)
+    return WarpFigures(before.numel(), crossings / n, distortion_sum / n)
+
+
+@torch.no_grad()
+def chart_distance(a: Tensor, b: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> float:
+    """Mean number of representable steps between two tensors of weights.
+
+    .. math:: \\overline{|\\varphi(a / s) - \\varphi(b / s)|}
+
+    Args:
+        a, b: float tensors of one shape.
+        fmt: a format or its name.
+        scale: positive, broadcasting against them.
+
+    Returns:
+        ULPs; 0 for an empty tensor.  NaN gives NaN; values beyond the range count as its end.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ, or a scale that does not fit them or is not positive.
+
+    Example:
+        >>> chart_distance(torch.tensor([1.0, -1.0]), torch.tensor([1.25, -2.5]), "E4M3")
+        6.0
+    """
+    a, b = plain(a, "a"), plain(b, "b")
+    check_shapes(a, b)
+    fmt = as_format(fmt)
+    pieces = unit_blocks(fitting(scale, a), a.double(), b.double())
+    steps = [(to_chart(x, fmt) - to_chart(y, fmt)).abs_().sum() for _, x, y in pieces]
+    return float(torch.stack(steps).sum()) / max(a.numel(), 1)
+
+
+class PathTracker:
+    """How far a tensor of weights has walked, and how far it has come, in ULPs a weight.
+
+    .. math:: length = \\sum_t \\overline{d(w_t, w_{t-1})}, \\qquad displacement = \\overline{d(w_t, w_0)}, \\qquad
+              d(a, b) = |\\varphi(a / s) - \\varphi(b / s)|
+
+    Two copies of the weights are kept.  Looked at every few steps only, the length is a lower bound.
+
+    Args:
+        start: the weights at the beginning.
+        fmt: a format or its name.
+
+    Raises:
+        TypeError: ``start`` is not a float tensor.
+
+    Example:
+        >>> path = PathTracker(torch.tensor([1.0]), "E4M3")
+        >>> path.update(torch.tensor([1.5]))
+        >>> path.update(torch.tensor([1.25]))
+        >>> path.length, path.displacement
+        (6.0, 2.0)
+    """
+
+    def __init__(self, start: Tensor, fmt: FormatLike) -> None:
+        self.format: FloatFormat = as_format(fmt)
+        self._start = plain(start, "start").clone()
+        self._last = self._start
+        self.length = 0.0
+        self.displacement = 0.0
+
+    def update(self, w: Tensor, scale: ScaleLike = 1.0) -> None:
+        """Add the distance from the last look, measured at the present scale.
+
+        Raises:
+            TypeError: ``w`` is not a float tensor.
+            ValueError: another shape than the first one's, or a scale that does not fit it or is not positive.
+        """
+        w = plain(w, "w")
+        self.length += chart_distance(self._last, w, self.format, scale)
+        self.displacement = chart_distance(self._start, w, self.format, scale)
+        self._last = w.clone()
+
+
+@torch.no_grad()
+def metric_min_eigenvalue(metric: Tensor, damping: float = 0.0) -> float:
+    """The smallest eigenvalue of a damped metric.
+
+    .. math:: \\lambda_{min}(F) + damping
+
+    Args:
+        metric: a symmetric matrix (n, n), or the entries (n,) of a diagonal one.
+        damping: added to every eigenvalue.
+
+    Returns:
+        The eigenvalue, computed in float64; infinite for an empty metric, NaN where an entry is not finite.
+
+    Raises:
+        TypeError: ``metric`` is not a float tensor.
+        ValueError: ``metric`` is neither a vector nor a square matrix.
+
+    Example:
+        >>> metric_min_eigenvalue(torch.tensor([2.0, 0.5]), damping=0.25)
+        0.75
+    """
+    metric = plain(metric, "metric").double()
+    if metric.dim() not in (1, 2) or metric.shape[0] != metric.shape[-1]:
+        raise ValueError(f"metric has shape {tuple(metric.shape)}: (n,) or (n, n) is needed")
+    if metric.numel() == 0:
+        return math.inf
+    if not bool(metric.isfinite().all()):
+        return math.nan
+    values = metric if metric.dim() == 1 else torch.linalg.eigvalsh(metric)
+    return float(values.amin()) + damping
+
+
+@torch.no_grad()
+def orthogonality(q: Tensor) -> float:
+    """How far the columns of a matrix are from orthonormal.
+
+    .. math:: |Q^T Q - I|_F
+
+    Args:
+        q: (..., n, p) with n >= p, such as a parameter constrained by geoopt to its Stiefel manifold.
+
+    Returns:
+        The largest norm among the matrices; 0 for an empty tensor.  NaN gives NaN.
+
+    Raises:
+        TypeError: ``q`` is not a float tensor.
+        ValueError: fewer than two dimensions, or more columns than rows.
+
+    Example:
+        >>> orthogonality(torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+        3.0
+    """
+    q = plain(q, "q").double()
+    if q.dim() < 2 or q.shape[-1] > q.shape[-2]:
+        raise ValueError(f"q has shape {tuple(q.shape)}: (..., n, p) with n >= p is needed")
+    if q.numel() == 0:
+        return 0.0
+    identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    return float(torch.linalg.matrix_norm(q.mT @ q - identity).amax())

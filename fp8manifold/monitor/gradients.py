@@ -1,0 +1,248 @@
+"""What a gradient looks like, alone, over time and against that of a float32 shadow."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8manifold._checks import check_int, check_number
+from fp8manifold.formats import FormatLike, as_format
+from fp8manifold.grid import round_to_grid, ulp
+from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, unit_blocks
+from fp8manifold.monitor.histogram import Histogram
+
+__all__ = ["DeadRuns", "GradientFigures", "ShadowFigures", "gradient_figures", "shadow_figures", "update_to_noise"]
+
+_LONGEST = 32767
+
+
+@dataclass(frozen=True)
+class GradientFigures:
+    """What :func:`gradient_figures` finds."""
+
+    size: int
+    """Elements."""
+    l2: float
+    """Euclidean norm."""
+    linf: float
+    """Largest magnitude."""
+    snr: float | None
+    """Magnitude of the mean over the standard deviation, across the elements; None where that is 0."""
+    zero: float
+    """Share of zeros."""
+
+
+@torch.no_grad()
+def gradient_figures(g: Tensor) -> GradientFigures:
+    """Norms, signal to noise, and zeros of a gradient.
+
+    .. math:: snr = |\\bar g| / \\sqrt{\\overline{(g - \\bar g)^2}}
+
+    Args:
+        g: float tensor of any shape.
+
+    Returns:
+        A :class:`GradientFigures`.  NaN or Inf in ``g`` make the norms NaN or Inf and ``snr`` None; of an empty tensor
+        all is 0 but ``snr``, which is None.
+
+    Raises:
+        TypeError: ``g`` is not a float tensor.
+
+    Example:
+        >>> gradient_figures(torch.tensor([3.0, 4.0, 0.0, 1.0]))
+        GradientFigures(size=4, l2=5.0990195135927845, linf=4.0, snr=1.2649110640673518, zero=0.25)
+    """
+    g = plain(g, "g")
+    n = g.numel()
+    if n == 0:
+        return GradientFigures(0, 0.0, 0.0, None, 0.0)
+    found = []
+    for (part,) in blocks(g):
+        magnitude = part.abs()
+        top = magnitude.amax()
+        unit = torch.where((top > 0) & top.isfinite(), top, 1.0)
+        scaled = part / unit
+        one = [unit, scaled.sum(), torch.dot(scaled, scaled), top, torch.sign(magnitude).sum()]
+        found.append(torch.stack([value.double() for value in one]))
+    unit, sums, squares, tops, nonzero = torch.stack(found).unbind(1)
+    mean, square = (sums * unit).sum() / n, (squares * unit * unit).sum() / n
+    figures = torch.stack([mean, square, tops.amax(), nonzero.sum()]).tolist()
+    return _figures(n, *figures)
+
+
+def _figures(n: int, mean: float, square: float, linf: float, nonzero: float) -> GradientFigures:
+    variance = square - mean * mean
+    noisy = math.isfinite(variance) and variance > square * 2.0**-40
+    zero = 1 - nonzero / n if math.isfinite(nonzero) else math.nan
+    return GradientFigures(n, math.sqrt(square * n), linf, abs(mean) / math.sqrt(variance) if noisy else None, zero)
+
+
+@dataclass(frozen=True)
+class ShadowFigures:
+    """What :func:`shadow_figures` finds."""
+
+    size: int
+    """Elements."""
+    cosine: float | None
+    """Cosine of the angle between the two; None where one of them is zero or not finite."""
+    quant_snr_db: float | None
+    """Power of the reference over that of the difference, in decibels; infinite where they are equal."""
+
+
+@torch.no_grad()
+def shadow_figures(g: Tensor, reference: Tensor) -> ShadowFigures:
+    """How well a gradient agrees with the one that a float32 model has for the same batch.
+
+    .. math:: cosine = \\frac{g \\cdot g_{32}}{|g| |g_{32}|}, \\qquad
+              quant\\_snr\\_db = 10 \\log_{10} \\frac{|g_{32}|^2}{|g - g_{32}|^2}
+
+    Args:
+        g: the gradient of the quantised model.
+        reference: that of the shadow, of the same shape.
+
+    Returns:
+        A :class:`ShadowFigures`.  The cosine of equal gradients is 1 exactly.  Both figures are None where either
+        tensor holds NaN or Inf, and for empty tensors.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ.
+
+    Example:
+        >>> shadow_figures(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0]))
+        ShadowFigures(size=2, cosine=0.7071067811865475, quant_snr_db=3.010299956639812)
+    """
+    g, reference = plain(g, "g"), plain(reference, "reference")
+    check_shapes(g, reference)
+    if g.numel() == 0:
+        return ShadowFigures(0, None, None)
+    unit = torch.stack([x.abs().amax().double() for pair in blocks(g, reference) for x in pair]).amax().item()
+    if not 0 < unit < math.inf:
+        return ShadowFigures(g.numel(), None, None)
+    products = torch.stack([_products(a.float() / unit, b.float() / unit) for a, b in blocks(g, reference)]).sum(0)
+    both, own, shadow, difference = products.tolist()
+    cosine = max(-1.0, min(1.0, both / math.sqrt(own * shadow))) if own and shadow else None
+    return ShadowFigures(g.numel(), cosine, _decibels(shadow, difference))
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    difference = a - b
+    return torch.stack([torch.dot(a, b), torch.dot(a, a), torch.dot(b, b), torch.dot(difference, difference)]).double()
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+@torch.no_grad()
+def update_to_noise(before: Tensor, target: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> float | None:
+    """Power of a step's updates over the variance that stochastic rounding adds to them.
+
+    .. math:: \\frac{\\sum (target - before)^2}{\\sum f (1 - f) S(target)^2}, \\qquad
+              f = |target| / S - \\lfloor |target| / S \\rfloor
+
+    Args:
+        before: weights before the step.
+        target: weights the step asked for, before rounding; of the same shape.
+        fmt: a format or its name.
+        scale: positive, broadcasting against the weights.
+
+    Returns:
+        The ratio; infinite where rounding adds no noise, None where nothing was asked for.  Beyond the range there is
+        no noise.  NaN gives NaN.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ, or a scale that does not fit them or is not positive.
+
+    Example:
+        >>> update_to_noise(torch.tensor([1.0]), torch.tensor([1.03125]), "E4M3")  # f = 1/4 of a step of 1/8
+        0.3333333333333333
+    """
+    before, target = plain(before, "before"), plain(target, "target")
+    check_shapes(before, target)
+    fmt, sums = as_format(fmt), []
+    for scales, start, wanted in unit_blocks(fitting(scale, before), before, target):
+        low = round_to_grid(wanted, fmt, "toward_zero")
+        gap = ulp(wanted, fmt)
+        fraction = ((wanted - low) / gap).abs_().clamp_(max=1.0)
+        step = (gap * scales).double()
+        noise = (fraction * (1 - fraction)).double() * step * step
+        sums.append(torch.stack([((wanted - start) * scales).double().square().sum(), noise.sum()]))
+    asked, added = torch.stack(sums).sum(0).tolist()
+    if asked == 0:
+        return None
+    return asked / added if added else math.inf
+
+
+class DeadRuns:
+    """For how many steps in a row each element of a gradient has been as good as zero.
+
+    .. math:: r_i \\leftarrow (r_i + 1) [\\,|g_i| < threshold\\,], \\qquad dead = \\frac1n \\#\\{r_i \\ge patience\\}
+
+    Two bytes an element are kept; runs are counted up to 32767 steps.
+
+    Args:
+        patience: steps after which an element is dead.
+        threshold: the magnitude below which a gradient counts as zero.
+
+    Raises:
+        ValueError: ``patience`` below 1, a negative threshold.
+
+    Example:
+        >>> runs = DeadRuns(patience=2)
+        >>> for g in ([0.0, 1.0], [0.0, 0.0]):
+        ...     runs.update(torch.tensor(g))
+        >>> runs.dead, runs.lengths()
+        (0.5, Histogram(edges=(0.0, 1.0, 2.0, 4.0), counts=(0, 1, 1)))
+    """
+
+    def __init__(self, patience: int = 100, threshold: float = 1e-8) -> None:
+        check_int("patience", patience, 1, _LONGEST)
+        check_number("threshold", threshold, 0.0)
+        self.patience, self.threshold = patience, threshold
+        self.runs: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, g: Tensor, steps: int = 1) -> None:
+        """Count the gradient of one step, or, where only some are looked at, of the ``steps`` since the last look.
+
+        A NaN ends a run.
+
+        Raises:
+            TypeError: ``g`` is not a float tensor.
+            ValueError: a gradient of another shape than the first one's, ``steps`` out of range.
+        """
+        g = plain(g, "g")
+        check_int("steps", steps, 1, _LONGEST)
+        if self.runs is None:
+            self.runs = torch.zeros(g.shape, dtype=torch.int16, device=g.device)
+        if self.runs.shape != g.shape:
+            raise ValueError(f"g has shape {tuple(g.shape)}, but runs are counted for {tuple(self.runs.shape)}")
+        flat, start = self.runs.view(-1), 0
+        for (part,) in blocks(g):
+            runs = flat[start : start + part.numel()]
+            runs.clamp_(max=_LONGEST - steps).add_(steps).mul_(part.abs() < self.threshold)
+            start += part.numel()
+
+    @property
+    def dead(self) -> float:
+        """Share of the elements whose run is at least ``patience`` long; 0 before the first update."""
+        if self.runs is None:
+            return 0.0
+        return int((self.runs >= self.patience).sum()) / max(self.runs.numel(), 1)
+
+    def lengths(self) -> Histogram:
+        """How many elements have a run of 0, 1, 2-3, 4-7, ... steps at present."""
+        counts = [0] if self.runs is None else self._by_octave()
+        edges = (0.0, *(2.0**i for i in range(len(counts))))
+        return Histogram(edges, tuple(counts))
+
+    def _by_octave(self) -> list[int]:
+        assert self.runs is not None
+        octave = torch.frexp(self.runs.flatten().float()).exponent  # 0 of 0, 1 of 1, 2 of 2 and 3, ...
+        counts: list[int] = torch.bincount(octave).tolist()
+        return counts or [0]
