@@ -29,6 +29,12 @@ STOPS = ("nan", "divergence", "plateau")
 #: what a shadow's weights are copied from
 SHADOW_OF = ("dequantised", "master")
 WANDB_MODES = ("off", "auto", "offline", "online")
+#: what an alert can be about, and how loud it is
+ALERT_KINDS = (
+    *("loss_is_nan", "grad_has_nan", "bit_stall", "overflow", "kurtosis", "entropy_collapse"),
+    *("early_divergence", "geometry_budget", "budget"),
+)
+ALERT_LEVELS = ("WARN", "ERROR", "off")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
 

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.config import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, Config, ModelConfig, OptimizerConfig
-from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.config import (
+    ALERT_KINDS,
+    ALERT_LEVELS,
+    MANIFOLDS,
+    OWN_OPTIMIZERS,
+    ROUNDED,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+)
+from nanogpt_bench.errors import BenchError, one_line, unknown
 from nanogpt_bench.model import SIZES, GPTShape
 from nanogpt_bench.pretrained import find_checkpoint
 from nanogpt_bench.rules import RULES, Rule, check_available, rules_with_format
@@ -50,6 +59,7 @@ def resolve(config: Config) -> Config:
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
+    _check_monitors(config)
     return config
 
 
@@ -222,6 +232,36 @@ def _check_optimizer(config: Config) -> None:
         if storage not in storages and get(config, key) not in (None, False):
             raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
     _check_options(optimizer)
+
+
+def _check_monitors(config: Config) -> None:
+    """Refuse measures, budgets and levels that mean nothing."""
+    monitor, alerts = config.monitor, config.alerts
+    for key in ("activation_format", "gradient_format"):
+        if getattr(monitor, key) is not None:
+            name = format_name(getattr(monitor, key), f"monitor.{key}")
+            setattr(monitor, key, None if name == "none" else name)
+    for section in ("at_most", "at_least"):
+        for metric, value in getattr(alerts, section).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise BenchError(f"alerts.{section}.{metric}: {value!r} is not allowed; give a number or null")
+    for kind, level in alerts.levels.items():
+        if kind not in ALERT_KINDS:
+            raise unknown("alerts.levels key", kind, ALERT_KINDS)
+        alerts.levels[kind] = _level(kind, level)
+    if config.shadow.enabled and config.shadow.of == "master" and config.model.storage in ROUNDED:
+        raise BenchError(
+            f"shadow.of: 'master' needs a master copy, which model.storage {config.model.storage!r} does not have; "
+            "allowed: dequantised"
+        )
+
+
+def _level(kind: str, level: Any) -> str:
+    """Return an alert's level in its own spelling; YAML reads a bare off as false."""
+    for known in ALERT_LEVELS:
+        if str(level).lower() == known.lower() or (level is False and known == "off"):
+            return known
+    raise unknown(f"alerts.levels.{kind}", level, ALERT_LEVELS)
 
 
 #: settings that mean something under some storages only

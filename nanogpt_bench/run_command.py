@@ -74,6 +74,8 @@ def _display(config: Config) -> Iterator[Any]:
 
         def show(progress: Progress) -> None:
             bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
+            for alert in progress.alerts:
+                console.print(f"{alert.level} {alert.message}", highlight=False, markup=False)
             if progress.step % config.eval.interval == 0 or progress.step == config.train.max_steps:
                 console.print(_line(progress), highlight=False)
 
@@ -92,8 +94,9 @@ def _line(progress: Progress) -> str:
 def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["status"] == "failed":
         return f"failed: {summary['failure']['message']}; see {run_dir}"
+    why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     return (
-        f"{summary['status']} after {summary['steps']} steps: val loss {summary['final_val_loss']:.4f} "
+        f"{summary['status']}{why} after {summary['steps']} steps: val loss {summary['final_val_loss']:.4f} "
         f"(best {summary['best_val_loss']:.4f}), {summary['bytes_per_parameter']:.2f} bytes a parameter, "
         f"{summary['tokens_per_s']:,.0f} tokens/s; see {run_dir}"
     )

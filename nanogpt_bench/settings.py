@@ -177,6 +177,7 @@ def _optional(hint: Any) -> bool:
 
 def build_config(values: dict[str, Any]) -> Config:
     """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
+    values = {key: _off(key, value) for key, value in values.items()}
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(Config, as_group=False)
     try:
@@ -188,6 +189,11 @@ def build_config(values: dict[str, Any]) -> Config:
         _canonicalize(config, key, item.metadata["choices"])
         _check_range(key, get(config, key), item.metadata)
     return config
+
+
+def _off(key: str, value: Any) -> Any:
+    """Return a setting as it was meant: YAML reads a bare off as false."""
+    return "off" if value is False and "off" in (FIELDS[key][0].metadata["choices"] or ()) else value
 
 
 def _canonicalize(config: Config, key: str, choices: Sequence[str] | None) -> None:

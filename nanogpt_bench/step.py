@@ -72,7 +72,7 @@ class Trainer:
     def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
         """Do one optimizer step, fill in its record and return the training loss (nats a token).
 
-        The weights stay as they are when the loss is not finite.
+        The weights stay as they are when the loss or the gradient is not finite.
         """
         observers = list(observers)
         lr = self._set_lr(step.number - 1)
@@ -80,8 +80,11 @@ class Trainer:
         loss = self._accumulate(step, observers)
         norm = self._clip()
         clip = self.config.optimizer.grad_clip
+        finite = math.isfinite(loss) and math.isfinite(norm)
         step.record.update(
             {
+                "loss_is_nan": int(not math.isfinite(loss)),
+                "grad_has_nan": int(not math.isfinite(norm)),
                 "train/loss": loss,
                 "lr": lr,
                 "grad/norm": norm,
@@ -91,7 +94,7 @@ class Trainer:
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
             step.record["stiffness/exponent"] = exponent
-        if math.isfinite(loss):
+        if finite:
             self._update(step, observers)
         return loss
 

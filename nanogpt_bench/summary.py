@@ -11,20 +11,18 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config import Config
 from nanogpt_bench.memory import bytes_of, held_bytes
-from nanogpt_bench.observers import StallObserver
 from nanogpt_bench.resolve import format_summary, rule_name
 from nanogpt_bench.surgery import quantized_layers
 
 if TYPE_CHECKING:
+    from nanogpt_bench.observers.build import Observers
     from nanogpt_bench.step import Trainer
     from nanogpt_bench.train import Outcome
 
 
-def summarize(
-    name: str, config: Config, trainer: Trainer, outcome: Outcome, stall: StallObserver | None
-) -> dict[str, Any]:
+def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
     """Return the content of summary.json; losses in nats a token, null where there is none."""
-    model, loss = trainer.model, outcome.final_val_loss
+    model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = [layer.weight for layer in _layers(model, config).values()]
     return {
         "name": name,
@@ -38,6 +36,8 @@ def summarize(
         "steps_planned": config.train.max_steps,
         "status": outcome.status,
         "failure": outcome.failure,
+        "stop": outcome.stop,
+        "alerts": dict(watch.alerts.counts) if watch.alerts else {},
         "final_val_loss": loss,
         "best_val_loss": outcome.best_val_loss,
         "first_val_loss": outcome.first_val_loss,

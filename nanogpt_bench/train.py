@@ -5,68 +5,36 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from nanogpt_bench.config import ROUNDED, Config
+from nanogpt_bench.config import Config
 from nanogpt_bench.data import load_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.observers import HistogramObserver, JsonlObserver, Observer, StallObserver, Step
+from nanogpt_bench.observers import Alert, Step, baseline_curve
+from nanogpt_bench.observers.build import build_observers
+from nanogpt_bench.outcome import Outcome, Progress
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import to_yaml
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import summarize, weight_histograms
-from nanogpt_bench.surgery import quantized_layers
+from nanogpt_bench.tracking import check_trackers, start_trackers
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a step; losses in nats a token."""
-
-    step: int
-    max_steps: int
-    train_loss: float | None
-    val_loss: float | None
-    best_val_loss: float | None
-    stall: float | None
-    lr: float
-    tokens_per_s: float
-    elapsed_s: float
-
-
-@dataclass
-class Outcome:
-    """What the loop found out, beside the weights."""
-
-    status: str = "finished"
-    failure: dict[str, Any] | None = None
-    steps: int = 0
-    tokens: int = 0
-    first_val_loss: float | None = None
-    final_val_loss: float | None = None
-    best_val_loss: float | None = None
-    seconds: float = 0.0
-    training_seconds: float = 0.0
-
-    def fail(self, kind: str, message: str, step: int) -> None:
-        """Record how the run failed; a failed run has no final loss."""
-        self.status = "failed"
-        self.failure = {"kind": kind, "message": message, "step": step}
-        self.final_val_loss = None
+__all__ = ["Outcome", "Progress", "run", "write_json"]
 
 
 def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None] | None = None) -> dict[str, Any]:
     """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
 
-    A loss that is not finite ends the run with status "failed"; Ctrl-C writes the summary, then interrupts.
+    Steps whose loss or gradient is not finite are skipped; `alerts.nan_patience` of them in a row end the run with
+    status "failed". Ctrl-C writes the summary, then interrupts.
 
     Raises:
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
@@ -74,9 +42,11 @@ def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None
     config = resolve(config)
     with _runtime(config) as device:
         corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+        baseline = baseline_curve(config.alerts)
+        check_trackers(config)
         trainer = Trainer(config, corpus, device)
         _start_folder(run_dir, config, environment(corpus, config.runtime.threads))
-        return _Run(config, trainer, run_dir, on_progress).go()
+        return _Run(config, trainer, run_dir, baseline, on_progress).go()
 
 
 @contextmanager
@@ -115,26 +85,25 @@ class _Run:
     """One run in progress: steps, validations, records."""
 
     def __init__(
-        self, config: Config, trainer: Trainer, run_dir: Path, on_progress: Callable[[Progress], None] | None
+        self,
+        config: Config,
+        trainer: Trainer,
+        run_dir: Path,
+        baseline: Mapping[int, float],
+        on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
         self.outcome = Outcome()
-        self.stall = self._stall_observer()
-        sinks: list[Observer] = [
-            JsonlObserver(run_dir / "metrics.jsonl"),
-            HistogramObserver(run_dir / "histograms.jsonl"),
-        ]
-        self.observers: list[Observer] = [*([self.stall] if self.stall else []), *sinks]
+        self.trackers = start_trackers(config, run_dir)
+        self.raised: list[Alert] = []
+        self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
+        self.observers = [*self.watch.all, self.trackers]
         self.started = perf_counter()
         self.last_stall: float | None = None
 
-    def _stall_observer(self) -> StallObserver | None:
-        storage = self.config.model.storage
-        if storage not in ("master", *ROUNDED) or not self.config.monitor.stall:
-            return None
-        monitor = self.config.monitor
-        interval = monitor.stall_interval or monitor.interval
-        return StallObserver(quantized_layers(self.trainer.model), storage, interval)
+    def _tell(self, alert: Alert) -> None:
+        self.raised.append(alert)
+        self.trackers.alert(alert)
 
     def go(self) -> dict[str, Any]:
         try:
@@ -146,6 +115,7 @@ class _Run:
             raise
         except BaseException:
             self._close()
+            self.trackers.finish(None)
             raise
         return self._finish()
 
@@ -160,22 +130,44 @@ class _Run:
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
         loss = self.trainer.train_step(step, self.observers)
         spent = perf_counter() - begun
-        if math.isfinite(loss):
-            self._count(step, spent)
+        if step.record["loss_is_nan"] or step.record["grad_has_nan"]:
+            self._skip(step, loss)
         else:
-            self.outcome.fail("nan", f"train/loss is {loss} at step {number}", number)
+            self._count(step, spent)
         self._validate_if_due(step)
         self._write(step)
+        self._end_if_asked(step)
+
+    def _skip(self, step: Step, loss: float) -> None:
+        outcome, patience = self.outcome, self.config.alerts.nan_patience
+        outcome.skip(step.number)
+        if outcome.anomalies == patience and "nan" in self.config.train.stop_on:
+            what = f"train/loss is {loss}" if step.record["loss_is_nan"] else f"grad/norm is {step.record['grad/norm']}"
+            rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
+            outcome.fail("nan", f"{what} at step {step.number}{rest}", outcome.first_anomaly)
+
+    def _end_if_asked(self, step: Step) -> None:
+        """End the run on what `train.stop_on` names, seen in this step's validation."""
+        asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
+        if self.outcome.status != "finished" or "val/loss" not in step.record or step.last:
+            return
+        if "divergence" in asked and trend.diverging and trend.excess is not None:
+            against = "the baseline's" if alerts.baseline else "its own best"
+            message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
+            self.outcome.fail("divergence", message, step.number)
+        elif "plateau" in asked and trend.flat:
+            message = f"val/loss has not fallen for {trend.evals_flat} validations, up to step {step.number}"
+            self.outcome.end_early("plateau", message, step.number)
 
     def _count(self, step: Step, spent: float) -> None:
         outcome, tokens = self.outcome, self.trainer.tokens_per_step
-        outcome.steps = step.number
+        outcome.steps, outcome.anomalies = step.number, 0
         outcome.tokens += tokens
         outcome.training_seconds += spent
         step.record["time/tokens_per_s"] = tokens / spent
         limit = self.config.train.max_seconds
         if limit is not None and perf_counter() - self.started >= limit and not step.last:
-            outcome.status = "stopped"
+            outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
 
     def _first_validation(self) -> None:
         step = self.trainer.new_step(0, last=False)
@@ -193,7 +185,9 @@ class _Run:
         loss = self.trainer.validate()
         step.record["val/loss"] = loss
         if not math.isfinite(loss):
-            self.outcome.fail("nan", f"val/loss is {loss} at step {step.number}", step.number)
+            self.outcome.final_val_loss = None
+            if "nan" in self.config.train.stop_on or step.last or self.outcome.status == "stopped":
+                self.outcome.fail("nan", f"val/loss is {loss} at step {step.number}", step.number)
             return
         step.record["val/perplexity"] = math.exp(loss) if loss < 700 else None
         step.record["val/bits_per_byte"] = self.trainer.bits_per_byte(loss)
@@ -207,11 +201,12 @@ class _Run:
             observer.written(step)
         if self.on_progress is not None:
             self.on_progress(self._progress(step))
+        self.raised.clear()
 
     def _progress(self, step: Step) -> Progress:
         record, outcome = step.record, self.outcome
-        if self.stall:
-            self.last_stall = record.get(self.stall.metric, self.last_stall)
+        if self.watch.stall:
+            self.last_stall = record.get(self.watch.stall.metric, self.last_stall)
         return Progress(
             step=step.number,
             max_steps=self.config.train.max_steps,
@@ -222,16 +217,19 @@ class _Run:
             lr=record.get("lr") or 0.0,
             tokens_per_s=record.get("time/tokens_per_s") or 0.0,
             elapsed_s=perf_counter() - self.started,
+            alerts=tuple(self.raised),
         )
 
     def _finish(self) -> dict[str, Any]:
         self._close()
         self.outcome.seconds = perf_counter() - self.started
         write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
-        summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.stall)
+        summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
         write_json(self.run_dir / "summary.json", summary)
         # Judged from what the folder now holds, summary included, as anyone can repeat later.
         summary["failures"] = failures_of(self.run_dir)
+        self.trackers.finish(summary)
+        summary["trackers"] = self.trackers.facts
         write_json(self.run_dir / "summary.json", summary)
         return summary
 

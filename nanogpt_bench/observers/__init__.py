@@ -1,7 +1,19 @@
 """What watches a run: objects called at named points of every step."""
 
+from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
 from nanogpt_bench.observers.stall import StallObserver
+from nanogpt_bench.observers.trend import TrendObserver, baseline_curve
 
-__all__ = ["HistogramObserver", "JsonlObserver", "Observer", "StallObserver", "Step"]
+__all__ = [
+    "Alert",
+    "AlertObserver",
+    "HistogramObserver",
+    "JsonlObserver",
+    "Observer",
+    "StallObserver",
+    "Step",
+    "TrendObserver",
+    "baseline_curve",
+]

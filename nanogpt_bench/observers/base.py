@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +39,27 @@ class Step:
     def due(self, interval: int) -> bool:
         """Whether something done every `interval` steps, and at the last, is to be done in this one."""
         return self.number % interval == 0 or self.last
+
+    def add(
+        self,
+        metric: str,
+        figures: Mapping[str, float | None],
+        sizes: Mapping[str, int] | None = None,
+        over: Callable[[Iterable[float]], float] | None = None,
+    ) -> None:
+        """Record a figure of every layer, and over all layers: `over` of them, or their mean, weighted by `sizes`.
+
+        A layer whose figure is None or not finite is recorded as null and left out of the mean.
+        """
+        self.record.update({f"{metric}/{layer}": value for layer, value in figures.items()})
+        known = {layer: value for layer, value in figures.items() if value is not None and math.isfinite(value)}
+        if not known:
+            return
+        if over is not None:
+            self.record[metric] = over(known.values())
+            return
+        weights = {layer: sizes[layer] if sizes else 1 for layer in known}
+        self.record[metric] = sum(known[layer] * weights[layer] for layer in known) / max(sum(weights.values()), 1)
 
     def add_histogram(self, name: str, counts: list[int], **axis: list[float]) -> None:
         """Record a distribution; `axis` is `values`, one a count, or `edges`, one more than counts."""

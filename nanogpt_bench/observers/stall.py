@@ -74,10 +74,8 @@ class StallObserver(Observer):
 
     def _write(self, step: Step) -> None:
         sizes = {name: self._layers[name].weight.numel() for name in self._shares}
-        total = sum(self._shares[name] * size for name, size in sizes.items()) / sum(sizes.values())
-        self._seen.append(total)
-        step.record[self.metric] = total
-        step.record.update({f"{self.metric}/{name}": share for name, share in self._shares.items()})
+        step.add(self.metric, self._shares, sizes)
+        self._seen.append(step.record[self.metric] or 0.0)
 
 
 def _codes_and_weight(layer: fm.QuantizedLinear) -> tuple[Tensor, Tensor]:

@@ -171,3 +171,28 @@ def test_the_anchor_has_nanogpt_s_settings() -> None:
     assert config.optimizer.lr == 1e-3
     assert config.optimizer.min_lr_ratio * config.optimizer.lr == pytest.approx(1e-4)
     assert config.train.max_steps == 2000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--monitor.gradient_format", "E5M3"], ["monitor.gradient_format", "E5M3"]),
+        (["--alerts.at_most.grad/norm", "much"], ["alerts.at_most.grad/norm", "'much'", "number"]),
+        (["--alerts.at_least", "{grad/cosine: true}"], ["alerts.at_least.grad/cosine", "True"]),
+        (["--alerts.levels.overflw", "WARN"], ["alerts.levels", "'overflw'", "did you mean 'overflow'"]),
+        (["--alerts.levels.overflow", "WARNING"], ["alerts.levels.overflow", "did you mean 'WARN'"]),
+        ([*FP8, "--shadow.enabled", "true", "--shadow.of", "master"], ["shadow.of", "'master'", "dequantised"]),
+    ],
+)
+def test_monitors_that_mean_nothing_are_refused(arguments: list[str], parts: list[str]) -> None:
+    with pytest.raises(BenchError) as caught:
+        resolve(load_config(None, arguments))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_formats_to_measure_against_and_levels_take_their_own_spelling() -> None:
+    words = ["--monitor.activation_format=e4m3", "--monitor.gradient_format=none", "--alerts.levels", "{kurtosis: off}"]
+    config = resolve(load_config(None, [*words, "--alerts.levels.overflow", "error"]))
+    assert (config.monitor.activation_format, config.monitor.gradient_format) == ("E4M3", None)
+    assert config.alerts.levels == {"kurtosis": "off", "overflow": "ERROR"}

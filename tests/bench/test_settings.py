@@ -46,6 +46,13 @@ def test_lists_of_words_from_files_and_the_command_line(tmp_path: Path) -> None:
     assert load_config(path, ["--train.stop_on=[]"]).train.stop_on == []
 
 
+def test_off_is_a_word_where_it_is_a_choice(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("tracking: {wandb: off, tensorboard: off}\n")
+    assert load_config(path).tracking.wandb == "off"
+    assert load_config(path).tracking.tensorboard is False
+
+
 def test_entries_of_other_mappings_are_numbers() -> None:
     config = load_config(None, ["--alerts.at_most.geometry/off_grid", "0.5", "--alerts.at_most.train/loss=null"])
     assert config.alerts.at_most == {"geometry/off_grid": 0.5, "train/loss": None}

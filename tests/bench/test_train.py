@@ -118,7 +118,8 @@ def test_a_loss_that_is_not_finite_fails_the_run_and_writes_null(tiny: Tiny, tmp
     assert summary["best_val_loss"] == summary["first_val_loss"]
     last = metrics(tmp_path / "r")[-1]
     assert last["train/loss"] is None
-    assert last["step"] == summary["failure"]["step"]
+    assert last["step"] == summary["failure"]["step"] + config.alerts.nan_patience - 1
+    assert (last["loss_is_nan"], last["grad_has_nan"]) == (1, 1)
 
 
 def test_time_is_a_limit(tiny: Tiny, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""Alerts: what a run says aloud when a figure crosses its threshold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+
+from nanogpt_bench.config import AlertsConfig
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.trend import TrendObserver
+
+NAN_KINDS = ("loss_is_nan", "grad_has_nan")
+#: budgets that hold unless `alerts.at_most` says otherwise
+AT_MOST = {"geometry/off_grid": 0.0, "geometry/orthogonality": 1e-4}
+
+
+@dataclass(frozen=True)
+class Alert:
+    """One alert; `value` is null where it is not finite."""
+
+    step: int
+    level: str
+    kind: str
+    message: str
+    value: float | None
+    threshold: float | None
+
+
+class AlertObserver(Observer):
+    """Compares every record with the thresholds; an alert is repeated only after its cool-down, an ERROR always.
+
+    `stall` says whether a lost update is a loss: stochastic rounding makes up for what it loses.
+    """
+
+    def __init__(
+        self,
+        settings: AlertsConfig,
+        path: Path,
+        trend: TrendObserver,
+        *,
+        stall: bool,
+        tell: Callable[[Alert], None] = lambda alert: None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._settings, self._path, self._trend, self._stall = settings, path, trend, stall
+        self._tell, self._clock = tell, clock
+        self._at_most = {**AT_MOST, **settings.at_most}
+        self._last: dict[str, float] = {}
+        self._streak = 0
+        #: how many were raised, by kind
+        self.counts: Counter[str] = Counter()
+
+    def written(self, step: Step) -> None:
+        for alert in self._found(step):
+            self._raise(alert)
+
+    def _raise(self, alert: Alert) -> None:
+        level = str(self._settings.levels.get(alert.kind, alert.level))
+        if alert.level == "ERROR" and level != "off":
+            level = "ERROR"
+        if level == "off" or (alert.level != "ERROR" and self._cooling(alert.kind)):
+            return
+        self._last[alert.kind] = self._clock()
+        alert = Alert(**{**asdict(alert), "level": level})
+        self.counts[alert.kind] += 1
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(alert), allow_nan=False) + "\n")
+        self._tell(alert)
+
+    def _cooling(self, kind: str) -> bool:
+        cooldown = self._settings.nan_cooldown_s if kind in NAN_KINDS else self._settings.cooldown_s
+        return kind in self._last and self._clock() - self._last[kind] < cooldown
+
+    def _found(self, step: Step) -> Iterator[Alert]:
+        yield from self._anomalies(step)
+        settings = self._settings
+        if self._stall:
+            yield from self._worst(step, "bit_stall", "stall/update_lost/", settings.stall, _lost)
+        yield from self._worst(step, "overflow", "quant/overflow/", settings.overflow, _overflown)
+        yield from self._worst(step, "kurtosis", "quant/kurtosis/", settings.kurtosis, _heavy)
+        yield from self._attention(step)
+        yield from self._divergence(step)
+        yield from self._budgets(step)
+
+    def _anomalies(self, step: Step) -> Iterator[Alert]:
+        found = [kind for kind in NAN_KINDS if step.record.get(kind)]
+        self._streak = self._streak + 1 if found else 0
+        patience = self._settings.nan_patience
+        for kind in found:
+            name = "train/loss" if kind == "loss_is_nan" else "grad/norm"
+            text = f"{name} is {step.record.get(name)} at step {step.number}; the step is skipped"
+            yield Alert(step.number, "WARN", kind, text, None, None)
+        if self._streak == patience:
+            kind = found[0]
+            text = f"{kind} for {patience} steps in a row, up to step {step.number}"
+            yield Alert(step.number, "ERROR", kind, text, float(self._streak), float(patience))
+
+    def _worst(
+        self, step: Step, kind: str, prefix: str, limit: float, describe: Callable[[str, float], str]
+    ) -> Iterator[Alert]:
+        """The largest of a figure over layers, if it is beyond its limit; figures over all layers have no layer."""
+        depth = 2 if kind == "bit_stall" else 3
+        values = {
+            key: value
+            for key, value in step.record.items()
+            if value is not None and key.startswith(prefix) and key.count("/") == depth
+        }
+        if not values:
+            return
+        key = max(values, key=lambda name: values[name])
+        if values[key] > limit:
+            where = " of ".join(key.split("/")[2:])
+            text = f"{describe(where, values[key])} at step {step.number}"
+            yield Alert(step.number, "WARN", kind, text, _number(values[key]), limit)
+
+    def _attention(self, step: Step) -> Iterator[Alert]:
+        lowest, limit = step.record.get("attention/entropy_min"), self._settings.attention_entropy
+        if lowest is not None and lowest < limit:
+            text = f"an attention head's mean entropy is {lowest:.3g} nats at step {step.number}"
+            yield Alert(step.number, "WARN", "entropy_collapse", text, _number(lowest), limit)
+
+    def _divergence(self, step: Step) -> Iterator[Alert]:
+        if "train/excess" not in step.record or not self._trend.diverging or self._trend.excess is None:
+            return
+        against = "the baseline's" if self._settings.baseline else "its own best"
+        text = (
+            f"the smoothed training loss is {self._trend.excess:.1%} above {against} at step {step.number}, "
+            f"for {self._trend.evals_above} validations in a row"
+        )
+        yield Alert(step.number, "WARN", "early_divergence", text, self._trend.excess, self._settings.divergence)
+
+    def _budgets(self, step: Step) -> Iterator[Alert]:
+        for limits, word, beyond in (
+            (self._at_most, "above", float.__gt__),
+            (self._settings.at_least, "below", float.__lt__),
+        ):
+            for metric, limit in limits.items():
+                value = step.record.get(metric)
+                if limit is not None and value is not None and beyond(float(value), float(limit)):
+                    kind = "geometry_budget" if metric.startswith("geometry/") else "budget"
+                    text = f"{metric} is {value:.4g}, {word} its budget of {limit:g}, at step {step.number}"
+                    yield Alert(step.number, "WARN", kind, text, _number(value), float(limit))
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _lost(where: str, value: float) -> str:
+    return f"{value:.1%} of the weights of {where} lost their update"
+
+
+def _overflown(where: str, value: float) -> str:
+    return f"{value:.2%} of the values are beyond the range: {where}"
+
+
+def _heavy(where: str, value: float) -> str:
+    return f"kurtosis {value:.1f}: {where}"

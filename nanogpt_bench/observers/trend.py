@@ -1,0 +1,99 @@
+"""Where the losses are heading: the smoothed training loss, divergence from a baseline, and plateaus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from nanogpt_bench.config import AlertsConfig
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.observers.base import Observer, Step
+
+#: weight of a new loss in the smoothed one: it remembers about twenty steps
+SMOOTHING = 0.05
+
+
+class Smoothed:
+    """An exponential average that starts from its first value, not from zero.
+
+    >>> average = Smoothed()
+    >>> average.add(2.0), average.add(4.0) > 3.0
+    (2.0, True)
+    """
+
+    def __init__(self) -> None:
+        self._sum = self._weight = 0.0
+
+    def add(self, value: float) -> float:
+        """Take a value in and return the average."""
+        self._sum += SMOOTHING * (value - self._sum)
+        self._weight += SMOOTHING * (1 - self._weight)
+        return self._sum / self._weight
+
+
+def baseline_curve(settings: AlertsConfig) -> Mapping[int, float]:
+    """Return the smoothed training loss of `alerts.baseline` by step; empty without a baseline.
+
+    Raises:
+        BenchError: the folder holds no training loss.
+    """
+    if settings.baseline is None:
+        return {}
+    from nanogpt_bench.report.load import is_run_folder, load_run
+
+    folder = Path(settings.baseline)
+    run = load_run(folder) if is_run_folder(folder) else None
+    steps, losses = run.curve("train/loss") if run else ([], [])
+    average = Smoothed()
+    curve = {int(step): average.add(loss) for step, loss in zip(steps, losses, strict=True) if loss is not None}
+    if not curve:
+        raise BenchError(f"alerts.baseline: {settings.baseline!r} is no run folder with a train/loss in metrics.jsonl")
+    return curve
+
+
+class TrendObserver(Observer):
+    """Adds `train/loss_smoothed` to every record, `train/excess` to those of validations, and counts what repeats."""
+
+    def __init__(self, settings: AlertsConfig, baseline: Mapping[int, float]) -> None:
+        self._settings, self._baseline = settings, baseline
+        self._average, self._smoothed = Smoothed(), math.nan
+        self._own_best = self._best_val = math.inf
+        #: validations in a row with too high a training loss, and without a better validation loss
+        self.evals_above = self.evals_flat = 0
+        #: smoothed training loss over its reference, less one, at the last validation
+        self.excess: float | None = None
+
+    @property
+    def diverging(self) -> bool:
+        """Whether the loss has been too high for long enough."""
+        return self.evals_above >= self._settings.divergence_evals
+
+    @property
+    def flat(self) -> bool:
+        """Whether the validation loss has not fallen for long enough."""
+        return self.evals_flat >= self._settings.plateau_evals
+
+    def written(self, step: Step) -> None:
+        loss = step.record.get("train/loss")
+        if loss is not None and math.isfinite(loss):
+            self._smoothed = step.record["train/loss_smoothed"] = self._average.add(loss)
+        if "val/loss" not in step.record:
+            return
+        self._follow_val(step.record["val/loss"], first=step.number == 0)
+        if math.isfinite(self._smoothed):
+            self._follow_train(step)
+
+    def _follow_val(self, loss: float | None, *, first: bool) -> None:
+        falls = loss is not None and loss < self._best_val * (1 - self._settings.plateau)
+        self.evals_flat = 0 if falls or first else self.evals_flat + 1
+        if loss is not None and math.isfinite(loss):
+            self._best_val = min(loss, self._best_val)
+
+    def _follow_train(self, step: Step) -> None:
+        self._own_best = min(self._own_best, self._smoothed)
+        reference = self._baseline.get(step.number) if self._baseline else self._own_best
+        if reference is None:  # the baseline was shorter
+            return
+        self.excess = step.record["train/excess"] = self._smoothed / reference - 1
+        self.evals_above = self.evals_above + 1 if self.excess > self._settings.divergence else 0

@@ -1,0 +1,61 @@
+"""How a run is going, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanogpt_bench.observers import Alert
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step; losses in nats a token."""
+
+    step: int
+    max_steps: int
+    train_loss: float | None
+    val_loss: float | None
+    best_val_loss: float | None
+    stall: float | None
+    lr: float
+    tokens_per_s: float
+    elapsed_s: float
+    #: raised in this step
+    alerts: tuple[Alert, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """What the loop found out, beside the weights."""
+
+    status: str = "finished"
+    failure: dict[str, Any] | None = None
+    #: why a run that did not fail ended before its last step
+    stop: dict[str, Any] | None = None
+    steps: int = 0
+    tokens: int = 0
+    first_val_loss: float | None = None
+    final_val_loss: float | None = None
+    best_val_loss: float | None = None
+    seconds: float = 0.0
+    training_seconds: float = 0.0
+    #: steps in a row with a loss or gradient that was not finite, and where they began
+    anomalies: int = 0
+    first_anomaly: int = 0
+
+    def fail(self, kind: str, message: str, step: int) -> None:
+        """Record how the run failed; a failed run has no final loss."""
+        self.status = "failed"
+        self.failure = {"kind": kind, "message": message, "step": step}
+        self.final_val_loss = None
+
+    def end_early(self, kind: str, message: str, step: int) -> None:
+        """Record why the run ends where nothing has failed."""
+        self.status = "stopped"
+        self.stop = {"kind": kind, "message": message, "step": step}
+
+    def skip(self, step: int) -> None:
+        """Count a step that was skipped."""
+        self.first_anomaly = self.first_anomaly if self.anomalies else step
+        self.anomalies += 1

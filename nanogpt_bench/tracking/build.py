@@ -1,0 +1,65 @@
+"""From the `tracking` section to trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.tracking.base import Tracker, Trackers, report_failure
+
+TRACKING_FILE = "tracking.json"
+
+
+def check_trackers(config: Config) -> None:
+    """Refuse a tracker whose package is missing.
+
+    Raises:
+        BenchError: names the extra that brings it.
+    """
+    for name in _wanted(config):
+        if find_spec(name) is None:
+            raise BenchError(f"tracking.{name} needs {name}; get it with pip install 'fp8manifold[{name}]'")
+
+
+def start_trackers(config: Config, run_dir: Path) -> Trackers:
+    """Start the trackers asked for and write down in tracking.json how the run is found there.
+
+    One that does not start is reported and left out.
+    """
+    started, dropped = [], {}
+    for name in _wanted(config):
+        try:
+            started.append(_STARTERS[name](config, run_dir))
+        except Exception as error:  # a tracker never stops a training
+            dropped[name] = report_failure(name, error)
+    trackers = Trackers(started, dropped)
+    if trackers.facts:
+        partial = run_dir / f".{TRACKING_FILE}.partial"
+        partial.write_text(json.dumps(trackers.facts, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, run_dir / TRACKING_FILE)
+    return trackers
+
+
+def _wanted(config: Config) -> list[str]:
+    tracking = config.tracking
+    return [*(["wandb"] if tracking.wandb != "off" else []), *(["tensorboard"] if tracking.tensorboard else [])]
+
+
+def _wandb(config: Config, run_dir: Path) -> Tracker:
+    from nanogpt_bench.tracking.wandb_tracker import WandbTracker
+
+    return WandbTracker(config, run_dir)
+
+
+def _tensorboard(config: Config, run_dir: Path) -> Tracker:
+    from nanogpt_bench.tracking.tensorboard_tracker import TensorBoardTracker
+
+    return TensorBoardTracker(run_dir)
+
+
+_STARTERS: dict[str, Callable[[Config, Path], Tracker]] = {"wandb": _wandb, "tensorboard": _tensorboard}

@@ -1,0 +1,34 @@
+"""TensorBoard's event files, in the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from nanogpt_bench.observers.alerts import Alert
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """Scalars of every step, alerts as text."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._writer: Any = SummaryWriter(str(run_dir / FOLDER))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"name": "tensorboard", "folder": FOLDER}
+
+    def log(self, step: int, record: Mapping[str, float]) -> None:
+        for key, value in record.items():
+            self._writer.add_scalar(key, value, step)
+
+    def alert(self, alert: Alert) -> None:
+        self._writer.add_text(f"alerts/{alert.kind}", f"{alert.level}: {alert.message}", alert.step)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        self._writer.close()

@@ -1,0 +1,221 @@
+"""Trackers: what they are sent, and that one that fails is dropped."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.observers import Alert
+from nanogpt_bench.tracking import Trackers, build
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+
+
+class Recorder:
+    """A tracker that remembers, and raises where it is told to."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.fails_in = fails_in
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"name": "tensorboard", "fails_in": self.fails_in}
+
+    def _note(self, call: str, content: Any) -> None:
+        self.calls.append((call, content))
+        if call == self.fails_in:
+            raise OSError(f"{call}\nis broken")
+
+    def log(self, step: int, record: Mapping[str, float]) -> None:
+        self._note("log", (step, dict(record)))
+
+    def alert(self, alert: Alert) -> None:
+        self._note("alert", alert.kind)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        self._note("finish", summary)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Takes the place of TensorBoard."""
+    tracker = Recorder()
+    monkeypatch.setitem(build._STARTERS, "tensorboard", lambda config, run_dir: tracker)
+    return tracker
+
+
+def tracked(tiny: Tiny, **settings: object) -> Config:
+    return tiny(rule="fp32", tracking__tensorboard=True, train__max_steps=3, **settings)
+
+
+def test_a_tracker_gets_every_record_once_and_the_summary(tiny: Tiny, tmp_path: Path, recorder: Recorder) -> None:
+    summary = run(tracked(tiny), tmp_path / "r")
+    logged = [content for call, content in recorder.calls if call == "log"]
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    assert logged == [
+        (record["step"], {key: value for key, value in record.items() if key != "step" and value is not None})
+        for record in records
+    ]
+    assert recorder.calls[-1][0] == "finish"
+    assert recorder.calls[-1][1]["final_val_loss"] == summary["final_val_loss"]
+    assert summary["trackers"] == {"tensorboard": {**recorder.facts, "dropped": None}}
+    assert json.loads((tmp_path / "r" / "tracking.json").read_text()) == summary["trackers"]
+
+
+@pytest.mark.parametrize("point", ["log", "alert", "finish"])
+def test_a_tracker_that_raises_is_reported_once_and_dropped(
+    tiny: Tiny, tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, point: str
+) -> None:
+    recorder.fails_in = point
+    with caplog.at_level(logging.WARNING, "nanogpt_bench"):
+        summary = run(tracked(tiny, alerts__at_most="{train/loss: 0}", alerts__cooldown_s=0), tmp_path / "r")
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    assert [call for call, _ in recorder.calls].count(point) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tracker tensorboard is dropped, the training goes on: OSError: {point} is broken"
+    ]
+    assert summary["trackers"]["tensorboard"]["dropped"] == f"OSError: {point} is broken"
+
+
+def test_a_tracker_that_does_not_start_is_reported_and_left_out(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(config: Config, run_dir: Path) -> Recorder:
+        raise RuntimeError("no network")
+
+    monkeypatch.setitem(build._STARTERS, "tensorboard", refuse)
+    summary = run(tracked(tiny), tmp_path / "r")
+    assert (summary["status"], len(caplog.records)) == ("finished", 1)
+    assert summary["trackers"] == {"tensorboard": {"dropped": "RuntimeError: no network"}}
+
+
+def test_an_interrupted_run_finishes_its_trackers(tiny: Tiny, tmp_path: Path, recorder: Recorder) -> None:
+    def interrupt(progress: Any) -> None:
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tracked(tiny), tmp_path / "r", on_progress=interrupt)
+    assert recorder.calls[-1][1]["status"] == "stopped"
+
+
+def test_a_run_that_breaks_off_finishes_its_trackers(tiny: Tiny, tmp_path: Path, recorder: Recorder) -> None:
+    def break_off(progress: Any) -> None:
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        run(tracked(tiny), tmp_path / "r", on_progress=break_off)
+    assert recorder.calls[-1] == ("finish", None)
+
+
+def test_trackers_are_told_apart_by_name() -> None:
+    first, second = Recorder("alert"), Recorder()
+    second.__class__ = type("Other", (Recorder,), {"facts": {"name": "wandb"}})
+    trackers = Trackers([first, second])
+    alert = Alert(1, "WARN", "overflow", "", None, None)
+    trackers.alert(alert)
+    trackers.alert(alert)
+    assert (len(first.calls), len(second.calls)) == (1, 2)
+
+
+def test_a_missing_package_is_named_before_anything_is_written(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"tracking.wandb needs wandb; .*fp8manifold\[wandb\]"):
+        run(tiny(tracking__wandb="offline"), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_tensorboard_holds_every_scalar(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tracked(tiny, alerts__at_most="{train/loss: 0}"), tmp_path / "r")
+    events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
+    events.Reload()
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(record["step"], pytest.approx(record["train/loss"])) for record in records[1:]]
+    assert "alerts/budget/text_summary" in events.Tags()["tensors"]
+
+
+class FakeWandb:
+    """Takes the place of wandb.init: what it is called with, and a run that remembers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
+        wandb = pytest.importorskip("wandb")
+        self.given: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.alerts: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
+        self.exit_code: int | None = None
+        self.id, self.project = "abc123", "p"
+        monkeypatch.setattr(wandb, "init", self.init)
+        monkeypatch.setattr(type(wandb.api), "api_key", key)
+
+    def init(self, **given: Any) -> FakeWandb:
+        self.given = given
+        return self
+
+    def log(self, record: dict[str, float], step: int) -> None:
+        self.logged.append((step, record))
+
+    def alert(self, **given: Any) -> None:
+        self.alerts.append(given)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+@pytest.mark.parametrize(
+    ("wanted", "key", "run_id", "mode", "resume"),
+    [
+        ("auto", None, None, "offline", None),
+        ("auto", "k", None, "online", None),
+        ("online", "k", "abc123", "online", "must"),
+        ("offline", "k", "abc123", "offline", None),
+    ],
+)
+def test_wandb_is_told_its_mode_and_resumes_online_only(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    key: str | None,
+    run_id: str | None,
+    mode: str,
+    resume: str | None,
+) -> None:
+    fake = FakeWandb(monkeypatch, key)
+    settings = {"tracking__wandb": wanted, "tracking__tags": "a, b", "alerts__at_most": "{train/loss: 0}"}
+    summary = run(tiny(rule="fp32", tracking__wandb_id=run_id or "null", **settings), tmp_path / "r")
+    assert (fake.given["mode"], fake.given.get("resume"), fake.given["id"]) == (mode, resume, run_id)
+    assert fake.given["tags"] == ["a", "b", "fp32"]
+    assert fake.given["config"]["train"]["max_steps"] == 6
+    assert [step for step, _ in fake.logged] == list(range(7))
+    assert [alert["title"] for alert in fake.alerts] == ["budget"]
+    assert fake.summary["final_val_loss"] == summary["final_val_loss"]
+    assert fake.exit_code == 0
+    assert summary["trackers"]["wandb"] == {
+        "name": "wandb", "id": "abc123", "mode": mode, "project": "p", "dropped": None
+    }  # fmt: skip
+
+
+def test_wandb_offline_writes_its_files(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    summary = run(tiny(rule="fp32", tracking__wandb="offline"), tmp_path / "r")
+    facts = summary["trackers"]["wandb"]
+    assert (facts["mode"], facts["dropped"]) == ("offline", None)
+    (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert facts["id"] in file.name
+    assert file.stat().st_size > 1000
