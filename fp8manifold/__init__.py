@@ -1,15 +1,19 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
 from fp8manifold import monitor, optim
+from fp8manifold._layer_spec import LayerSpec
+from fp8manifold._operands import OperandSpec
+from fp8manifold._scalers import Scale
+from fp8manifold._surgery import dequantize_model, quantize_model
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.nn import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
+from fp8manifold.nn import QuantizedLinear
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
-from fp8manifold.scaling import SaturationWarning, Scale, amax_scale, storage_scale, widened_scale
+from fp8manifold.scaling import SaturationWarning, amax_scale, storage_scale, widened_scale
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
@@ -19,6 +23,7 @@ __all__ = [
     "FP8Tensor",
     "FloatFormat",
     "LayerSpec",
+    "OperandSpec",
     "QuantizedLinear",
     "SaturationWarning",
     "Scale",

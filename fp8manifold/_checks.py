@@ -2,10 +2,10 @@
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["check_choice", "check_int", "check_number"]
+__all__ = ["check_choice", "check_int", "check_keys", "check_number"]
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -34,3 +34,13 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
         raise TypeError(f"{name}={value!r} must be an int, not {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name}={value!r} is out of range: {low} to {high}")
+
+
+def check_keys(name: str, keys: Iterable[object], allowed: Sequence[str]) -> None:
+    """Raise ValueError, naming the nearest spelling, unless every key is one of ``allowed``."""
+    for key in keys:
+        if key not in allowed:
+            nearest = difflib.get_close_matches(str(key), allowed, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{name} has an unknown key {key!r}: one of {', '.join(allowed)}; did you mean {nearest!r}?"
+            )

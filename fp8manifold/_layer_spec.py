@@ -1,77 +1,152 @@
 """What is quantised in which layer: the specification of a layer, and reading a mapping from patterns to them."""
 
-import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from fp8manifold._checks import check_choice
+from fp8manifold._checks import check_choice, check_int, check_keys
+from fp8manifold._operands import GLOBAL, OPERANDS, OperandLike, OperandName, OperandSpec, read_operand
+from fp8manifold._scalers import HISTORY, POLICIES, Policy
 from fp8manifold.fake_quant import STE, STES
-from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.scaling import POLICIES, STORAGE_GRANULARITIES, Policy, StorageGranularity
+from fp8manifold.formats import FloatFormat, FormatLike
+from fp8manifold.scaling import GRANULARITIES, Granularity
 
-__all__ = ["NONE", "Formats", "LayerSpec", "read_formats"]
+__all__ = ["LAYER_ROUNDINGS", "Formats", "LayerRounding", "LayerSpec", "read_formats"]
 
-NONE: Final = "none"
-"""The pattern's value that leaves a layer as it is."""
+LayerRounding = Literal["nearest", "stochastic", "split"]
+LAYER_ROUNDINGS: Final = ("nearest", "stochastic", "split")
+GradientLike = OperandLike | Mapping[str, OperandLike]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """What is quantised in a linear layer, and how.
 
+    An operand is a format, an :class:`OperandSpec`, a mapping of its arguments, or None (or ``"none"``), which leaves
+    it as it is.  The layer's own options stand for those that an operand does not have.
+
     Args:
-        weight: format of the weight; None (or ``"none"``) leaves it as it is.
-        activation: format of the layer's input; None leaves it as it is.
-        granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), or with storage ``fp8``
-            for each ``block`` of 32 along a row.  Activations have one scale a tensor.
-        policy: of the amax scales (activations, and weights with a master copy): ``dynamic`` or ``static``, frozen
-            after the first forward pass.  Stored weights always have a static power-of-two scale.
-        ste: the straight-through gradient, as in :func:`fake_quantize`.
+        weight: of the weight.
+        activation: of the layer's input.
+        granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), or for each ``block``
+            of 32 along a row.  Activations and gradients have one scale a tensor, unless they say otherwise.
+        policy: of the measured scales, as in :class:`Scale`.  Stored weights always have a static power-of-two scale.
+        ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`.
+        gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient that arrives at the
+            layer's output, which both products of the backward pass take) and ``weight`` (the weight's gradient of
+            one backward pass: quantised, and added up in float32).
+        rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward.
+        history: of the policy ``delayed``; None takes 16.
+
+    Attributes:
+        activation_gradient, weight_gradient: what ``gradient`` says.
 
     Raises:
-        TypeError, ValueError: a format or option that can't be read.
+        TypeError, ValueError: a format or option that can't be read, or that would change nothing.
 
     Example:
-        >>> LayerSpec("E4M3", activation="E5M2").weight.name
-        'E4M3'
+        >>> spec = LayerSpec("E4M3", activation="E4M3", gradient={"activation": "E5M2"}, rounding="split")
+        >>> spec.operand("activation_gradient").format.name, spec.operand("activation_gradient").rounding
+        ('E5M2', 'stochastic')
+        >>> spec.weight_gradient is None
+        True
     """
 
-    weight: FloatFormat | None
-    activation: FloatFormat | None
-    granularity: StorageGranularity
+    weight: OperandSpec | None
+    activation: OperandSpec | None
+    activation_gradient: OperandSpec | None
+    weight_gradient: OperandSpec | None
+    granularity: Granularity
     policy: Policy
     ste: STE
+    rounding: LayerRounding
+    history: int | None
 
     def __init__(
         self,
-        weight: FormatLike | None = None,
-        activation: FormatLike | None = None,
-        granularity: StorageGranularity = "channel",
+        weight: OperandLike = None,
+        activation: OperandLike = None,
+        granularity: Granularity = "channel",
         policy: Policy = "dynamic",
         ste: STE = "identity",
+        gradient: GradientLike = None,
+        rounding: LayerRounding = "nearest",
+        history: int | None = None,
     ) -> None:
-        check_choice("granularity", granularity, STORAGE_GRANULARITIES)
+        check_choice("granularity", granularity, GRANULARITIES)
         check_choice("policy", policy, POLICIES)
         check_choice("ste", ste, STES)
-        values = (_format_or_none(weight), _format_or_none(activation), granularity, policy, ste)
+        check_choice("rounding", rounding, LAYER_ROUNDINGS)
+        if history is not None:
+            check_int("history", history, 1, 2**20)
+        operands = (read_operand("weight", weight), read_operand("activation", activation), *_read_gradients(gradient))
+        values = (*operands, granularity, policy, ste, rounding, history)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
+        self._check()
 
     @property
     def quantizes_nothing(self) -> bool:
         """Whether the layer stays as it is."""
-        return self.weight is None and self.activation is None
+        return all(getattr(self, name) is None for name in OPERANDS)
+
+    def operand(self, name: OperandName) -> OperandSpec | None:
+        """How an operand is quantised, with every option filled in that has a meaning; None if it is not."""
+        spec: OperandSpec | None = getattr(self, name)
+        if spec is None:
+            return None
+        backward = name.endswith("gradient")
+        split = "stochastic" if backward else "nearest"
+        return spec.filled(
+            granularity=self.granularity if name == "weight" else "tensor",
+            policy=self.policy,
+            history=self.history or HISTORY,
+            rounding=split if self.rounding == "split" else self.rounding,
+            ste=None if backward else self.ste,
+        )
+
+    def _check(self) -> None:
+        filled = {name: self.operand(name) for name in OPERANDS}
+        for name, spec in filled.items():
+            if spec is not None:
+                _check_operand(name, spec)
+        if self.history is not None and all(spec is None or spec.policy != "delayed" for spec in filled.values()):
+            raise ValueError(f"history={self.history} belongs to policy='delayed', which no operand has")
 
 
 Formats = FormatLike | LayerSpec | Mapping[str, FormatLike | LayerSpec | Mapping[str, Any] | None]
+_KEYS: Final = tuple(inspect.signature(LayerSpec).parameters)
+_GRADIENTS: Final = ("activation", "weight")
 
 
-def _format_or_none(fmt: FormatLike | None) -> FloatFormat | None:
-    return None if fmt is None or (isinstance(fmt, str) and fmt.lower() == NONE) else as_format(fmt)
+def _check_operand(name: str, spec: OperandSpec) -> None:
+    if name.endswith("gradient") and spec.ste is not None:
+        raise ValueError(f"{name} has ste={spec.ste!r}: a gradient is quantised in the backward pass and has none")
+    if not name.endswith("gradient") and spec.scale == GLOBAL:
+        raise ValueError(f"{name} has scale='global', which is for gradients: give a number, or leave it out")
+    if name in ("activation", "activation_gradient") and spec.granularity != "tensor" and spec.policy != "dynamic":
+        raise ValueError(
+            f"{name} has granularity={spec.granularity!r} with policy={spec.policy!r}: its rows change from batch to "
+            "batch, so take policy='dynamic' or granularity='tensor'"
+        )
 
 
-def read_formats(formats: Formats, granularity: StorageGranularity) -> dict[str, LayerSpec]:
+def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, OperandSpec | None]:
+    """Specifications of the gradients of activation and weight."""
+    if not isinstance(gradient, Mapping) or "format" in gradient:
+        both = read_operand("gradient", gradient)
+        return both, both
+    kinds = [key for key in gradient if key in _GRADIENTS]
+    if not kinds:
+        check_keys("gradient", gradient, [*_GRADIENTS, *(field.name for field in fields(OperandSpec))])
+        raise ValueError(f"gradient has options but no format: {dict(gradient)!r}")
+    check_keys("gradient", gradient, _GRADIENTS)
+    first, second = (read_operand(f"gradient.{kind}", gradient.get(kind)) for kind in _GRADIENTS)
+    return first, second
+
+
+def read_formats(formats: Formats, granularity: Granularity) -> dict[str, LayerSpec]:
     """A specification for every pattern; one format alone is that of the pattern ``*``."""
     if not isinstance(formats, Mapping):
         formats = {"*": formats}
@@ -83,18 +158,12 @@ def read_formats(formats: Formats, granularity: StorageGranularity) -> dict[str,
     return {pattern: _read_spec(pattern, value, granularity) for pattern, value in formats.items()}
 
 
-def _read_spec(pattern: str, value: object, granularity: StorageGranularity) -> LayerSpec:
+def _read_spec(pattern: str, value: object, granularity: Granularity) -> LayerSpec:
     if isinstance(value, LayerSpec):
         return value
     if value is None or isinstance(value, str | FloatFormat):
         return LayerSpec(value, granularity=granularity)
     if not isinstance(value, Mapping):
         raise TypeError(f"formats[{pattern!r}] must be a format, a LayerSpec or a dict, not {type(value).__name__}")
-    known = [field.name for field in fields(LayerSpec)]
-    for key in value:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"formats[{pattern!r}] has an unknown key {key!r}: one of {', '.join(known)}; did you mean {nearest!r}?"
-            )
+    check_keys(f"formats[{pattern!r}]", value, _KEYS)
     return LayerSpec(**{"granularity": granularity, **value})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8manifold._storage import is_traced
 from fp8manifold.formats import FloatFormat
-from fp8manifold.scaling import BLOCK_SIZE, SaturationWarning, StorageGranularity, storage_scale
+from fp8manifold.scaling import BLOCK_SIZE, Granularity, SaturationWarning, storage_scale
 
 __all__ = [
     "broadcasts_to",
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 
-def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StorageGranularity, headroom: float | None) -> Tensor:
+def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom: float | None) -> Tensor:
     """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
     if w.is_meta:
         return torch.empty(_scale_shape(w.shape, granularity), device="meta")

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import working_dtype
-from fp8manifold._rounding import Rounding
+from fp8manifold._rounding import ROUNDINGS, Rounding
+from fp8manifold._scaled_rounding import Key, rounded_at
+from fp8manifold._stored_scale import broadcasts_to
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.grid import round_to_grid
-from fp8manifold.scaling import ROUNDING_OF_SCALES, Granularity, amax_scale
+from fp8manifold.random_bits import check_words
+from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, amax_scale
 
-__all__ = ["STE", "STES", "fake_quantize"]
+__all__ = ["STE", "STES", "fake_quantize", "quantize_at"]
 
 STE = Literal["identity", "clipped", "relu", "none"]
 STES: Final = ("identity", "clipped", "relu", "none")
@@ -43,7 +45,8 @@ def fake_quantize(
         x: float tensor of any shape.
         fmt: a format or its name.
         scale: positive, broadcasting against ``x``; None takes :func:`amax_scale` of ``x``.
-        granularity, axis, pow2: of that scale.
+        granularity, axis, pow2: of that scale; with granularity ``block`` one that is given has an entry for every 32
+            values of a row.
         ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0 where ``x`` saturates), ``relu``
             (1 for positive ``x``, 0 elsewhere), ``none`` (0, the true derivative).
         rounding, seed, step, stream: as in :func:`round_to_grid`.
@@ -68,24 +71,40 @@ def fake_quantize(
     """
     fmt = as_format(fmt)
     check_choice("ste", ste, STES)
+    check_choice("rounding", rounding, ROUNDINGS)
+    check_choice("granularity", granularity, GRANULARITIES)
     working_dtype(x)
-    given = amax_scale(x, fmt, granularity, axis=axis, pow2=pow2) if scale is None else _as_scale(x, scale)
-    options = {"rounding": rounding, "seed": seed, "step": step, "stream": stream}
+    blocks = granularity == "block"
+    given = amax_scale(x, fmt, granularity, axis=axis, pow2=pow2) if scale is None else _as_scale(x, scale, blocks)
+    return quantize_at(x, given, fmt, ste, rounding, _key(rounding, seed, step, stream), blocks=blocks)
+
+
+def quantize_at(
+    x: Tensor,
+    scale: Tensor,
+    fmt: FloatFormat,
+    ste: str = "identity",
+    rounding: str = "nearest",
+    key: Key | None = None,
+    *,
+    blocks: bool = False,
+) -> Tensor:
+    """:func:`fake_quantize` at a scale that is known to be in order."""
     apply: Callable[..., Tensor] = _FakeQuantize.apply  # typed in some releases of torch only
-    return apply(x, given, fmt, ste, options)
+    return apply(x, scale, fmt, ste, rounding, key, blocks)
 
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, fmt: FloatFormat, ste: str, options: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, fmt: FloatFormat, ste: str, rounding: str, key: Key | None, blocks: bool
+    ) -> Tensor:
         ctx.ste = ste
-        work = working_dtype(x)
-        units = x.to(work) / scale.to(work)
         if ste == "clipped":
-            ctx.save_for_backward(units.abs() <= fmt.max * ROUNDING_OF_SCALES)
+            ctx.save_for_backward(_inside(x, scale, fmt, blocks))
         elif ste == "relu":
             ctx.save_for_backward(x > 0)
-        return (round_to_grid(units, fmt, **options) * scale.to(work)).to(x.dtype)
+        return rounded_at(x, scale, fmt, rounding, key, blocks=blocks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -95,18 +114,42 @@ class _FakeQuantize(torch.autograd.Function):
         elif ctx.ste != "identity":
             (passes,) = ctx.saved_tensors
             gradient = gradient.masked_fill(~passes, 0.0)
-        return gradient, None, None, None, None
+        return gradient, *(None,) * 6
 
 
-def _as_scale(x: Tensor, scale: Tensor | float) -> Tensor:
+def _inside(x: Tensor, scale: Tensor, fmt: FloatFormat, blocks: bool) -> Tensor:
+    """Where ``x`` is within the range at its scale."""
+    work = working_dtype(x)
+    spread = scale.repeat_interleave(BLOCK_SIZE, -1) if blocks else scale
+    return (x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES
+
+
+def _key(rounding: str, seed: int | None, step: int, stream: int) -> Key | None:
+    if rounding != "stochastic":
+        return None
+    if seed is None:
+        raise ValueError("rounding='stochastic' needs seed=...")
+    check_words(seed=seed, step=step, stream=stream)
+    return seed, step, stream
+
+
+def _as_scale(x: Tensor, scale: Tensor | float, blocks: bool) -> Tensor:
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=x.device).detach()
-    try:
-        fits = torch.broadcast_shapes(x.shape, tensor.shape) == x.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if blocks:
+        tensor = _of_blocks(x, tensor)
+    elif not broadcasts_to(tensor.shape, x.shape):
         raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}")
     if not torch.compiler.is_compiling() and not bool(((tensor > 0) & tensor.isfinite()).all()):
         bad = tensor[~((tensor > 0) & tensor.isfinite())][0].item() if tensor.dim() else tensor.item()
         raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
     return tensor
+
+
+def _of_blocks(x: Tensor, scale: Tensor) -> Tensor:
+    """A scale for every block of ``x``."""
+    if x.dim() == 0 or x.shape[-1] % BLOCK_SIZE:
+        raise ValueError(f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not {tuple(x.shape)}")
+    shape = torch.Size((*x.shape[:-1], x.shape[-1] // BLOCK_SIZE))
+    if not broadcasts_to(scale.shape, shape):
+        raise ValueError(f"scale of shape {tuple(scale.shape)} does not fit {tuple(shape)}, the blocks of x")
+    return scale.expand(shape)

@@ -1,8 +1,7 @@
-"""Quantised linear layers, and the surgery that puts them into a model whose code stays as it is."""
+"""Quantised linear layers."""
 
-import difflib
-import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal, Self
 
 import geoopt
@@ -10,29 +9,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold._layer_spec import NONE, Formats, LayerSpec, read_formats
-from fp8manifold.fake_quant import fake_quantize
+from fp8manifold._checks import check_choice, check_number
+from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
+from fp8manifold._layer_spec import LayerSpec
+from fp8manifold._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
+from fp8manifold._scaled_rounding import Key, rounded_at
+from fp8manifold._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
+from fp8manifold._storage import expand_scale
+from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.scaling import Scale, StorageGranularity, storage_scale
+from fp8manifold.scaling import BLOCK_SIZE, storage_scale
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["STORAGES", "LayerSpec", "QuantizedLinear", "Storage", "dequantize_model", "quantize_model"]
+__all__ = ["STORAGES", "QuantizedLinear", "Storage"]
 
 Storage = Literal["master", "grid", "fp8"]
 STORAGES: Final = ("master", "grid", "fp8")
+_STREAMS: Final = {name: 2**32 + index for index, name in enumerate(OPERANDS)}
+"""Random bits of the operands' rounding: far from the streams that optimizers use."""
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight, and input if asked for, take values of a float format.
+    """A linear layer whose operands take values of float formats.
 
     With storage ``master`` the weight is an ordinary float parameter that is fake-quantised in the forward pass
     (quantisation-aware training); with ``grid`` it is a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, whose
     float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
     :class:`FP8Parameter`, the same weights in one byte each.
+
+    The layer's input, the gradient that arrives at its output and the gradient of its weight are quantised as they
+    come, where the specification gives them a format.
 
     Loading a state dict takes the weight of another ``fp8`` layer exactly, scale, counter and seed included; a float
     weight is rounded, at a scale of its own.
@@ -43,18 +52,25 @@ class QuantizedLinear(nn.Linear):
         storage: ``master``, ``grid`` or ``fp8``.
         headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
         rounding: of stored weights: what geoopt's own optimizers round with.
-        seed: of stored weights; every parameter needs one of its own.
+        seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
         keep_remainder: with ``fp8``, keep what rounding the weight left, for a residual to begin with.
+        shared_amax: of gradients with ``scale="global"``: that of another layer, for one magnitude in all.
+
+    Attributes:
+        weight_scaler, activation_scaler, activation_gradient_scaler, weight_gradient_scaler: what gives the operands
+            their scales; the last one given is in the attribute ``value`` of each.  None where nothing is measured.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
 
     Example:
-        >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3"), "grid")
+        >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")
         >>> layer(torch.zeros(1, 4)).shape, layer.weight_codes().dtype
         (torch.Size([1, 2]), torch.uint8)
     """
+
+    draws: Tensor
 
     def __init__(
         self,
@@ -66,52 +82,63 @@ class QuantizedLinear(nn.Linear):
         rounding: Literal["nearest", "stochastic"] = "stochastic",
         seed: int = 0,
         keep_remainder: bool = False,
+        shared_amax: SharedAmax | None = None,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
-        _check_fp8_only(storage, spec, keep_remainder)
+        _check_storage(storage, spec, keep_remainder)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.spec, self.storage = spec, storage
         self.bias = linear.bias
-        self.weight_scaler: Scale | None = None
-        self.activation_scaler: Scale | None = None
+        self.shared_amax: SharedAmax | None = None
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
-        if spec.weight is not None and not linear.weight.is_meta and not bool(linear.weight.isfinite().all()):
-            raise ValueError(f"a weight of shape {tuple(linear.weight.shape)} holds NaN or Inf: it can't be quantised")
-        self._headroom, self._keep_remainder = headroom, keep_remainder
-        if spec.weight is not None and storage == "grid":
-            self._store_on_grid(linear.weight, spec.weight, headroom, rounding, seed)
-        elif spec.weight is not None and storage == "fp8":
-            self.weight = self._in_codes(linear.weight, spec.weight, rounding, seed)
-        elif spec.weight is not None and spec.granularity != "block":
-            self.weight_scaler = Scale(spec.weight, spec.granularity, spec.policy)
-        if spec.activation is not None:
-            self.activation_scaler = Scale(spec.activation, "tensor", spec.policy)
+        self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
+        self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
+        _check_blocks(self._operands, linear)
+        self._take_weight(linear.weight, headroom, rounding, seed)
+        self._make_scalers(shared_amax)
+        if any(operand.rounding == "stochastic" for operand in self._operands.values()):
+            self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         self.train(linear.training)
 
     @property
     def weight_format(self) -> FloatFormat | None:
         """The weight's format, or None."""
-        return self.spec.weight
+        return None if self.spec.weight is None else self.spec.weight.format
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's own name
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
-        if self.activation_scaler is not None and self.spec.activation is not None:
-            scale = self.activation_scaler(input)
-            quantized = fake_quantize(input, self.spec.activation, scale, ste=self.spec.ste)
-            return F.linear(quantized, self.quantized_weight(), self.bias)
-        return F.linear(input, self.quantized_weight(), self.bias)
+        draw = self._next_draw()
+        weight = self.weight
+        if self.weight_scaler is not None:
+            weight = self._fake_quantized("weight", weight, self.weight_scaler(weight), draw)
+        quantized = input
+        if self.activation_scaler is not None:
+            rows = self._rows(input)
+            quantized = self._fake_quantized("activation", rows, self.activation_scaler(rows), draw).view(input.shape)
+        backward = [self._rounded(name, draw) for name in OPERANDS[2:]]
+        if not torch.is_grad_enabled() or backward == [None, None]:
+            return F.linear(quantized, weight, self.bias)
+        return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """What the last forward pass multiplied by in place of its input ``x``: for those who look on."""
+        if self.activation_scaler is None:
+            return x
+        draw = self._draw() - 1 if self.training else self._draw()
+        scale = self.activation_scaler.value
+        return self._fake_quantized("activation", self._rows(x), scale, max(draw, 0)).view(x.shape)
 
     def quantized_weight(self) -> Tensor:
-        """The weight that the forward pass multiplies by; differentiable."""
-        if self.weight_scaler is None or self.spec.weight is None:
+        """The weight that the next forward pass multiplies by; differentiable."""
+        if self.weight_scaler is None:
             return self.weight
-        return fake_quantize(self.weight, self.spec.weight, self.weight_scaler(self.weight), ste=self.spec.ste)
+        return self._fake_quantized("weight", self.weight, self.weight_scaler.preview(self.weight), self._draw())
 
     def weight_scale(self) -> Tensor:
         """The scale of the weight, broadcasting against it; 1 for a weight that is not quantised."""
@@ -119,10 +146,11 @@ class QuantizedLinear(nn.Linear):
             return self.weight.expanded_scale()
         if self.manifold is not None:
             return self.manifold.scale
-        if self.weight_scaler is not None:
-            scale: Tensor = self.weight_scaler(self.weight)
-            return scale
-        return torch.ones((), device=self.weight.device)
+        if self.weight_scaler is None:
+            return torch.ones((), device=self.weight.device)
+        blocks = self._operands["weight"].granularity == "block"
+        scale = self.weight_scaler.preview(self.weight)
+        return expand_scale(scale, BLOCK_SIZE, self.weight.shape) if blocks else scale
 
     def weight_codes(self) -> Tensor:
         """uint8 codes of the quantised weight.
@@ -130,27 +158,87 @@ class QuantizedLinear(nn.Linear):
         Raises:
             ValueError: the weight is not quantised, or holds a NaN that its format has no code for.
         """
-        if self.spec.weight is None:
+        if self.weight_format is None:
             raise ValueError("this layer's weight is not quantised: it has no codes")
         if isinstance(self.weight, FP8Tensor):
             return self.weight.codes.clone()
-        return encode(self.weight.detach() / self.weight_scale(), self.spec.weight)
+        return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
         """nn.Linear's, with formats and storage."""
-        names = [f.name if f else NONE for f in (self.spec.weight, self.spec.activation)]
-        return f"{super().extra_repr()}, weight={names[0]}, activation={names[1]}, storage={self.storage}"
+        names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
+        shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
+        return f"{super().extra_repr()}, {', '.join(shown)}, storage={self.storage}"
+
+    def _take_weight(
+        self, weight: Tensor, headroom: float | None, rounding: Literal["nearest", "stochastic"], seed: int
+    ) -> None:
+        operand = self._operands.get("weight")
+        if operand is None:
+            return
+        if not weight.is_meta and not bool(weight.isfinite().all()):
+            raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
+        if self.storage == "grid":
+            self._store_on_grid(weight, operand, headroom, rounding, seed)
+        elif self.storage == "fp8":
+            self.weight = self._in_codes(weight, operand.format, rounding, seed)
+
+    def _make_scalers(self, shared: SharedAmax | None) -> None:
+        """One for every operand whose scale is not stored with it."""
+        uses_shared = any(operand.scale == GLOBAL for operand in self._operands.values())
+        if uses_shared and shared is None:
+            shared = self.shared_amax = SharedAmax()
+        scalers: dict[str, Scaler | None] = dict.fromkeys(OPERANDS)
+        for name, operand in self._operands.items():
+            if name != "weight" or self.storage == "master":
+                scalers[name] = _scaler(operand, shared)
+        self.weight_scaler, self.activation_scaler = scalers["weight"], scalers["activation"]
+        self.activation_gradient_scaler = scalers["activation_gradient"]
+        self.weight_gradient_scaler = scalers["weight_gradient"]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """The input in the shape that its scales are measured in."""
+        return x.reshape(-1, x.shape[-1]) if self._operands["activation"].granularity == "channel" else x
+
+    def _fake_quantized(self, name: OperandName, x: Tensor, scale: Tensor, draw: int) -> Tensor:
+        operand = self._operands[name]
+        rounding, blocks = operand.rounding or "nearest", operand.granularity == "block"
+        return quantize_at(
+            x, scale, operand.format, operand.ste or "identity", rounding, self._key(name, draw), blocks=blocks
+        )
+
+    def _rounded(self, name: OperandName, draw: int) -> Rounded:
+        """What quantises a gradient, a matrix."""
+        scaler: Scaler | None = getattr(self, f"{name}_scaler")
+        if scaler is None:
+            return None
+        return partial(_round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw))
+
+    def _key(self, name: OperandName, draw: int) -> Key:
+        return self._seed, draw, _STREAMS[name]
+
+    def _draw(self) -> int:
+        """Number of the next forward pass, where bits are drawn in it."""
+        draws = getattr(self, "draws", None)
+        return 0 if draws is None else int(draws.item())
+
+    def _next_draw(self) -> int:
+        draw = self._draw()
+        if self.training and hasattr(self, "draws"):
+            self.draws += 1
+        return draw
 
     def _store_on_grid(
         self,
         weight: Tensor,
-        fmt: FloatFormat,
+        operand: OperandSpec,
         headroom: float | None,
         rounding: Literal["nearest", "stochastic"],
         seed: int,
     ) -> None:
-        scale = storage_scale(weight.detach(), fmt, self.spec.granularity, headroom=headroom)
-        manifold = FP8Manifold(fmt, scale, rounding, seed)
+        assert operand.granularity is not None
+        scale = storage_scale(weight.detach(), operand.format, operand.granularity, headroom=headroom)
+        manifold = FP8Manifold(operand.format, scale, rounding, seed)
         self.manifold = manifold
         projected = manifold.projx(weight.detach())
         self.weight = geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad)
@@ -163,7 +251,7 @@ class QuantizedLinear(nn.Linear):
         return FP8Parameter(
             weight.detach(),
             fmt,
-            granularity=self.spec.granularity,
+            granularity=self._operands["weight"].granularity,
             headroom=self._headroom,
             rounding=rounding,
             seed=seed,
@@ -203,166 +291,45 @@ class QuantizedLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def quantize_model(
-    model: nn.Module,
-    formats: Formats = "E4M3",
-    storage: Storage = "master",
-    *,
-    granularity: StorageGranularity = "channel",
-    headroom: float | None = None,
-    rounding: Literal["nearest", "stochastic"] = "stochastic",
-    seed: int = 0,
-    keep_remainder: bool = False,
-) -> nn.Module:
-    """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
-
-    A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` and ``mlp.fc`` both match
-    ``blocks.0.mlp.fc``, ``blocks.0`` matches everything in that block, ``*`` everything.  Where several match, the one
-    with the most literal characters wins, and of two as specific the later one.  Only layers whose class is
-    ``nn.Linear`` itself are replaced; embeddings, norms and attention products stay in their own precision.
-
-    Args:
-        model: changed in place.
-        formats: one format or :class:`LayerSpec` for every linear layer, or a mapping from pattern to format, spec,
-            dict of :class:`LayerSpec`'s arguments, or ``"none"`` (leave as it is).
-        storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
-            ``fp8`` (the same in one byte a weight).
-        granularity: of the weight scales, where a bare format is given.
-        headroom, rounding, keep_remainder: as in :class:`QuantizedLinear`.
-        seed: the seeds of stored weights derive from it, one a layer.
-
-    Returns:
-        The model; a new layer if ``model`` is itself an ``nn.Linear``.
-
-    Raises:
-        TypeError: a model or formats of another type.
-        ValueError: a pattern that matches no linear layer, an unknown format or option, a layer that is quantised
-            already, weights that are not finite, or a weight shared with another module (untie it, or leave it
-            alone with the pattern's value ``"none"``).
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> model = quantize_model(model, {"*": "E4M3", "2": "none"}, storage="grid")
-        >>> [type(layer).__name__ for layer in model]
-        ['QuantizedLinear', 'ReLU', 'Linear']
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("storage", storage, STORAGES)
-    check_choice("rounding", rounding, ("nearest", "stochastic"))
-    check_int("seed", seed, 0, 2**31 - 1)
-    specs = _matched_specs(model, read_formats(formats, granularity))
-    _refuse_shared_weights(model, specs)
-    layers = {
-        name: QuantizedLinear(
-            _linear_at(model, name),
-            spec,
-            storage,
-            headroom=headroom,
-            rounding=rounding,
-            seed=(seed << 32) + index,
-            keep_remainder=keep_remainder,
-        )
-        for index, (name, spec) in enumerate(specs.items())
-    }
-    return _replace(model, layers)
+def _round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Key) -> Tensor:
+    blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
+    return rounded_at(gradient, scaler(gradient), operand.format, rounding, key, blocks=blocks)
 
 
-def dequantize_model(model: nn.Module) -> nn.Module:
-    """Put ordinary ``nn.Linear`` layers back, holding the quantised values of the weights as float parameters.
-
-    Args:
-        model: changed in place.
-
-    Returns:
-        The model; a new layer if ``model`` is itself a :class:`QuantizedLinear`.
-
-    Raises:
-        TypeError: ``model`` is not an ``nn.Module``.
-
-    Example:
-        >>> model = quantize_model(nn.Sequential(nn.Linear(2, 2)), "E4M3")
-        >>> type(dequantize_model(model)[0]).__name__
-        'Linear'
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            values = _float_values(module.quantized_weight().detach())
-            linear.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
-            linear.bias = module.bias
-            layers[name] = linear.train(module.training)
-    return _replace(model, layers)
+def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
+    if operand.scale == GLOBAL:
+        assert shared is not None
+        return GlobalScale(operand.format, shared)
+    if operand.scale is not None:
+        return FixedScale(operand.scale)
+    assert operand.granularity is not None
+    assert operand.policy is not None
+    return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
 
 
-def _float_values(weight: Tensor) -> Tensor:
-    return weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
-
-
-def _check_fp8_only(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> None:
-    if storage == "fp8":
-        return
-    if spec.weight is not None and spec.granularity == "block":
-        raise ValueError(f"granularity='block' needs storage='fp8', not storage={storage!r}")
-    if keep_remainder:
+def _check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> None:
+    """Refuse options of the weight that its storage would ignore."""
+    weight = spec.operand("weight")
+    if weight is not None and weight.granularity == "block" and storage == "grid":
+        raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
+    if keep_remainder and storage != "fp8":
         raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
-
-
-def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
-    """The spec of every layer to replace, by name, in the model's order."""
-    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, QuantizedLinear)]
-    chosen: dict[str, str] = {}
-    for pattern in sorted(specs, key=lambda p: len(p.replace("*", "").replace("?", ""))):
-        matched = [name for name in names if _matches(pattern, name)]
-        if not matched:
-            parts = sorted({part for name in names for part in _parts(name)})
-            nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"pattern {pattern!r} matches none of the {len(names)} linear layers{hint}")
-        chosen.update(dict.fromkeys(matched, pattern))
-    for name in chosen:
-        if isinstance(_linear_at(model, name), QuantizedLinear) and not specs[chosen[name]].quantizes_nothing:
-            raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
-    return {name: specs[chosen[name]] for name in names if name in chosen and not specs[chosen[name]].quantizes_nothing}
-
-
-def _parts(name: str) -> list[str]:
-    """Every run of whole dotted parts of a name."""
-    words = name.split(".")
-    return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return any(fnmatch.fnmatchcase(part, pattern) for part in _parts(name))
-
-
-def _linear_at(model: nn.Module, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    return module
-
-
-def _refuse_shared_weights(model: nn.Module, specs: dict[str, LayerSpec]) -> None:
-    owners: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(f"{module_name}.{name}".lstrip("."))
-    for layer in specs:
-        shared = owners[id(_linear_at(model, layer).weight)]
-        if len(shared) > 1:
+    if storage == "master" or spec.weight is None:
+        return
+    for option in ("policy", "history", "rounding", "scale", "ste"):
+        value = getattr(spec.weight, option)
+        if value is not None:
             raise ValueError(
-                f"the weight of {layer!r} is shared ({', '.join(shared)}): untie it before quantising, "
-                f"or leave it alone with {{{layer!r}: 'none'}}"
+                f"weight has {option}={value!r}, which needs storage='master', not storage={storage!r}: a stored "
+                "weight has a static power-of-two scale, and is rounded when it is written"
             )
 
 
-def _replace(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
-    for name, layer in layers.items():
-        if not name:
-            return layer
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
-    return model
+def _check_blocks(operands: dict[OperandName, OperandSpec], linear: nn.Linear) -> None:
+    for name, operand in operands.items():
+        length = linear.out_features if name == "activation_gradient" else linear.in_features
+        if operand.granularity == "block" and length % BLOCK_SIZE:
+            raise ValueError(
+                f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "
+                "take 'channel' or 'tensor'"
+            )

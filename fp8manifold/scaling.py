@@ -1,12 +1,10 @@
 """Scales: how a tensor of any size is laid over a format's range.  Everywhere, value = scale * grid point."""
 
 import math
-import warnings
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_number
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -14,30 +12,23 @@ from fp8manifold.formats import FloatFormat, FormatLike, as_format
 __all__ = [
     "BLOCK_SIZE",
     "GRANULARITIES",
-    "POLICIES",
-    "STORAGE_GRANULARITIES",
     "Granularity",
-    "Policy",
     "SaturationWarning",
-    "Scale",
-    "StorageGranularity",
+    "amax_of",
     "amax_scale",
+    "scale_of_amax",
     "storage_scale",
     "widened_scale",
 ]
 
-Granularity = Literal["tensor", "channel"]
-StorageGranularity = Literal["tensor", "channel", "block"]
-Policy = Literal["dynamic", "static"]
-GRANULARITIES: Final = ("tensor", "channel")
-STORAGE_GRANULARITIES: Final = (*GRANULARITIES, "block")
-POLICIES: Final = ("dynamic", "static")
+Granularity = Literal["tensor", "channel", "block"]
+GRANULARITIES: Final = ("tensor", "channel", "block")
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
 
 BLOCK_SIZE: Final = 32
-"""Weights along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
+"""Values along the last dimension that share a scale under the granularity ``block``, as in the OCP MX formats."""
 
 _DEPTH = 40  # binades kept below amax: S and S^2 of stored weights then stay within float32
 _HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
@@ -57,35 +48,58 @@ def amax_scale(
     Args:
         x: float tensor of any shape.
         fmt: a format or its name.
-        granularity: one scale for the ``tensor``, or one for each ``channel``, an index of ``axis``.
+        granularity: one scale for the ``tensor``, one for each ``channel``, an index of ``axis``, or one for each
+            ``block`` of 32 values along the last dimension.
         axis: the channel axis.
-        pow2: round up to a power of two, so that scaling is exact.
+        pow2: round up to a power of two, so that scaling is exact; scales of blocks always are, as in E8M0.
 
     Returns:
-        float32 tensor that broadcasts against ``x``.  It is 1 where the magnitude is 0 or not finite, and for an empty
-        tensor.
+        float32 tensor that broadcasts against ``x``; under ``block`` it has the shape of ``x`` with a 32nd of the last
+        dimension.  It is 1 where the magnitude is 0 or not finite, and for an empty tensor.
 
     Raises:
-        ValueError: an unknown granularity, or an axis that ``x`` does not have.
+        ValueError: an unknown granularity, an axis that ``x`` does not have, or a last dimension that 32 does not
+            divide.
 
     Example:
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()
         [2.0, 1.0]
 
-    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning), whose scaling factor is the reciprocal.
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning), whose scaling factor is the reciprocal; OCP
+    Microscaling Formats 1.0 for blocks, whose scale rounds down and lets the largest values saturate.
     """
-    fmt = as_format(fmt)
-    amax = _amax(x, granularity, axis)
+    return scale_of_amax(amax_of(x, granularity, axis), as_format(fmt), pow2=pow2 or granularity == "block")
+
+
+def scale_of_amax(amax: Tensor, fmt: FloatFormat, *, pow2: bool) -> Tensor:
+    """The scale under which ``amax`` is the largest value; 1 where it is 0 or not finite."""
     scale = (amax / fmt.max).clamp(min=2.0**-126)
     if pow2:
         scale = _power_of_two_above(scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
+def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
+    """The largest magnitude under each scale, float32; NaN where there is one."""
+    check_choice("granularity", granularity, GRANULARITIES)
+    if granularity == "block":
+        return _block_amax(x)
+    magnitude = x.detach().float().abs()
+    if granularity == "tensor":
+        return magnitude.amax() if x.numel() else magnitude.new_zeros(())
+    if not -x.dim() <= axis < x.dim():
+        raise ValueError(f"axis={axis} is out of range for a tensor of shape {tuple(x.shape)}")
+    others = [d for d in range(x.dim()) if d != axis % x.dim()]
+    if not x.numel():
+        shape = [x.shape[d] if d == axis % x.dim() else 1 for d in range(x.dim())]
+        return magnitude.new_zeros(shape)
+    return magnitude.amax(dim=others, keepdim=True) if others else magnitude
+
+
 def storage_scale(
     w: Tensor,
     fmt: FormatLike,
-    granularity: StorageGranularity = "channel",
+    granularity: Granularity = "channel",
     *,
     headroom: float | None = None,
     axis: int = 0,
@@ -117,7 +131,7 @@ def storage_scale(
     """
     fmt = as_format(fmt)
     top = _placed_at(fmt, headroom)
-    amax = _block_amax(w) if granularity == "block" else _amax(w, granularity, axis, STORAGE_GRANULARITIES)
+    amax = amax_of(w, granularity, axis)
     if not bool(amax.isfinite().all()):
         raise ValueError(f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}")
     return _placing_scale(amax, top)
@@ -154,81 +168,6 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
     return torch.where(saturated | shrunk, fresh, scale)
 
 
-class Scale(nn.Module):
-    """The amax scale of one tensor through training: computed anew (``dynamic``) or frozen (``static``).
-
-    Args:
-        fmt: a format or its name.
-        granularity, axis, pow2: as in :func:`amax_scale`.
-        policy: ``dynamic`` measures every tensor; ``static`` keeps the scale of the first one it sees, and warns with
-            :class:`SaturationWarning` when a later one exceeds it.
-
-    The last scale is in the buffer ``value`` (part of ``state_dict``), for logging.
-
-    Raises:
-        ValueError: an unknown granularity or policy.
-
-    Example:
-        >>> scale = Scale("E4M3", policy="static")
-        >>> scale(torch.tensor([448.0])).item(), scale(torch.tensor([44.8])).item()
-        (1.0, 1.0)
-    """
-
-    value: Tensor
-    frozen: Tensor
-
-    def __init__(
-        self,
-        fmt: FormatLike,
-        granularity: Granularity = "tensor",
-        policy: Policy = "dynamic",
-        *,
-        axis: int = 0,
-        pow2: bool = False,
-    ) -> None:
-        super().__init__()
-        check_choice("granularity", granularity, GRANULARITIES)
-        check_choice("policy", policy, POLICIES)
-        self.format: FloatFormat = as_format(fmt)
-        self.granularity, self.policy, self.axis, self.pow2 = granularity, policy, axis, pow2
-        self.register_buffer("value", torch.ones(()))
-        self.register_buffer("frozen", torch.tensor(False))
-
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        """The scale for ``x``."""
-        if self.policy == "dynamic":
-            self.value = amax_scale(x, self.format, self.granularity, axis=self.axis, pow2=self.pow2)
-        elif not bool(self.frozen):
-            self.value = amax_scale(x, self.format, self.granularity, axis=self.axis, pow2=self.pow2)
-            self.frozen.fill_(True)
-        else:
-            self._warn_if_saturated(x)
-        return self.value
-
-    def extra_repr(self) -> str:
-        """Format, granularity and policy."""
-        return f"{self.format.name}, {self.granularity}, {self.policy}"
-
-    def _warn_if_saturated(self, x: Tensor) -> None:
-        limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
-        amax = _amax(x, self.granularity, self.axis)
-        if bool((amax > limit).any()):
-            worst = (amax / limit).max().item()
-            warnings.warn(
-                f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
-                SaturationWarning,
-                stacklevel=3,
-            )
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
-        """Take the saved shape: a scale that has seen no tensor yet does not know its own."""
-        saved = state_dict.get(prefix + "value")
-        if saved is not None:
-            self.value = torch.empty_like(saved, device=self.value.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
 def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
     """Where the largest of stored weights is placed, in units of the scale."""
     if headroom is None:
@@ -249,20 +188,6 @@ def _block_amax(x: Tensor) -> Tensor:
         )
     magnitude = x.detach().float().abs().view(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
     return magnitude.amax(-1)
-
-
-def _amax(x: Tensor, granularity: str, axis: int, allowed: Sequence[str] = GRANULARITIES) -> Tensor:
-    check_choice("granularity", granularity, allowed)
-    magnitude = x.detach().float().abs()
-    if granularity == "tensor":
-        return magnitude.amax() if x.numel() else magnitude.new_zeros(())
-    if not -x.dim() <= axis < x.dim():
-        raise ValueError(f"axis={axis} is out of range for a tensor of shape {tuple(x.shape)}")
-    others = [d for d in range(x.dim()) if d != axis % x.dim()]
-    if not x.numel():
-        shape = [x.shape[d] if d == axis % x.dim() else 1 for d in range(x.dim())]
-        return magnitude.new_zeros(shape)
-    return magnitude.amax(dim=others, keepdim=True) if others else magnitude
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from fp8manifold._traits import ROUNDINGS, Rounding, Traits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.scaling import BLOCK_SIZE, STORAGE_GRANULARITIES, StorageGranularity, widened_scale
+from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
 
 __all__ = ["FP8Tensor"]
 
@@ -98,7 +98,7 @@ class FP8Tensor(EncodedTensor):
         w: Tensor,
         fmt: FormatLike = "E4M3",
         *,
-        granularity: StorageGranularity = "channel",
+        granularity: Granularity = "channel",
         headroom: float | None = None,
         scale: float | Tensor | None = None,
         rounding: Rounding = "stochastic",
@@ -108,7 +108,7 @@ class FP8Tensor(EncodedTensor):
         requires_grad: bool = False,
     ) -> Self:
         working_dtype(w, "w")
-        check_choice("granularity", granularity, STORAGE_GRANULARITIES)
+        check_choice("granularity", granularity, GRANULARITIES)
         w, fmt = w.detach(), as_format(fmt)
         if dtype is None:
             dtype = w.dtype if w.dtype in DTYPES else torch.float32

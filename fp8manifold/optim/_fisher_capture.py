@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.nn import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
@@ -169,9 +168,7 @@ def _recorded(layers: Sequence[nn.Linear]) -> Iterator[dict[nn.Linear, list[tupl
 def _multiplied(layer: nn.Linear, x: Tensor) -> Tensor:
     """What the layer's weight is multiplied by: the input, quantised with the scale that was just used."""
     x = x.detach()
-    if isinstance(layer, QuantizedLinear) and layer.activation_scaler is not None and layer.spec.activation is not None:
-        return fake_quantize(x, layer.spec.activation, layer.activation_scaler.value)
-    return x
+    return layer.quantized_input(x) if isinstance(layer, QuantizedLinear) else x
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,0 +1,247 @@
+"""Where a scale comes from through training: measured anew, frozen, taken from the past, given, or shared."""
+
+import warnings
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._checks import check_choice, check_int
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.scaling import (
+    GRANULARITIES,
+    ROUNDING_OF_SCALES,
+    Granularity,
+    SaturationWarning,
+    amax_of,
+    scale_of_amax,
+)
+
+__all__ = ["HISTORY", "POLICIES", "FixedScale", "GlobalScale", "Policy", "Scale", "Scaler", "SharedAmax"]
+
+Policy = Literal["dynamic", "static", "delayed"]
+POLICIES: Final = ("dynamic", "static", "delayed")
+HISTORY: Final = 16
+"""Tensors whose magnitudes a delayed scale looks back on, unless told otherwise."""
+
+
+class Scaler(nn.Module):
+    """What gives a tensor its scale; the last one it gave is in the buffer ``value``, for logging."""
+
+    value: Tensor
+
+    def preview(self, x: Tensor) -> Tensor:
+        """The scale that ``x`` would be given; nothing is remembered."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale for ``x``."""
+        raise NotImplementedError
+
+
+class Scale(Scaler):
+    """The amax scale of one tensor through training: computed anew, frozen, or from the magnitudes of the past.
+
+    Args:
+        fmt: a format or its name.
+        granularity, axis, pow2: as in :func:`amax_scale`.
+        policy: ``dynamic`` measures every tensor; ``static`` keeps the scale of the first one it sees, and warns with
+            :class:`SaturationWarning` when a later one exceeds it; ``delayed`` takes the largest magnitude of the last
+            ``history`` tensors before this one, whose own then joins them, and what exceeds it saturates.
+        history: how many, for ``delayed``.  A tensor that is NaN or Inf, or is seen in evaluation mode, does not join.
+
+    The last scale is in the buffer ``value`` (part of ``state_dict``, as the history is), for logging.  The first
+    tensor that a delayed scale sees has no past: it is given its own scale.
+
+    Raises:
+        TypeError, ValueError: an unknown granularity or policy, or a history that is no positive integer.
+
+    Example:
+        >>> scale = Scale("E4M3", policy="static")
+        >>> scale(torch.tensor([448.0])).item(), scale(torch.tensor([44.8])).item()
+        (1.0, 1.0)
+        >>> scale = Scale("E4M3", policy="delayed")
+        >>> [scale(torch.tensor([x])).item() for x in (448.0, 896.0, 448.0)]
+        [1.0, 1.0, 2.0]
+
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning) for the history of magnitudes.
+    """
+
+    frozen: Tensor
+    history: Tensor
+
+    def __init__(
+        self,
+        fmt: FormatLike,
+        granularity: Granularity = "tensor",
+        policy: Policy = "dynamic",
+        *,
+        axis: int = 0,
+        pow2: bool = False,
+        history: int = HISTORY,
+    ) -> None:
+        super().__init__()
+        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("policy", policy, POLICIES)
+        check_int("history", history, 1, 2**20)
+        self.format: FloatFormat = as_format(fmt)
+        self.granularity, self.policy, self.axis = granularity, policy, axis
+        self.pow2 = pow2 or granularity == "block"
+        self.register_buffer("value", torch.ones(()))
+        self.register_buffer("frozen", torch.tensor(False))
+        if policy == "delayed":
+            self.register_buffer("history", torch.zeros(history))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale for ``x``."""
+        if self.policy == "delayed":
+            amax = self._amax(x)
+            self.value = self._delayed(amax)
+            if self.training:
+                self._remember(amax)
+        elif self.policy == "dynamic":
+            self.value = self._fresh(x)
+        elif not bool(self.frozen):
+            self.value = self._fresh(x)
+            self.frozen.fill_(True)
+        else:
+            self._warn_if_saturated(x)
+        return self.value
+
+    @torch.no_grad()
+    def preview(self, x: Tensor) -> Tensor:
+        """The scale that ``x`` would be given; nothing is remembered."""
+        if self.policy == "delayed":
+            return self._delayed(self._amax(x))
+        return self.value if self.policy == "static" and bool(self.frozen) else self._fresh(x)
+
+    def extra_repr(self) -> str:
+        """Format, granularity and policy."""
+        return f"{self.format.name}, {self.granularity}, {self.policy}"
+
+    def _amax(self, x: Tensor) -> Tensor:
+        return amax_of(x, self.granularity, self.axis)
+
+    def _fresh(self, x: Tensor) -> Tensor:
+        return scale_of_amax(self._amax(x), self.format, pow2=self.pow2)
+
+    def _delayed(self, amax: Tensor) -> Tensor:
+        past = self.history.amax(0)
+        return scale_of_amax(torch.where(past > 0, past, amax), self.format, pow2=self.pow2)
+
+    def _remember(self, amax: Tensor) -> None:
+        past = self.history
+        if past.dim() == 1 and amax.dim():  # until now it did not know the shape of its tensor
+            past = past.view(-1, *(1 for _ in amax.shape)).expand(-1, *amax.shape)
+        finite = torch.where(amax.isfinite(), amax, 0.0)
+        self.history = torch.cat([past[1:], finite.unsqueeze(0)])
+
+    def _warn_if_saturated(self, x: Tensor) -> None:
+        limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
+        amax = self._amax(x)
+        if bool((amax > limit).any()):
+            worst = (amax / limit).max().item()
+            warnings.warn(
+                f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
+                SaturationWarning,
+                stacklevel=3,
+            )
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        """Take the saved shapes: a scale that has seen no tensor yet does not know its own."""
+        for name in ("value", "history"):
+            saved, own = state_dict.get(prefix + name), getattr(self, name, None)
+            if saved is not None and own is not None:
+                setattr(self, name, torch.empty_like(saved, device=own.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class FixedScale(Scaler):
+    """The scale that was given, whatever the tensor: what exceeds its range saturates."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.tensor(scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale."""
+        return self.value
+
+    preview = forward
+
+
+class SharedAmax(nn.Module):
+    """The largest magnitude of many tensors over one pass, for the next pass.
+
+    A pass is over when a tensor comes again.  ``value`` is the last whole pass's, ``running`` that of the present one.
+    """
+
+    value: Tensor
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(()))
+        self.register_buffer("running", torch.zeros(()))
+        self._seen: set[int] = set()
+        self._members = 0
+
+    def join(self) -> int:
+        """A number for one more tensor."""
+        self._members += 1
+        return self._members
+
+    def add(self, member: int, amax: Tensor) -> None:
+        """Count a tensor's magnitude; one that is not finite is left out."""
+        if member in self._seen:
+            self.value, self.running = self.running, torch.zeros_like(self.running)
+            self._seen.clear()
+        self._seen.add(member)
+        self.running = torch.where(amax.isfinite(), torch.maximum(self.running, amax), self.running)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """A pass is saved when it is over: the next tensor begins a new one."""
+        super()._load_from_state_dict(*args)
+        self._seen = set(range(1, self._members + 1))
+
+    def of_last_pass(self, amax: Tensor) -> Tensor:
+        """The magnitude to scale by: in the first pass, the largest so far."""
+        so_far = torch.maximum(self.running, torch.where(amax.isfinite(), amax, 0.0))
+        return torch.where(self.value > 0, self.value, so_far)
+
+
+class GlobalScale(Scaler):
+    """One magnitude for every gradient of a model, as under loss scaling: small gradients underflow.
+
+    It stands for what per-tensor scales are there to avoid.  The magnitude is that of the previous pass; the share that
+    a tensor has in it is measured in training mode.
+    """
+
+    def __init__(self, fmt: FormatLike, shared: SharedAmax) -> None:
+        super().__init__()
+        self.format = as_format(fmt)
+        self.register_buffer("value", torch.ones(()))
+        self._shared = (shared,)  # in a tuple: the module belongs to one layer, not to every one that refers to it
+        self._member = shared.join()
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """The scale for ``x``."""
+        amax = amax_of(x, "tensor")
+        if self.training:
+            self._shared[0].add(self._member, amax)
+        self.value = self._scale(amax)
+        return self.value
+
+    @torch.no_grad()
+    def preview(self, x: Tensor) -> Tensor:
+        """The scale that ``x`` would be given; nothing is remembered."""
+        return self._scale(amax_of(x, "tensor"))
+
+    def extra_repr(self) -> str:
+        """Its format."""
+        return self.format.name
+
+    def _scale(self, amax: Tensor) -> Tensor:
+        return scale_of_amax(self._shared[0].of_last_pass(amax), self.format, pow2=False)
