@@ -39,8 +39,7 @@ class LayerSpec:
         rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward.
         history: of the policy ``delayed``; None takes 16.
 
-    Attributes:
-        activation_gradient, weight_gradient: what ``gradient`` says.
+    What ``gradient`` says is in the attributes ``activation_gradient`` and ``weight_gradient``.
 
     Raises:
         TypeError, ValueError: a format or option that can't be read, or that would change nothing.

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._layer_spec import Formats, LayerSpec, read_formats
-from fp8manifold._scalers import SharedAmax
 from fp8manifold.nn import STORAGES, QuantizedLinear, Storage
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
@@ -85,13 +84,14 @@ def quantize_model(
         specs = {name: spec for name, spec in specs.items() if name not in shared}
     options: dict[str, Any] = {"headroom": headroom, "rounding": rounding, "keep_remainder": keep_remainder}
     layers: dict[str, nn.Module] = {}
-    amax: SharedAmax | None = None
+    first_global: QuantizedLinear | None = None
     for index, (name, spec) in enumerate(specs.items()):
         linear = _linear_at(model, name)
         if name in shared:
             linear = _untied(linear)
-        layer = QuantizedLinear(linear, spec, storage, seed=(seed << 32) + index, shared_amax=amax, **options)
-        amax = amax or layer.shared_amax
+        layer = QuantizedLinear(linear, spec, storage, seed=(seed << 32) + index, global_with=first_global, **options)
+        if first_global is None and layer.shared_amax is not None:
+            first_global = layer
         layers[name] = layer
     return _replace(model, layers)
 

@@ -54,11 +54,11 @@ class QuantizedLinear(nn.Linear):
         rounding: of stored weights: what geoopt's own optimizers round with.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
         keep_remainder: with ``fp8``, keep what rounding the weight left, for a residual to begin with.
-        shared_amax: of gradients with ``scale="global"``: that of another layer, for one magnitude in all.
+        global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
 
-    Attributes:
-        weight_scaler, activation_scaler, activation_gradient_scaler, weight_gradient_scaler: what gives the operands
-            their scales; the last one given is in the attribute ``value`` of each.  None where nothing is measured.
+    The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
+    give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
+    has None there, and so has a stored weight.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
@@ -82,7 +82,7 @@ class QuantizedLinear(nn.Linear):
         rounding: Literal["nearest", "stochastic"] = "stochastic",
         seed: int = 0,
         keep_remainder: bool = False,
-        shared_amax: SharedAmax | None = None,
+        global_with: Self | None = None,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
@@ -101,7 +101,7 @@ class QuantizedLinear(nn.Linear):
         self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
         _check_blocks(self._operands, linear)
         self._take_weight(linear.weight, headroom, rounding, seed)
-        self._make_scalers(shared_amax)
+        self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         self.train(linear.training)
@@ -185,8 +185,7 @@ class QuantizedLinear(nn.Linear):
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """One for every operand whose scale is not stored with it."""
-        uses_shared = any(operand.scale == GLOBAL for operand in self._operands.values())
-        if uses_shared and shared is None:
+        if shared is None and any(operand.scale == GLOBAL for operand in self._operands.values()):
             shared = self.shared_amax = SharedAmax()
         scalers: dict[str, Scaler | None] = dict.fromkeys(OPERANDS)
         for name, operand in self._operands.items():

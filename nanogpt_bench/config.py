@@ -105,7 +105,9 @@ class ModelConfig:
         default_factory=dict,
         metadata=allowed(
             "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
-            "granularity (tensor, channel), policy (dynamic, static) and ste (identity, clipped, relu, none)"
+            "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
+            "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
+            "(identity, clipped, relu, none)"
         ),
     )
     headroom: float | None = setting(
@@ -115,9 +117,22 @@ class ModelConfig:
     )
     granularity: str = setting(
         "channel",
-        "one weight scale a tensor, a row (channel) or, with fp8 storage, a block of 32 in a row",
+        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row",
         choices=("tensor", "channel", "block"),
     )
+    tied: str | None = setting(
+        None,
+        "what formats do with an lm_head that shares the embedding's weight: untie (quantise a copy) or leave (in "
+        "float); null: refuse a pattern that names it",
+        choices=("untie", "leave"),
+    )
+    outliers: str = setting(
+        "none",
+        "clip_sigma: clamp what a block adds up to, its residual output, to its mean and outlier_sigma standard "
+        "deviations to either side",
+        choices=("none", "clip_sigma"),
+    )
+    outlier_sigma: float | None = setting(None, "outliers clip_sigma: null: 6", above=0.0)
 
 
 @dataclass

@@ -56,6 +56,7 @@ def resolve(config: Config) -> Config:
     _fill_sizes(config.model)
     _fill_seeds(config)
     _fill_formats(config.model)
+    _fill_outliers(config.model)
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
@@ -125,6 +126,13 @@ def _fill_seeds(config: Config) -> None:
     _fill(config.model, seed=config.seed)
 
 
+def _fill_outliers(model: ModelConfig) -> None:
+    if model.outliers == "clip_sigma":
+        _fill(model, outlier_sigma=6.0)
+    elif model.outlier_sigma is not None:
+        raise BenchError(f"model.outlier_sigma: {model.outlier_sigma} needs model.outliers clip_sigma")
+
+
 def _fill_formats(model: ModelConfig) -> None:
     if model.format is not None:
         model.formats = {**model.formats, "*": model.format}
@@ -138,10 +146,12 @@ def _canonical(value: Any, pattern: str) -> Any:
     """Return a format or layer specification with its formats' canonical names."""
     if not isinstance(value, dict):
         return format_name(value, f"model.formats.{pattern}")
-    operands = {
-        key: format_name(value[key], f"model.formats.{pattern}") for key in ("weight", "activation") if value.get(key)
-    }
-    return {**value, **operands}
+    formats = {key: _canonical(value[key], pattern) for key in _FORMAT_KEYS if value.get(key)}
+    return {**value, **formats}
+
+
+#: keys of a layer specification whose values are formats, or mappings that hold some
+_FORMAT_KEYS = ("weight", "activation", "gradient", "format")
 
 
 def format_name(name: Any, key: str = "model.format") -> str:
@@ -204,6 +214,8 @@ def _check_agreement(config: Config, preset: Rule) -> None:
 
 def _check_storage(config: Config) -> None:
     model, train = config.model, config.train
+    if model.tied is not None and not (model.tie_weights and model.formats):
+        raise BenchError(f"model.tied: {model.tied!r} needs model.tie_weights and a format; leave it out")
     if model.storage == "float32" and model.formats:
         by = f"rule {config.rule!r}" if config.rule and RULES[config.rule].storage == "float32" else "storage float32"
         raise BenchError(
@@ -305,13 +317,18 @@ def _follows(config: Config, entry: Rule) -> bool:
     )
 
 
+def _weight_format(value: Any) -> str:
+    """Return the weight's format in a format, a layer specification or an operand's."""
+    if isinstance(value, dict):
+        return _weight_format(value.get("weight", value.get("format")))
+    return str(value or "none")
+
+
 def format_summary(config: Config) -> str:
     """Return the one weight format all patterns share, "mixed" when they differ, "none" without any.
 
     >>> format_summary(Config())
     'none'
     """
-    weights = {
-        value.get("weight") or "none" if isinstance(value, dict) else value for value in config.model.formats.values()
-    }
+    weights = {_weight_format(value) for value in config.model.formats.values()}
     return "mixed" if len(weights) > 1 else next(iter(weights), "none")

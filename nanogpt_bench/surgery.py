@@ -16,9 +16,11 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
     """Replace the linear layers that `model.formats` names; a run in float returns the model as it is.
 
     Raises:
-        BenchError: a pattern matches no linear layer, or names a tied lm_head.
+        BenchError: a pattern matches no linear layer, or names a tied lm_head that nobody decided on.
     """
     settings = config.model
+    if settings.outliers == "clip_sigma":
+        clip_residual_outputs(model, settings.outlier_sigma or 0.0)
     if settings.storage == "float32":
         return model
     continuous = settings.storage == "continuous"
@@ -30,6 +32,7 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
             storage="grid" if continuous else settings.storage,
             granularity=settings.granularity,
             seed=config.seed,
+            tied=settings.tied or "refuse",
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:
@@ -62,6 +65,28 @@ def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:
         manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
         layer.manifold = manifold
         layer.weight = geoopt.ManifoldParameter(weights[name], manifold=manifold)
+
+
+def clip_residual_outputs(model: nn.Module, sigma: float) -> None:
+    """Clamp every block's output to `sigma` standard deviations around its mean, both measured on the tensor itself.
+
+    What is clamped has no gradient there. A block is what holds a layer called `attn` and one called `mlp`.
+    """
+    for block in model.modules():
+        if hasattr(block, "attn") and hasattr(block, "mlp"):
+            block.register_forward_hook(_Clip(sigma))
+
+
+class _Clip:
+    """A forward hook; an object, so that a copy of the model keeps it."""
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+
+    def __call__(self, block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        values = output.detach()
+        reach, mean = self.sigma * values.std(correction=0), values.mean()
+        return output.clamp(mean - reach, mean + reach)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:
