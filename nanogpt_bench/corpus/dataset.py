@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.corpus.hub import NotOnHubError, find_commit, hub_streams
-from nanogpt_bench.corpus.local import local_facts, local_files, local_streams
-from nanogpt_bench.corpus.rows import Stream, characters, splits_of
-from nanogpt_bench.corpus.write import split_limits, write_corpus
+from nanogpt_bench.corpus.hub import NotOnHubError, find_commit
+from nanogpt_bench.corpus.local import local_facts, local_files
+from nanogpt_bench.corpus.rows import Stream, characters, open_streams, splits_of
+from nanogpt_bench.corpus.write import check_folder, split_limits, write_corpus
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.tokenizers import make_tokenizer
 
@@ -68,6 +68,7 @@ def prepare_hub(
             file; a missing package; an unwritable folder; too little text.
     """
     _require_packages()
+    check_folder(out)
     limits = split_limits(limit)
     if tokenizer != "char":
         make_tokenizer(tokenizer, "")  # what is wrong with it should be said before anything is fetched
@@ -84,15 +85,14 @@ def _open(
     """Return the rows of each split, and what tells this text from others of the same name."""
     if data_dir is not None:
         files = local_files(data_dir, config)
-        return local_streams(files), {"kind": "copy", "files": local_facts(files)}
+        names = {split: [str(path) for path in paths] for split, paths in files.items()}
+        streams = open_streams("the local copy", "parquet", data_files=names)
+        return streams, {"kind": "copy", "files": local_facts(files)}
     commit = find_commit(dataset, revision)
-    return hub_streams(dataset, config, commit), {"kind": "hub", "revision": commit}
+    streams = open_streams(f"data set {dataset!r}", dataset, config, revision=commit)
+    return streams, {"kind": "hub", "revision": commit}
 
 
 def _require_packages() -> None:
     if find_spec("datasets") is None:
         raise BenchError("this corpus needs the package datasets; get it with pip install 'fp8manifold[hub]'")
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once

@@ -1,8 +1,8 @@
-"""Data sets of the Hugging Face hub: which commit is meant, and its rows as streams."""
+"""Data sets of the Hugging Face hub: is it there, and which commit is meant."""
 
 from __future__ import annotations
 
-from nanogpt_bench.corpus.rows import Stream, reading
+from nanogpt_bench.corpus.rows import read_errors
 from nanogpt_bench.deadline import within
 from nanogpt_bench.errors import BenchError, one_line
 
@@ -37,7 +37,7 @@ def find_commit(dataset: str, revision: str | None) -> str:
         raise NotOnHubError(f"the hub has no data set {dataset!r}") from None
     except errors.HFValidationError as error:
         raise BenchError(f"--dataset {dataset!r} is no id of a data set: {one_line(error)}") from None
-    except (OSError, ValueError, errors.HTTPError) as error:
+    except read_errors() as error:
         raise _out_of_reach(dataset, error) from None
 
 
@@ -47,15 +47,3 @@ def _out_of_reach(dataset: str, error: Exception) -> BenchError:
         f"the Hugging Face hub can't be reached ({reason}); give a local copy of {dataset!r} with --data-dir DIR, "
         "or prepare a text that needs no network: nanogpt-bench prepare stdlib"
     )
-
-
-def hub_streams(dataset: str, config: str | None, commit: str) -> dict[str, Stream]:
-    """Return the rows of each split of a data set, as streams.
-
-    Raises:
-        BenchError: no such configuration, or a data set that takes a script of its own to be read.
-    """
-    import datasets
-
-    with reading(f"data set {dataset!r}"):
-        return dict(datasets.load_dataset(dataset, config, revision=commit, streaming=True))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.corpus.rows import VAL_NAMES, Stream, reading
+from nanogpt_bench.corpus.rows import VAL_NAMES, reading
 from nanogpt_bench.digest import sha256
 from nanogpt_bench.errors import BenchError
 
@@ -41,15 +41,6 @@ def _check_whole(path: Path) -> None:
 
     with reading(repr(str(path))):
         pyarrow.parquet.read_schema(path)
-
-
-def local_streams(files: Mapping[str, list[Path]]) -> dict[str, Stream]:
-    """Return the rows of each split, as streams."""
-    import datasets
-
-    names = {split: [str(path) for path in paths] for split, paths in files.items()}
-    with reading("the local copy"):
-        return dict(datasets.load_dataset("parquet", data_files=names, streaming=True))
 
 
 def local_facts(files: Mapping[str, list[Path]]) -> dict[str, Any]:

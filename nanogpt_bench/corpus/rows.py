@@ -20,16 +20,36 @@ Stream = Iterable[Mapping[str, Any]]
 @contextmanager
 def reading(what: str) -> Iterator[None]:
     """Turn whatever reading a data set can raise into one line that begins with `what`."""
-    import huggingface_hub.errors
-
-    # huggingface_hub has changed its HTTP client twice, and names the base of that client's errors here.
-    of_the_client = huggingface_hub.errors.HTTPError
+    expected = read_errors()
     try:
         yield
     except BenchError:
         raise
-    except (OSError, ValueError, RuntimeError, of_the_client) as error:
+    except expected as error:
         raise BenchError(f"{what} can't be read: {one_line(error)}") from None
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Return what the hub, its client, and the readers of its files raise."""
+    from huggingface_hub import errors
+
+    # The client has changed twice; the base of its errors is always one of this one's.
+    of_the_client = (kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return (OSError, ValueError, RuntimeError, *of_the_client)
+
+
+def open_streams(what: str, *arguments: Any, **options: Any) -> dict[str, Stream]:
+    """Return the rows of each split, as `datasets.load_dataset` streams them.
+
+    Raises:
+        BenchError: no such configuration, or a data set that takes a script of its own to be read.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
+    with reading(what):
+        return dict(datasets.load_dataset(*arguments, streaming=True, **options))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def write_corpus(
     then renamed.
     """
     limits = split_limits(limit)
-    _refuse_foreign(out)
+    check_folder(out)
     with _sibling(out) as folder, progress_bar(splits, limits, progress) as advance:
         counts = {
             split: _write_split(folder / f"{split}.bin", documents, _Split(tokenizer, limits[split], advance))
@@ -85,7 +85,7 @@ class _Split:
     advance: Advance
     digest: Any = field(default_factory=hashlib.sha256)
     tokens: int = 0
-    bytes: int = 0
+    size: int = 0
     documents: int = 0
 
     def data(self, documents: Iterable[str]) -> Iterator[bytes]:
@@ -108,7 +108,7 @@ class _Split:
     def _take(self, tokens: Tokens, text: str) -> bytes:
         room = len(tokens) if self.limit is None else self.limit - self.tokens
         kept = tokens[:room]
-        self.bytes += len(text.encode("utf-8")) if len(kept) == len(tokens) else self.tokenizer.byte_count(kept)
+        self.size += len(text.encode("utf-8")) if len(kept) == len(tokens) else self.tokenizer.byte_count(kept)
         self.tokens += len(kept)
         self.advance(characters=len(text), tokens=len(kept))
         data = kept.astype("<u2").tobytes()
@@ -119,7 +119,7 @@ class _Split:
         return {
             "documents": self.documents,
             "tokens": self.tokens,
-            "bytes": self.bytes,
+            "bytes": self.size,
             "sha256": self.digest.hexdigest(),
         }
 
@@ -157,7 +157,12 @@ def _check_counts(counts: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def _refuse_foreign(out: Path) -> None:
+def check_folder(out: Path) -> None:
+    """Refuse to write a corpus over anything else.
+
+    Raises:
+        BenchError: `out` is a file, or a folder with other files than a corpus's.
+    """
     if out.exists() and not out.is_dir():
         raise BenchError(f"--out {str(out)!r} is a file; give a folder")
     foreign = sorted(item.name for item in out.iterdir() if item.name not in CORPUS_FILES) if out.exists() else []

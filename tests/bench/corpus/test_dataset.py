@@ -22,27 +22,18 @@ pytest.importorskip("datasets")
 
 SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
 TRAIN = [f"Article {number}: the Member States shall notify measure {number * 37} to Brussels." for number in range(40)]
+Parquet = Callable[[Path, list[str | None]], None]
 VAL = [f"Annex {number}: done at Strasbourg, {number % 28 + 1} May." for number in range(12)]
 
 
-def write_parquet(path: Path, texts: list[str | None]) -> None:
-    """Write a file as lex_glue's are: a text and the numbers of its labels a row."""
-    import pyarrow
-    import pyarrow.parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    labels = pyarrow.array([[0]] * len(texts), pyarrow.list_(pyarrow.int64()))
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(texts, pyarrow.string()), "labels": labels}), path)
-
-
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def copy(tmp_path: Path, parquet: Parquet) -> Path:
     """A copy of a data set: two files for training, one for validation, one for tests."""
     folder = tmp_path / "copy"
-    write_parquet(folder / "eurlex" / "train-00000-of-00002.parquet", [*TRAIN[:25]])
-    write_parquet(folder / "eurlex" / "train-00001-of-00002.parquet", [*TRAIN[25:]])
-    write_parquet(folder / "eurlex" / "validation-00000-of-00001.parquet", [*VAL])
-    write_parquet(folder / "eurlex" / "test-00000-of-00001.parquet", ["never read"])
+    parquet(folder / "eurlex" / "train-00000-of-00002.parquet", [*TRAIN[:25]])
+    parquet(folder / "eurlex" / "train-00001-of-00002.parquet", [*TRAIN[25:]])
+    parquet(folder / "eurlex" / "validation-00000-of-00001.parquet", [*VAL])
+    parquet(folder / "eurlex" / "test-00000-of-00001.parquet", ["never read"])
     return folder
 
 
@@ -50,6 +41,13 @@ def damage_the_middle(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4:200] = bytes(196)
     path.write_bytes(data)
+
+
+def too_little(path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["short"], "labels": [[0]]}), path)
 
 
 def text_of(folder: Path, split: str) -> str:
@@ -95,16 +93,16 @@ def test_files_may_lie_in_the_folder_itself(tmp_path: Path, copy: Path) -> None:
     assert prepare_eurlex(tmp_path / "b", data_dir=copy / "eurlex") == whole
 
 
-def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "copy" / "train.parquet", [*TRAIN])
+def test_without_a_validation_split_every_tenth_document_is_for_it(tmp_path: Path, parquet: Parquet) -> None:
+    parquet(tmp_path / "copy" / "train.parquet", [*TRAIN])
     meta = prepare_hub(tmp_path / "out", "some/set", "text", data_dir=tmp_path / "copy")
     assert text_of(tmp_path / "out", "val") == "".join(f"{text}|" for text in TRAIN[9::10])
     assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [36, 4]
 
 
-def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "copy" / "train.parquet", ["", None, *TRAIN, None])
-    write_parquet(tmp_path / "copy" / "validation.parquet", [*VAL, ""])
+def test_rows_without_text_are_left_out(tmp_path: Path, parquet: Parquet) -> None:
+    parquet(tmp_path / "copy" / "train.parquet", ["", None, *TRAIN, None])
+    parquet(tmp_path / "copy" / "validation.parquet", [*VAL, ""])
     meta = prepare_hub(tmp_path / "out", "some/set", "text", data_dir=tmp_path / "copy")
     assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
 
@@ -131,15 +129,15 @@ def test_a_limit_ends_the_stream(tmp_path: Path, copy: Path) -> None:
         (lambda path: path.write_bytes(b"not parquet"), {}, ["train-0.parquet' can't be read", "arquet"]),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), {}, ["train-0.parquet' can't be read"]),
         (damage_the_middle, {}, ["data set 'some/set' can't be read"]),
-        (lambda path: write_parquet(path, [None, "short"]), {}, ["train split has 6 tokens"]),
+        (too_little, {}, ["train split has 6 tokens"]),
         (lambda path: path, {"limit": 649}, ["--limit-tokens 649", "650 or more"]),
     ],
 )
 def test_bad_copies_are_named_and_nothing_is_written(
-    tmp_path: Path, change: Callable[[Path], object], options: dict[str, object], parts: list[str]
+    tmp_path: Path, parquet: Parquet, change: Callable[[Path], object], options: dict[str, object], parts: list[str]
 ) -> None:
-    write_parquet(tmp_path / "copy" / "train-0.parquet", [*TRAIN])
-    write_parquet(tmp_path / "copy" / "validation-0.parquet", [*VAL])
+    parquet(tmp_path / "copy" / "train-0.parquet", [*TRAIN])
+    parquet(tmp_path / "copy" / "validation-0.parquet", [*VAL])
     change(tmp_path / "copy" / "train-0.parquet")
     arguments = {"column": "text", "data_dir": tmp_path / "copy", **options}
     arguments["data_dir"] = Path(str(arguments["data_dir"]))

@@ -1,0 +1,254 @@
+"""The hub: streams from a server that answers as it does, and one line in time when it doesn't answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.corpus import dataset
+from nanogpt_bench.corpus import hub as hub_module
+from nanogpt_bench.corpus.hub import NotOnHubError, find_commit
+from nanogpt_bench.deadline import within
+from nanogpt_bench.errors import BenchError
+
+pytest.importorskip("datasets")
+OfflineModeIsEnabled = pytest.importorskip("huggingface_hub.errors").OfflineModeIsEnabled
+
+TRAIN = [f"Article {number}: the Council has adopted decision {number * 41}." for number in range(30)]
+VAL = [f"Annex {number}: done at Luxembourg, {number % 28 + 1} June." for number in range(12)]
+CARD = """---
+configs:
+- config_name: {config}
+  data_files:
+  - {{split: train, path: {config}/train-*}}
+  - {{split: validation, path: {config}/validation-*}}
+---
+"""
+GLUE, MULTI = "coastalcph/lex_glue", "coastalcph/multi_eurlex"
+Parquet = Callable[[Path, list[str]], None]
+
+
+def add_repository(root: Path, name: str, config: str, parquet: Parquet) -> None:
+    """Lay out a data set as the hub keeps them: a card that names the files of each split."""
+    folder = root / name
+    parquet(folder / config / "train-00000-of-00002.parquet", TRAIN[:20])
+    parquet(folder / config / "train-00001-of-00002.parquet", TRAIN[20:])
+    parquet(folder / config / "validation-00000-of-00001.parquet", VAL)
+    (folder / "README.md").write_text(CARD.format(config=config), encoding="utf-8")
+
+
+#: what the one process is told to prepare, by the name of the folder it goes to
+COMMANDS = {
+    "copy": ["eurlex", "--data-dir", "local"],
+    "eurlex": ["eurlex", "--revision", "v2"],
+    "limited": ["hub", "--dataset", "some/set", "--config", "en", "--column", "text", "--limit-tokens", "800"],
+    "configuration": ["hub", "--dataset", "some/set", "--config", "eng", "--column", "text"],
+    "column": ["hub", "--dataset", "some/set", "--column", "txt"],
+    "revision": ["hub", "--dataset", "some/set", "--column", "text", "--revision", "gone"],
+    "name": ["hub", "--dataset", "some/sett", "--column", "text"],
+    "id": ["hub", "--dataset", "a/b/c", "--column", "text"],
+    "fallback": ["eurlex", "--tokenizer", "char"],
+}
+#: where the hub is, is read when its client is imported, so these run in a process of their own: one, for its imports
+PROCESS = """
+import contextlib, io, json, sys, urllib.request
+from nanogpt_bench.cli import main
+endpoint, outcomes = sys.argv[1], {}
+for name, words in json.load(sys.stdin).items():
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{endpoint}/begin/{name}")
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["prepare", *words, "--out", name])
+    outcomes[name] = [code, out.getvalue(), err.getvalue()]
+print(json.dumps(outcomes))
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one preparation: exit code, output, where it was to go, and what the hub was asked for."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+    requests: list[str]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return dict(json.loads((self.folder / "meta.json").read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory, hub: Any, parquet: Parquet) -> dict[str, Outcome]:
+    """Prepare everything; lex_glue leaves the hub before the last."""
+    place = tmp_path_factory.mktemp("place")
+    add_repository(hub.root, "coastalcph/lex_glue", "eurlex", parquet)
+    add_repository(hub.root, "coastalcph/multi_eurlex", "en", parquet)
+    add_repository(hub.root, "some/set", "en", parquet)
+    add_repository(place, "local", "eurlex", parquet)
+    hub.leaves = {"fallback": "coastalcph/lex_glue"}
+    plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    surroundings = {**plain, "HF_ENDPOINT": hub.url, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-c", PROCESS, hub.url]
+    text = json.dumps(COMMANDS)
+    done = subprocess.run(
+        command, input=text, env=surroundings, cwd=place, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    return {name: Outcome(*found[name], place / name, asked(hub.requests, name)) for name in COMMANDS}
+
+
+def asked(requests: list[str], name: str) -> list[str]:
+    """The requests for data sets between the beginning of one preparation and of the next."""
+    begun = [index for index, request in enumerate(requests) if request.startswith("GET /begin/")]
+    first = requests.index(f"GET /begin/{name}")
+    last = next((index for index in begun if index > first), None)
+    return [request for request in requests[first:last] if "/datasets/" in request]
+
+
+def test_eurlex_comes_from_the_hub(outcomes: dict[str, Outcome]) -> None:
+    done = outcomes["eurlex"]
+    assert (done.code, done.err) == (0, "")
+    assert done.requests[0] == "GET /api/datasets/coastalcph/lex_glue/revision/v2"
+    train = np.fromfile(done.folder / "train.bin", dtype="<u2")
+    assert train.tolist() == [code for text in TRAIN for code in [*text.encode(), 256]]
+    assert done.meta["source"] == {
+        "kind": "hub",
+        "revision": "c0ffee" * 6 + "c0de",
+        "dataset": "coastalcph/lex_glue",
+        "config": "eurlex",
+        "column": "text",
+        "limit_tokens": None,
+    }
+    assert [done.meta["splits"][split]["documents"] for split in ("train", "val")] == [len(TRAIN), len(VAL)]
+
+
+def test_a_limit_leaves_files_unread(outcomes: dict[str, Outcome]) -> None:
+    done = outcomes["limited"]
+    assert (done.code, done.err) == (0, "")
+    assert "800 tokens for training, 80 for validation" in done.out
+    read = {request.rpartition("/")[2] for request in done.requests if ".parquet" in request}
+    assert read == {"train-00000-of-00002.parquet", "validation-00000-of-00001.parquet"}
+
+
+def test_without_lex_glue_the_other_data_set_is_taken(outcomes: dict[str, Outcome]) -> None:
+    done = outcomes["fallback"]
+    assert (done.code, done.err) == (0, f"the hub has no data set {GLUE!r}; taking {MULTI!r}\n")
+    assert f"GET /api/datasets/{MULTI}/revision/refs/pr/9" in done.requests
+    assert (done.meta["source"]["dataset"], done.meta["source"]["config"]) == (MULTI, "en")
+    assert done.meta["splits"]["train"]["tokens"] == sum(map(len, TRAIN))
+
+
+def test_a_local_copy_asks_the_hub_nothing(outcomes: dict[str, Outcome]) -> None:
+    done = outcomes["copy"]
+    assert (done.code, done.err, done.requests) == (0, "", [])
+    assert (done.folder / "train.bin").read_bytes() == (outcomes["eurlex"].folder / "train.bin").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("configuration", ["'some/set'", "'eng'", "'en'"]),
+        ("column", ["unknown column", "'txt'", "did you mean 'text'"]),
+        ("revision", ["'some/set' has no revision 'gone'"]),
+        ("name", ["the hub has no data set 'some/sett'"]),
+        ("id", ["--dataset 'a/b/c' is no id"]),
+    ],
+)
+def test_what_the_hub_does_not_have_is_named(outcomes: dict[str, Outcome], name: str, parts: list[str]) -> None:
+    done = outcomes[name]
+    assert (done.code, done.out, len(done.err.splitlines())) == (2, "", 1)
+    assert [part for part in parts if part not in done.err] == []
+    assert [path.name for path in done.folder.parent.iterdir() if name in path.name] == []
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that moves this process's hub to another address."""
+    return lambda url: monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+
+
+def closed_port() -> str:
+    """The address of a port that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hub_out_of_reach_is_one_line_within_ten_seconds(
+    tmp_path: Path, at: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    at(closed_port())
+    started = time.monotonic()
+    assert main(["prepare", "eurlex", "--out", str(tmp_path / "out")]) == 2
+    assert time.monotonic() - started < 10
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    parts = ["hub can't be reached", "'coastalcph/lex_glue'", "--data-dir DIR", "prepare stdlib"]
+    assert [part for part in parts if part not in error] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_that_never_answers_is_given_up(at: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub_module.LOOKUP_SECONDS < 10
+    monkeypatch.setattr(hub_module, "LOOKUP_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        at(f"http://127.0.0.1:{server.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(BenchError, match=r"can't be reached \(.+\); give a local copy"):
+            find_commit("some/set", None)
+        assert time.monotonic() - started < 5
+
+
+def test_a_hub_in_trouble_is_said(at: Callable[[str], None], hub: Any) -> None:
+    at(hub.url)
+    hub.down = 503
+    with pytest.raises(BenchError, match=r"can't be reached \(.*503.*\)") as caught:
+        find_commit("some/set", None)
+    hub.down = None
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route"), OfflineModeIsEnabled("offline"), TimeoutError(), OSError(5, "broken pipe")]
+)
+def test_built_in_errors_are_a_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
+    with pytest.raises(BenchError, match=r"can't be reached \(.+\)"):
+        find_commit("some/set", None)
+
+
+def test_a_given_revision_is_not_looked_for_in_another_data_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def none(name: str, revision: str | None) -> str:
+        raise NotOnHubError(f"the hub has no data set {name!r}")
+
+    monkeypatch.setattr(dataset, "find_commit", none)
+    with pytest.raises(NotOnHubError, match="lex_glue"):
+        dataset.prepare_eurlex(tmp_path / "out", revision="v2")
+
+
+def test_within_gives_what_the_call_gives() -> None:
+    assert within(5, lambda: "done") == "done"
+    with pytest.raises(KeyError, match="lost"):
+        within(5, lambda: {}["lost"])
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, lambda: time.sleep(0.5))
