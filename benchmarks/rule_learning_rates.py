@@ -33,6 +33,9 @@ from nanogpt_bench.rules import RULES, available_rules, check_available
 #: where the grid of an optimizer is centred, in its own unit
 CENTRES = {
     "adamw": 1e-3,
+    "torchao_adamw8bit": 1e-3,
+    "torchao_adamwfp8": 1e-3,
+    "optimi_adamw": 1e-3,
     "sgd": 1e-1,
     "stiffness_adamw": 1e-3,
     "stiffness_sgd": 1e-1,

@@ -19,7 +19,11 @@ OWN_OPTIMIZERS = (
     *("stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam"),
     *("riemannian_adam", "riemannian_sgd", "fisher"),
 )
-OPTIMIZERS = ("adamw", "sgd", *OWN_OPTIMIZERS)
+#: those of other packages, on float weights only
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
+OPTIMIZERS = ("adamw", "sgd", *PEERS, *OWN_OPTIMIZERS)
+#: torchao's own names of its ways to scale
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
@@ -109,6 +113,12 @@ class ModelConfig:
             "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
             "(identity, clipped, relu, none)"
         ),
+    )
+    torchao_float8: str | None = setting(
+        None,
+        "torchao's float8 training of the blocks' linear layers, by its recipe of scales (extra torchao; emulated "
+        "where the device has no FP8 products); null: none",
+        choices=FLOAT8_RECIPES,
     )
     headroom: float | None = setting(
         None,

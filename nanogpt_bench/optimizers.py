@@ -53,6 +53,10 @@ def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
     return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters]
 
 
+def _adam_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    return parameter_groups(model, config.optimizer.weight_decay or 0.0)
+
+
 def _adam_options(config: Config) -> dict[str, Any]:
     settings = config.optimizer
     return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
@@ -74,8 +78,7 @@ def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
 
 def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config.optimizer.weight_decay or 0.0)
-    return torch.optim.AdamW(groups, fused=True, **_adam_options(config))
+    return torch.optim.AdamW(_adam_groups(model, config), fused=True, **_adam_options(config))
 
 
 def _stiffness_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -138,9 +141,30 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     return _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
 
 
+def _torchao(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with 8-bit or FP8 averages, whose step torch.compile has to compile."""
+    from torchao.optim import AdamW8bit, AdamWFp8
+
+    made = AdamW8bit if config.optimizer.name == "torchao_adamw8bit" else AdamWFp8
+    optimizer: torch.optim.Optimizer = made(_adam_groups(model, config), **_adam_options(config))
+    return optimizer
+
+
+def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    import optimi
+
+    optimizer: torch.optim.Optimizer = optimi.AdamW(
+        _adam_groups(model, config), **_adam_options(config), kahan_sum=True
+    )
+    return optimizer
+
+
 _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
+    "torchao_adamw8bit": _torchao,
+    "torchao_adamwfp8": _torchao,
+    "optimi_adamw": _optimi,
     "stiffness_adamw": _stiffness_adamw,
     "stiffness_sgd": _stiffness_sgd,
     "stiffness_lion": _stiffness_lion,

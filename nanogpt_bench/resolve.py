@@ -12,6 +12,7 @@ from nanogpt_bench.config import (
     ALERT_LEVELS,
     MANIFOLDS,
     OWN_OPTIMIZERS,
+    PEERS,
     ROUNDED,
     Config,
     ModelConfig,
@@ -31,6 +32,7 @@ _EXPONENT: dict[str, Any] = {"stiffness": 1.0, "stiffness_end": None}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
+    **dict.fromkeys(PEERS, _ADAM),
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT, "stiffness": 2.0},
     "stiffness_lion": {**_LION, **_EXPONENT},
@@ -176,6 +178,7 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     if config.rule:
         _check_agreement(config, preset)
     _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
+    _fill(config.model, torchao_float8=preset.torchao_float8)
     _fill(config.train, precision=preset.precision)
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage in ROUNDED:
@@ -203,7 +206,7 @@ def _check_agreement(config: Config, preset: Rule) -> None:
     if preset.storage in MANIFOLDS:
         meant["optimizer.moments"] = preset.moments or "float32"
     if preset.storage == "float32":
-        meant["train.precision"] = preset.precision
+        meant |= {"train.precision": preset.precision, "model.torchao_float8": preset.torchao_float8}
     for key, value in meant.items():
         given = get(config, key)
         if given is not None and given != value and not {given, value} <= set(ROUNDED):
@@ -240,6 +243,7 @@ def _check_optimizer(config: Config) -> None:
             f"optimizer.name: {optimizer.name!r} needs model.storage {_either(MANIFOLDS)}, not {storage!r}; "
             f"allowed with {storage!r}: adamw, sgd"
         )
+    _check_peer(config)
     for key, storages in _NEEDS.items():
         if storage not in storages and get(config, key) not in (None, False):
             raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
@@ -276,6 +280,19 @@ def _level(kind: str, level: Any) -> str:
     raise unknown(f"alerts.levels.{kind}", level, ALERT_LEVELS)
 
 
+def _check_peer(config: Config) -> None:
+    """Refuse another package's optimizer or layers beside ours, and Kahan sums where there is nothing to sum."""
+    name, storage, precision = config.optimizer.name, config.model.storage, config.train.precision
+    if name in PEERS and storage in MANIFOLDS:
+        raise BenchError(f"optimizer.name: {name!r} steps float weights; it can't be used with storage {storage!r}")
+    if name == "optimi_adamw" and precision != "bf16-pure":
+        raise BenchError(f"optimizer.name: {name!r} sums up bfloat16 weights; give train.precision bf16-pure")
+    recipe = config.model.torchao_float8
+    if recipe is not None and (storage != "float32" or precision == "bf16-pure"):
+        what = f"model.storage {storage!r}" if storage != "float32" else f"train.precision {precision!r}"
+        raise BenchError(f"model.torchao_float8: {recipe!r} can't be used with {what}")
+
+
 #: settings that mean something under some storages only
 _NEEDS = {
     "optimizer.writeback": ROUNDED,
@@ -310,6 +327,7 @@ def _follows(config: Config, entry: Rule) -> bool:
         (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
         and optimizer.name == entry.optimizer
         and config.train.precision == entry.precision
+        and config.model.torchao_float8 == entry.torchao_float8
         and optimizer.writeback == entry.writeback
         and (optimizer.moments or "float32") == (entry.moments or "float32")
         and optimizer.stiffness == entry.stiffness

@@ -29,6 +29,8 @@ class Rule:
     stiffness: float | None = None
     #: k at the last step, reached linearly (None: k stays)
     stiffness_end: float | None = None
+    #: torchao's recipe of scales, where the linear layers are its own (see `model.torchao_float8`)
+    torchao_float8: str | None = None
     #: learning rate of the parameters that stay float, where it differs in unit from lr
     float_lr: float | None = None
     #: a package beyond the bench's own that the rule needs, and the extra that brings it
@@ -47,6 +49,36 @@ RULES: dict[str, Rule] = {
     "bf16-mixed": Rule("float32", "adamw", 2e-3, help="AdamW, bfloat16 autocast, float32 weights: the reference"),
     "bf16-pure": Rule("float32", "adamw", 2e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
     "sgd": Rule("float32", "sgd", 1e-1, "float32", help="SGD with momentum 0.9, everything in float32"),
+    "torchao-float8": Rule(
+        "float32",
+        "adamw",
+        2e-3,
+        torchao_float8="tensorwise",
+        needs=("torchao", "torchao"),
+        help="AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 weights",
+    ),
+    "torchao-adamw8bit": Rule(
+        "float32",
+        "torchao_adamw8bit",
+        2e-3,
+        needs=("torchao", "torchao"),
+        help="torchao's AdamW8bit: averages in 8-bit blocks, float32 weights",
+    ),
+    "torchao-adamwfp8": Rule(
+        "float32",
+        "torchao_adamwfp8",
+        2e-3,
+        needs=("torchao", "torchao"),
+        help="torchao's AdamWFp8: averages in E4M3 blocks, float32 weights",
+    ),
+    "optimi-kahan": Rule(
+        "float32",
+        "optimi_adamw",
+        2e-3,
+        "bf16-pure",
+        needs=("optimi", "optimi"),
+        help="optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
+    ),
     "master": Rule("master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
     "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
     "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),

@@ -17,6 +17,7 @@ from nanogpt_bench.optimizers import build_optimizer, stiffness_at
 from nanogpt_bench.pretrained import load_checkpoint
 from nanogpt_bench.schedule import lr_factor
 from nanogpt_bench.surgery import quantize
+from nanogpt_bench.torchao_float8 import train_in_float8
 
 
 def model_shape(config: Config, vocab_size: int) -> GPTShape:
@@ -54,7 +55,7 @@ class Trainer:
         self.config, self.corpus, self.device = config, corpus, device
         model = initial_model(config, corpus)
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
-        self.model: Any = quantize(model, config).to(device, dtype)
+        self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
@@ -102,7 +103,10 @@ class Trainer:
         settings = self.config.optimizer
         lr = (settings.lr or 0.0) * lr_factor(settings, index, self.config.train.max_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            if isinstance(group["lr"], Tensor):  # an optimizer that is compiled with its learning rate as an input
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         return lr
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:

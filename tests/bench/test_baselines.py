@@ -1,0 +1,169 @@
+"""The baselines: each shipped file trains for a few steps, with the bytes a parameter that its scheme has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.rules import RULES, available_rules
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.shipped import find_config
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+
+#: shipped file, its rule, and the bytes of a weight and its state, block scales and small tensors left out
+BASELINES = {
+    "fp32.yaml": ("fp32", 12.0),
+    "bf16_baseline.yaml": ("bf16-mixed", 12.0),
+    "bf16_pure.yaml": ("bf16-pure", 6.0),
+    "optimi_kahan.yaml": ("optimi-kahan", 8.0),
+    "torchao_float8.yaml": ("torchao-float8", 12.0),
+    "torchao_adamw8bit.yaml": ("torchao-adamw8bit", 6.0),
+    "torchao_adamwfp8.yaml": ("torchao-adamwfp8", 6.0),
+}
+COMPILED = ("torchao_adamw8bit.yaml", "torchao_adamwfp8.yaml")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# torchao tells torch twice what torch now knows by itself.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*")
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Run what would be compiled as it is written: the same step without a minute of compiling."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def from_file(name: str, corpus_dir: Path, *arguments: str) -> Config:
+    rule = BASELINES[name][0]
+    if rule not in available_rules():
+        pytest.skip(f"{RULES[rule].needs} is not installed")
+    sizes = ["--model.n_layer=1", "--model.n_head=2", "--model.n_embd=64", "--model.block_size=16"]
+    lengths = ["--train.max_steps=12", "--optimizer.warmup_steps=2", "--eval.interval=12", "--eval.batches=2"]
+    return load_config(find_config(name), ["--data.dir", str(corpus_dir), *sizes, *lengths, *arguments])
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_trains(name: str, corpus_dir: Path, tmp_path: Path, uncompiled: None) -> None:
+    summary = run(from_file(name, corpus_dir), tmp_path / "run")
+    assert (summary["status"], summary["rule"]) == ("finished", BASELINES[name][0])
+    assert summary["final_val_loss"] < summary["first_val_loss"] - 0.1
+    # Vectors and small tensors stay float32 under torchao's optimizers, and a block has a scale of its own.
+    above = 1.0 if name in COMPILED else 0.001
+    assert BASELINES[name][1] <= summary["bytes_per_parameter"] <= BASELINES[name][1] + above
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_bytes_of_a_large_weight_are_those_of_its_blocks(
+    name: str, corpus_dir: Path, tmp_path: Path, uncompiled: None
+) -> None:
+    trainer = trainer_of(from_file(name, corpus_dir))
+    one_step(trainer)
+    weight = trainer.model.blocks[0].mlp.fc.weight
+    state = trainer.optimizer.state[weight]
+    codes = [state[key].codes for key in ("exp_avg", "exp_avg_sq")]
+    assert [code.element_size() * code.numel() for code in codes] == [weight.numel()] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path) -> None:
+    losses = []
+    for stance in ("force_eager", "default"):
+        torch._dynamo.reset()
+        with torch.compiler.set_stance(stance):
+            trainer = trainer_of(from_file(name, corpus_dir))
+            losses.append([one_step(trainer, number) for number in range(1, 6)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def trainer_of(config: Config) -> Trainer:
+    config = resolve(config)
+    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+    return Trainer(config, corpus, torch.device("cpu"))
+
+
+def one_step(trainer: Trainer, number: int = 1) -> float:
+    return trainer.train_step(trainer.new_step(number, last=False), [])
+
+
+def test_the_schedule_reaches_an_optimizer_that_keeps_its_learning_rate_in_a_tensor(
+    corpus_dir: Path, uncompiled: None
+) -> None:
+    trainer = trainer_of(from_file("torchao_adamw8bit.yaml", corpus_dir))
+    held = [group["lr"] for group in trainer.optimizer.param_groups]
+    seen = []
+    for number in (1, 2):
+        step = trainer.new_step(number, last=False)
+        trainer.train_step(step, [])
+        assert all(group["lr"] is lr for group, lr in zip(trainer.optimizer.param_groups, held, strict=True))
+        assert [float(lr) for lr in held] == pytest.approx([step.record["lr"]] * 2)
+        seen.append(step.record["lr"])
+    assert 0 < seen[0] < seen[1] < 2e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir: Path, recipe: str) -> None:
+    config = from_file("torchao_float8.yaml", corpus_dir, "--rule=torchao-float8", "--train.precision=bf16-mixed")
+    config.rule, config.model.torchao_float8, config.train.precision = None, recipe, "float32"
+    rounded, plain = trainer_of(config), trainer_of(from_file("fp32.yaml", corpus_dir))
+    kinds = {name: type(module).__name__ for name, module in rounded.model.named_modules() if hasattr(module, "weight")}
+    names = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
+    assert {kinds[f"blocks.0.{name}"] for name in names} == {"Float8Linear"}
+    assert kinds["lm_head"] == "Linear"
+    assert rounded.model.blocks[0].mlp.fc.weight.dtype is torch.float32
+    tokens, targets = (part[:1] for part in rounded._eval_batches[0])
+    ours, theirs = (trainer.model.loss(tokens, targets) for trainer in (rounded, plain))
+    assert float(ours.detach()) != float(theirs.detach())
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=0.02)
+    ours.backward()
+    theirs.backward()
+    cosine = nn.functional.cosine_similarity(
+        *(trainer.model.blocks[0].mlp.fc.weight.grad.flatten() for trainer in (rounded, plain)), dim=0
+    )
+    assert 0.9 < float(cosine) < 1 - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rule=fp32", "--model.torchao_float8=rowwise"], "contradicts rule 'fp32'"),
+        (["--model.torchao_float8=rowise"], "did you mean 'rowwise'"),
+        (["--model.torchao_float8=rowwise", "--model.format=E4M3"], "can't be used with model.storage 'master'"),
+        (["--model.torchao_float8=rowwise", "--train.precision=bf16-pure"], "can't be used with train.precision"),
+        (["--optimizer.name=optimi_adamw"], "give train.precision bf16-pure"),
+        (["--optimizer.name=torchao_adamwfp8", "--model.format=E4M3", "--model.storage=fp8"], "steps float weights"),
+        (["--optimizer.name=torchao_adamwfp8", "--optimizer.momentum=0.5"], "not an option of torchao_adamwfp8"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(BenchError, match=words):
+        resolve(load_config(None, arguments))
+
+
+def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None:
+    pytest.importorskip("torchao")
+    config = from_file("torchao_float8.yaml", corpus_dir, "--model.n_embd=24")
+    with pytest.raises(BenchError, match="multiples of 16"):
+        trainer_of(config)
+
+
+@pytest.mark.parametrize("rule", ["torchao-float8", "torchao-adamw8bit", "optimi-kahan"])
+def test_a_package_that_is_missing_is_named(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nanogpt_bench.rules as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    extra: Any = RULES[rule].needs
+    with pytest.raises(BenchError, match=rf"pip install 'fp8manifold\[{extra[1]}\]'"):
+        resolve(load_config(None, ["--rule", rule]))
