@@ -54,12 +54,12 @@ def _extreme(values: Sequence[float], side: str) -> int | None:
     return pick(range(len(values)), key=values.__getitem__, default=None)
 
 
-def over_median(series: Series, least: int = 5) -> Series:
-    """Every value over the median of all before it, from the first with `least` before it; medians of 0 left out."""
+def over_median(series: Series) -> Series:
+    """Every value but the first over the median of all before it; where that is 0 there is none."""
     seen: list[float] = []
     kept: list[tuple[int, float]] = []
     for step, value in zip(series.steps, series.values, strict=True):
-        median = statistics.median(seen) if len(seen) >= least else 0.0
+        median = statistics.median(seen) if seen else 0.0
         if median > 0:
             kept.append((step, value / median))
         insort(seen, value)
