@@ -7,12 +7,13 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import Run, is_run_folder, load_run
@@ -117,6 +118,7 @@ class Record:
         }
         if status == "failed":
             summary["final_val_loss"] = None
+        summary["failures"] = failures_of(replace(seen, summary=summary))
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 

@@ -12,7 +12,9 @@ from nanogpt_bench.failures.batches import batch_effect
 from nanogpt_bench.failures.criteria import ABOVE
 from nanogpt_bench.failures.evidence import Evidence, read
 from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
-from nanogpt_bench.report.load import Run, finite
+from nanogpt_bench.report.load import Run
+from nanogpt_bench.report.read import finite
+from nanogpt_bench.report.watched import Alert
 
 #: what a kurtosis alert warns of, beside the failure that ended a run
 ANNOUNCED = ("nan", "divergence", "exploding_gradients")
@@ -77,8 +79,8 @@ def _timeline(evidence: Evidence, findings: Sequence[Finding]) -> tuple[Event, .
         for criterion in finding.criteria
         if criterion.fired
     ]
-    kinds = dict.fromkeys(alert["kind"] for alert in evidence.alerts)
-    events += [_alert_event(alert) for kind in kinds if (alert := evidence.first_alert(kind)) is not None]
+    firsts = {alert.kind: alert for alert in reversed(evidence.run.alerts)}
+    events += [_alert_event(alert) for alert in firsts.values()]
     if evidence.run.last_step is not None:
         text = str((evidence.run.failure or {}).get("message") or f"the run ended: {evidence.run.status}")
         events.append(Event(evidence.run.last_step, evidence.run.status, "end", text))
@@ -91,18 +93,15 @@ def _criterion_event(kind: str, criterion: Criterion) -> Event:
     return Event(criterion.step or 0, kind, "criterion", text, criterion.value, criterion.threshold)
 
 
-def _alert_event(alert: dict[str, Any]) -> Event:
-    text = str(alert.get("message") or alert["kind"])
-    return Event(
-        int(alert["step"]), alert["kind"], "alert", text, finite(alert.get("value")), finite(alert.get("threshold"))
-    )
+def _alert_event(alert: Alert) -> Event:
+    return Event(alert.step, alert.kind, "alert", alert.message or alert.kind, alert.value, alert.threshold)
 
 
 def _lead_time(evidence: Evidence, findings: Sequence[Finding]) -> LeadTime | None:
     alert, failed = evidence.first_alert("kurtosis"), _failure(evidence, findings)
     if alert is None or failed is None:
         return None
-    begin, (kind, end) = int(alert["step"]), failed
+    begin, (kind, end) = alert.step, failed
     clock = {int(record["step"]): finite(record.get("time/elapsed_s")) for record in evidence.records}
     times = clock.get(begin), clock.get(end)
     seconds = None if times[0] is None or times[1] is None else times[1] - times[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -10,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config import ROUNDED, FailureConfig
-from nanogpt_bench.report.load import Run, finite, load_run
+from nanogpt_bench.report.load import Run, load_run
+from nanogpt_bench.report.read import finite
+from nanogpt_bench.report.watched import Alert
 
 #: write-backs that neither keep what rounding loses nor return it on average
 LOSING = ("nearest",)
@@ -47,11 +48,6 @@ class Evidence:
     def metrics(self) -> tuple[str, ...]:
         """Names of everything recorded, in order of first appearance."""
         return tuple(dict.fromkeys(key for record in self.records for key in record))
-
-    @cached_property
-    def alerts(self) -> tuple[dict[str, Any], ...]:
-        """The whole lines of alerts.jsonl, () when there is none."""
-        return tuple(_alerts(self.run.path / "alerts.jsonl"))
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric; empty when it was not recorded."""
@@ -91,8 +87,9 @@ class Evidence:
         writeback = self.setting("optimizer.writeback")
         return self.rounded if not self.rounded or writeback is None else writeback in LOSING
 
-    def first_alert(self, kind: str) -> dict[str, Any] | None:
-        return next((alert for alert in self.alerts if alert.get("kind") == kind), None)
+    def first_alert(self, kind: str) -> Alert | None:
+        """The first alert of a kind, None when there was none."""
+        return next((alert for alert in self.run.alerts if alert.kind == kind), None)
 
 
 def read(run: Run | Path, thresholds: FailureConfig | None = None) -> Evidence:
@@ -117,21 +114,3 @@ def _like(default: Any, value: Any) -> Any:
     """A number as an int where the default is one; None for what is no number."""
     number = finite(value)
     return int(number) if number is not None and isinstance(default, int) else number
-
-
-def _alerts(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    return [alert for line in lines if (alert := _alert(line)) is not None]
-
-
-def _alert(line: str) -> dict[str, Any] | None:
-    """A whole alert; None for a line that was cut off."""
-    try:
-        alert = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(alert, dict) and finite(alert.get("step")) is not None and isinstance(alert.get("kind"), str)
-    return alert if whole else None

@@ -140,7 +140,7 @@ def divergence(evidence: Evidence) -> Finding:
         return _too_short("divergence", series, 2)
     criteria = _rises(series, evidence)
     alert = evidence.first_alert("early_divergence")
-    alert_step = None if alert is None else int(alert["step"])
+    alert_step = None if alert is None else alert.step
     starts = [criterion.step for criterion in criteria] + [alert_step]
     step = min((start for start in starts if start is not None), default=None)
     if step is None:

@@ -12,8 +12,8 @@ from nanogpt_bench.failures import Finding, classify
 
 Make = Callable[..., Path]
 STOCHASTIC: dict[str, Any] = {"optimizer": {"writeback": "stochastic"}}
-#: update over rounding noise, falling below 1 at step 80
-DROWNING = {step: 2.0 if step < 80 else 0.4 for step in range(20, 201, 20)}
+#: update over rounding noise, falling below 0.1 at step 80
+DROWNING = {step: 0.3 if step < 80 else 0.04 for step in range(20, 201, 20)}
 
 
 def resting_at(level: float) -> list[float]:
@@ -32,7 +32,7 @@ def test_small_updates_on_a_plateau_are_rounding_noise(make: Make) -> None:
     path = make(loss=resting_at(3.5), settings=STOCHASTIC, series={"grad/update_to_noise": DROWNING})
     finding = noise(path)
     assert (finding.state, finding.step) == ("found", 80)
-    assert finding.evidence["lowest"] == pytest.approx(0.4)
+    assert finding.evidence["lowest"] == pytest.approx(0.04)
 
 
 def test_without_a_plateau_there_is_none(make: Make) -> None:
@@ -65,7 +65,7 @@ def test_a_plateau_that_stays_is_not_noise_even_if_updates_are_small(make: Make)
 
 
 def test_updates_above_their_noise_are_not_rounding_noise_even_if_the_plateau_falls(make: Make) -> None:
-    clear_of_it = {"grad/update_to_noise": dict.fromkeys(range(20, 201, 20), 5.0)}
+    clear_of_it = {"grad/update_to_noise": dict.fromkeys(range(20, 201, 20), 0.3)}
     small = make("small", loss=resting_at(3.5), settings=batch_of(4), series=clear_of_it)
     large = make("large", loss=resting_at(3.2), settings=batch_of(64), series=clear_of_it)
     assert noise(small, large).state == "clear"
