@@ -1,4 +1,4 @@
-"""The command `nanogpt-bench`: prepare, run, compare, report. What a command needs is imported when it runs."""
+"""The command `nanogpt-bench` and its commands; what one of them needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanogpt_bench.arguments import names, positive
 from nanogpt_bench.errors import BenchError, nearest
 
 #: what a wrong command line or setting ends with
@@ -18,6 +19,8 @@ USAGE_ERROR = 2
 INTERRUPTED = 130
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
+#: commands that take the settings of a run as `--section.key VALUE`
+TAKE_SETTINGS = ("run", "sweep")
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,22 +100,31 @@ def _interrupt(*_: Any) -> NoReturn:
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words argparse should see and, for `run`, the `--section.key value` settings apart.
+    """Return the words argparse should see and, for commands that take them, the `--section.key value` settings apart.
 
     >>> split_overrides(["run", "--seed", "3", "e4m3.yaml", "--name=a"])
     (['run', 'e4m3.yaml', '--name=a'], ['--seed', '3'])
+    >>> split_overrides(["sweep", "lr.yaml", "--lr-limits", "--train.max_steps", "50"])
+    (['sweep', 'lr.yaml', '--lr-limits'], ['--train.max_steps', '50'])
     """
-    if words[:1] != ["run"]:
+    if not words or words[0] not in TAKE_SETTINGS:
         return words, []
     plain, overrides, queue = words[:1], [], words[1:]
     while queue:
         word = queue.pop(0)
-        option = word.partition("=")[0]
-        if option in ("-h", "--help", "--name") or not word.startswith("--"):
-            plain += [word, *_value(word, queue)] if option == "--name" else [word]
+        if not _is_setting(words[0], word):
+            plain += [word, *_value(word, queue)] if word == "--name" else [word]
         else:
             overrides += [word, *_value(word, queue)]
     return plain, overrides
+
+
+def _is_setting(command: str, word: str) -> bool:
+    """Whether a word is a setting of the run: any long option of `run` but its own, a dotted one elsewhere."""
+    option = word.partition("=")[0]
+    if not option.startswith("--") or option == "--help":
+        return False
+    return option != "--name" if command == "run" else "." in option or option in ("--rule", "--seed")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -132,6 +144,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
         "compare": _add_compare(commands),
+        "sweep": _add_sweep(commands),
         "report": _add_report(commands),
     }
     return parser, parsers
@@ -167,7 +180,7 @@ def _add_prepare(commands: Any) -> Parser:
         help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub)",
     )
     parser.add_argument(
-        "--limit-tokens", type=_positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
+        "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
     )
     parser.add_argument(
         "--out",
@@ -226,12 +239,35 @@ def _add_compare(commands: Any) -> Parser:
         "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book",
     )
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
-    parser.add_argument("--formats", type=_names, metavar="A,B", help="formats of the quantised rules")
-    parser.add_argument("--rules", type=_names, metavar="A,B|all", help="update rules, or all of them")
-    parser.add_argument("--max-steps", dest="max_steps", type=_positive, metavar="N", help="steps of every run")
-    parser.add_argument("--seeds", type=_positive, metavar="N", help="runs of every row (default: 1)")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
+    parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
+    parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
     parser.set_defaults(handler=_compare)
+    return parser
+
+
+def _add_sweep(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "sweep",
+        help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--workers N] [--out DIR] "
+        "[--section.key VALUE ...]",
+        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
+        "same command goes on where an interrupted one was.",
+        epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
+        "  nanogpt-bench sweep my_sweep.yaml --workers 4 --out runs/mine --train.max_steps 500\n"
+        "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
+    )
+    parser.add_argument("file", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
+    mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
+    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
+    parser.set_defaults(handler=_sweep)
     return parser
 
 
@@ -265,23 +301,6 @@ def _add_thresholds(parser: Parser) -> None:
         parser.add_argument(f"--{option}", type=kind, default=default, metavar="X", help=text + known)
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
-    return names
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= 1")
-    return value
-
-
 def _prepare(args: argparse.Namespace) -> int:
     from nanogpt_bench.corpus.command import main_prepare
 
@@ -298,6 +317,12 @@ def _compare(args: argparse.Namespace) -> int:
     from nanogpt_bench.compare import main_compare
 
     return main_compare(args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from nanogpt_bench.sweep import main_sweep
+
+    return main_sweep(args)
 
 
 def _report(args: argparse.Namespace) -> int:

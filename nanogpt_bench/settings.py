@@ -7,6 +7,7 @@ Keys are checked here, so that a typo is answered with its nearest valid spellin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import re
@@ -67,16 +68,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
-    return dict(_flatten(loaded))
+    return dict(flatten(loaded))
 
 
-def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested sections, the keys checked."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in SECTIONS:
             if not isinstance(value, dict):
                 raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
-            yield from _flatten(value, f"{key}.")
+            yield from flatten(value, f"{key}.")
         else:
             _check_key(key)
             yield key, value
@@ -118,7 +120,7 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
     queue = list(arguments)
     while queue:
         key, text = _next_override(queue)
-        mapping = _mapping_above(key)
+        mapping = mapping_above(key)
         if mapping:
             values[mapping] = {**(values.get(mapping) or {}), key[len(mapping) + 1 :]: _read_entry(mapping, text)}
         else:
@@ -132,14 +134,14 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not word.startswith("--"):
         raise BenchError(f"unexpected argument {word!r}; settings are written --section.key value")
     key, equals, text = word[2:].partition("=")
-    if not _mapping_above(key):
+    if not mapping_above(key):
         _check_key(key)
     if not equals and not queue:
         raise BenchError(f"--{key} needs a value")
     return key, text if equals else queue.pop(0)
 
 
-def _mapping_above(key: str) -> str | None:
+def mapping_above(key: str) -> str | None:
     """Return the mapping setting whose entry `key` names, if it names one."""
     return next((name for name in FIELDS if _is_mapping(name) and key.startswith(f"{name}.")), None)
 
@@ -175,11 +177,17 @@ def _optional(hint: Any) -> bool:
     return type(None) in getattr(hint, "__args__", ())
 
 
+@functools.cache
+def _parser() -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Config, as_group=False)
+    return parser
+
+
 def build_config(values: dict[str, Any]) -> Config:
     """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
     values = {key: _off(key, value) for key, value in values.items()}
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Config, as_group=False)
+    parser = _parser()
     try:
         parsed = parser.instantiate(parser.parse_object(_nest(values)))
     except jsonargparse.ArgumentError as error:
@@ -248,10 +256,11 @@ def _type_name(key: str) -> str:
     kinds = getattr(hint, "__args__", (hint,)) if not _is_mapping(key) else ()
     what = "layer pattern to format name" if key == "model.formats" else item.metadata["help"].partition(",")[0]
     named = [words[kind] for kind in kinds if kind in words] or [f"a mapping of {what.replace(' ->', ' to')}"]
-    return " or ".join(named) + _bounds(item.metadata) + (" or null" if _optional(hint) else "")
+    return " or ".join(named) + bounds(item.metadata) + (" or null" if _optional(hint) else "")
 
 
-def _bounds(metadata: Any) -> str:
+def bounds(metadata: Any) -> str:
+    """Return what a field's metadata allows, in words."""
     limits = [
         f" {word} {metadata[name]:g}"
         for name, word in (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
@@ -268,11 +277,12 @@ def _check_range(key: str, value: Any, metadata: Any) -> None:
             raise _not_a_choice(key, word, metadata["choices"])
     if not isinstance(value, int | float):
         return
-    if not (math.isfinite(value) and _inside(value, metadata)):
+    if not (math.isfinite(value) and inside(value, metadata)):
         raise BenchError(f"{key}: {value!r} is out of range; give {_type_name(key)}")
 
 
-def _inside(value: float, metadata: Any) -> bool:
+def inside(value: float, metadata: Any) -> bool:
+    """Return whether a number is within the bounds of a field's metadata."""
     compare = {"minimum": operator.ge, "above": operator.gt, "maximum": operator.le, "below": operator.lt}
     return all(metadata[name] is None or holds(value, metadata[name]) for name, holds in compare.items())
 

@@ -51,6 +51,10 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
+    def add(self, name: str) -> None:
+        """Put one more run at the end of the table."""
+        self.entries.append(Entry(name))
+
     def say(self, text: str) -> None:
         """Print one line above the table."""
         self._console.print(Text(f"[{self.elapsed():5.0f} s] {text}"), soft_wrap=True)

@@ -11,14 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
 
 WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
-# One thread a worker: two workers on two cores don't fight, and a run's arithmetic does not depend on the machine.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 SECONDS_TO_STOP = 10.0
 
 
@@ -34,7 +34,7 @@ class Event:
 class Worker:
     """One worker process; `messages` gets (this worker, message), and (this worker, None) when it has ended."""
 
-    def __init__(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]) -> None:
+    def __init__(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]], threads: int = 1) -> None:
         self.job: int | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         self.process = subprocess.Popen(
@@ -42,7 +42,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | dict.fromkeys(THREAD_VARIABLES, str(threads)),
             text=True,
             encoding="utf-8",
         )
@@ -84,15 +84,19 @@ class Worker:
 
 
 class Pool:
-    """Worker processes from entry to exit; leaving stops whatever still runs."""
+    """Worker processes from entry to exit; leaving stops whatever still runs.
 
-    def __init__(self, size: int) -> None:
+    One thread a worker unless told otherwise: two workers on two cores don't fight, and a run's arithmetic does not
+    depend on the machine.
+    """
+
+    def __init__(self, size: int, threads: int = 1) -> None:
         self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
-        self._size = size
+        self._size, self._threads = size, threads
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Pool:
-        self._workers = [Worker(self._messages) for _ in range(self._size)]
+        self._workers = [Worker(self._messages, self._threads) for _ in range(self._size)]
         return self
 
     def __exit__(
@@ -109,9 +113,13 @@ class Pool:
             worker.close(deadline)
         self._workers = []
 
-    def run(self, jobs: Sequence[Mapping[str, Any]], order: Sequence[int], tick: float = 0.5) -> Iterator[Event]:
-        """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s."""
-        waiting = list(order)
+    def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
+        """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s.
+
+        Whoever takes the events may append to `jobs` and, where it is a deque, to `order`: the worker whose end was
+        just reported takes the next one.
+        """
+        waiting = order if isinstance(order, deque) else deque(order)
         for worker in self._workers:
             yield from _next_job(worker, jobs, waiting)
         while any(worker.job is not None for worker in self._workers):
@@ -123,7 +131,7 @@ class Pool:
             yield from self._handle(worker, message, jobs, waiting)
 
     def _handle(
-        self, worker: Worker, message: dict[str, Any] | None, jobs: Sequence[Mapping[str, Any]], waiting: list[int]
+        self, worker: Worker, message: dict[str, Any] | None, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]
     ) -> Iterator[Event]:
         job = worker.job
         if message is None:
@@ -133,7 +141,7 @@ class Pool:
             if job is not None:
                 yield Event(job, "failed", {"error": failure})
             if waiting:
-                fresh = Worker(self._messages)
+                fresh = Worker(self._messages, self._threads)
                 self._workers.append(fresh)
                 yield from _next_job(fresh, jobs, waiting)
             return
@@ -143,8 +151,8 @@ class Pool:
             yield from _next_job(worker, jobs, waiting)
 
 
-def _next_job(worker: Worker, jobs: Sequence[Mapping[str, Any]], waiting: list[int]) -> Iterator[Event]:
+def _next_job(worker: Worker, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]) -> Iterator[Event]:
     if waiting:
-        job = waiting.pop(0)
+        job = waiting.popleft()
         worker.give(job, jobs[job])
         yield Event(job, "started")

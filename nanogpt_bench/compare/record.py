@@ -29,6 +29,7 @@ class Record:
     folder: Path
     planned: Sequence[PlannedRun]
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    title: str = "nanogpt-bench compare"
 
     def run_dir(self, run: PlannedRun) -> Path:
         return self.folder / run.name
@@ -65,7 +66,13 @@ class Record:
         reference = find_reference(rows)
         manifest["baseline"] = reference.label if reference is not None else None
         write_text(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-        return write_report(rows, self.folder, title="nanogpt-bench compare", facts=facts, running=running)
+        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
+
+    def write_page(self, *, running: bool) -> Path:
+        """Write what `write` does, compare.json apart; returns the page's path."""
+        rows = self.rows()
+        facts = self._facts([run for row in rows for run in row.runs])
+        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
 
     def _facts(self, runs: Sequence[Run]) -> dict[str, str]:
         own = {

@@ -1,0 +1,52 @@
+"""Types of command-line arguments: from a word to a value, or one line that says what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def names(text: str) -> list[str]:
+    """Return the names in a list with commas.
+
+    >>> names("E4M3, E7M0")
+    ['E4M3', 'E7M0']
+    """
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; give names with commas between them")
+    return found
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= 1")
+    return value
+
+
+def positives(text: str) -> list[int]:
+    """Return the whole numbers in a list with commas, in increasing order, each once.
+
+    >>> positives("32,8,16,8")
+    [8, 16, 32]
+    """
+    return sorted({positive(name) for name in names(text)})
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1.
+
+    >>> share("1e-3")
+    0.001
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number from 0 to 1")
+    return value

@@ -1,0 +1,196 @@
+"""An axis of a sweep: a setting and the values it takes, listed or between two bounds."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from nanogpt_bench.errors import BenchError, unknown
+from nanogpt_bench.settings import FIELDS, flatten, mapping_above, unknown_key
+
+SCALES = ("log", "linear")
+RANGE_KEYS = ("min", "max", "scale", "points")
+#: of numbers drawn or spaced out between two bounds, so that they can be read
+SIGNIFICANT_DIGITS = 4
+FORMATS = "model.formats."
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, even on a linear or a logarithmic scale."""
+
+    low: float
+    high: float
+    scale: str = "log"
+    points: int | None = None
+    whole: bool = False
+
+    def at(self, share: float) -> float | int:
+        """The number that lies `share` (0 to 1) of the way from low to high."""
+        if self.scale == "log":
+            value = self.low * (self.high / self.low) ** share
+        else:
+            value = self.low + (self.high - self.low) * share
+        return round(value) if self.whole else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting by dotted key (`model.formats.PATTERN` and `model.formats.PATTERN.OPTION` included) and its values."""
+
+    key: str
+    values: tuple[Any, ...] | Range
+
+    def grid(self) -> tuple[Any, ...]:
+        """Every value, for a grid.
+
+        >>> Axis("optimizer.lr", Range(1e-4, 1e-2, points=3)).grid()
+        (0.0001, 0.001, 0.01)
+        """
+        if not isinstance(self.values, Range):
+            return self.values
+        count = self.values.points
+        if count is None:
+            raise BenchError(f"axes.{self.key}: a grid needs points, the number of values from min to max")
+        return tuple(dict.fromkeys(self.values.at(place / max(1, count - 1)) for place in range(count)))
+
+    def draw(self, source: random.Random) -> Any:
+        """One value at random."""
+        if not isinstance(self.values, Range):
+            return source.choice(self.values)
+        if self.values.points is not None:
+            raise BenchError(f"axes.{self.key}: points goes with search: grid, a random search takes samples instead")
+        return self.values.at(source.random())
+
+
+def grid_points(axes: tuple[Axis, ...]) -> Iterator[Point]:
+    """Yield every combination, the last axis running fastest.
+
+    >>> list(grid_points((Axis("rule", ("nearest",)), Axis("seed", (1, 2)))))
+    [{'rule': 'nearest', 'seed': 1}, {'rule': 'nearest', 'seed': 2}]
+    """
+    for values in product(*(axis.grid() for axis in axes)):
+        yield dict(zip((axis.key for axis in axes), values, strict=True))
+
+
+def random_points(axes: tuple[Axis, ...], samples: int, seed: int) -> Iterator[Point]:
+    """Yield `samples` points at random, each at every value of the axis `seed` if there is one.
+
+    A point depends on its number, the seed and the keys alone: asking for more leaves the earlier ones as they are.
+    """
+    drawn = tuple(axis for axis in axes if axis.key != "seed")
+    seeds = tuple(axis for axis in axes if axis.key == "seed")
+    for number in range(samples):
+        point = {axis.key: axis.draw(random.Random(f"{seed}/{number}/{axis.key}")) for axis in drawn}
+        for same in grid_points(seeds):
+            yield point | same
+
+
+def read_axis(key: str, values: Any) -> Axis:
+    """Return the axis that a sweep file gives as `key: values`.
+
+    Raises:
+        BenchError: no such setting, no values, or bounds that make no sense.
+    """
+    check_key(key)
+    if isinstance(values, Mapping):
+        return Axis(key, _range(key, values))
+    if not isinstance(values, list) or not values:
+        raise BenchError(f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max")
+    twice = [value for place, value in enumerate(values) if value in values[:place]]
+    if twice:
+        raise BenchError(f"axes.{key}: {twice[0]!r} is there twice")
+    return Axis(key, tuple(values))
+
+
+def check_key(key: str) -> None:
+    """Raise for a key that is neither a setting nor an entry of model.formats."""
+    if key not in FIELDS and not mapping_above(key):
+        raise unknown_key(key)
+
+
+def _range(key: str, values: Mapping[Any, Any]) -> Range:
+    for name in values:
+        if name not in RANGE_KEYS:
+            raise unknown(f"key in axes.{key}", name, RANGE_KEYS)
+    low, high = (_number(key, name, values.get(name)) for name in ("min", "max"))
+    scale, points = values.get("scale", "log"), values.get("points")
+    if scale not in SCALES:
+        raise unknown(f"axes.{key}.scale", scale, SCALES)
+    if points is not None and (not isinstance(points, int) or isinstance(points, bool) or points < 2):
+        raise BenchError(f"axes.{key}.points: {points!r} is not allowed; give a whole number >= 2")
+    if not low < high or (scale == "log" and low <= 0):
+        raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a log scale")
+    return Range(low, high, scale, points, whole=key in FIELDS and FIELDS[key][1] in (int, int | None))
+
+
+def _number(key: str, name: str, value: Any) -> float:
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise BenchError(f"axes.{key}.{name}: {value!r} is not allowed; give a number")
+    return number
+
+
+def read_settings(content: Mapping[Any, Any]) -> Point:
+    """Return settings, nested or dotted, entries of model.formats among them, as {dotted key: value}.
+
+    >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
+    {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
+    """
+    settings: Point = {}
+    for key, value in content.items():
+        settings |= {key: value} if mapping_above(str(key)) else dict(flatten({key: value}))
+    return settings
+
+
+def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
+    """Return settings with a point's put in: `model.formats` whole, its entries merged into it.
+
+    A format gives the weight of its pattern; `model.formats.PATTERN.OPTION` one of a layer's other options.
+
+    >>> assemble({"model.format": "E4M3"}, {"model.formats.*.ste": "clipped", "model.format": "E5M2"})
+    {'model.formats': {'*': {'weight': 'E5M2', 'ste': 'clipped'}}}
+    """
+    given = {**base, **point}
+    formats = dict(given.pop("model.formats", None) or {})
+    entries = [(key, given.pop(key)) for key in list(given) if key == "model.format" or key.startswith(FORMATS)]
+    for key, value in sorted(entries, key=lambda entry: _option(entry[0]) is not None):
+        if value is not None or key != "model.format":
+            _put(formats, key, value)
+    for key in [key for key in given if mapping_above(key)]:
+        mapping = mapping_above(key) or ""
+        given[mapping] = {**(given.get(mapping) or {}), key[len(mapping) + 1 :]: given.pop(key)}
+    return given | ({"model.formats": formats} if formats else {})
+
+
+def _option(key: str) -> str | None:
+    """The layer option that a key of model.formats ends with, if any."""
+    last = key.rsplit(".", 1)[-1]
+    return last if key.count(".") > 2 and last in _layer_options() else None
+
+
+def _layer_options() -> frozenset[str]:
+    import fp8manifold as fm
+
+    return frozenset(inspect.signature(fm.LayerSpec).parameters)
+
+
+def _put(formats: dict[str, Any], key: str, value: Any) -> None:
+    option = _option(key)
+    pattern = "*" if key == "model.format" else key.removeprefix(FORMATS).removesuffix(f".{option}")
+    before = formats.get(pattern)
+    if option is None:
+        formats[pattern] = {**before, "weight": value} if isinstance(before, Mapping) else value
+    else:
+        spec = dict(before) if isinstance(before, Mapping) else {"weight": before}
+        formats[pattern] = {**spec, option: value}

@@ -1,0 +1,111 @@
+"""`nanogpt-bench sweep`: read the file, train what is left of it, report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from nanogpt_bench.compare.closing import print_results
+from nanogpt_bench.config import DEFAULT_DATA_DIR
+from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
+from nanogpt_bench.sweep.lr_limits import Searches, limits_table
+from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
+from nanogpt_bench.sweep.session import Session
+
+INTERRUPTED = 130
+
+
+def main_sweep(args: argparse.Namespace) -> int:
+    """The command line's entry: see `sweep_grid`, `find_lr_limits` and `measure_sensitivity`."""
+    sweep = read_sweep(find_sweep(args.file), args.overrides)
+    workers = args.workers or sweep.workers
+    mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else sweep.search
+    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / mode
+    return MODES.get(mode, sweep_grid)(sweep, out, workers)
+
+
+def prepare_default(sweep: SweepFile) -> None:
+    """Prepare the standard library's prose where the runs read it and it is not there yet."""
+    folder = Path(DEFAULT_DATA_DIR)
+    if Path(sweep.base.get("data.dir") or folder) == folder and not folder.exists() and not sweep.axis("data.dir"):
+        from nanogpt_bench.corpus import prepare_stdlib
+
+        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
+        prepare_stdlib(folder, progress=sys.stderr.isatty())
+
+
+def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Train every point of the file and report; the last line is the report's path.
+
+    Returns 0, 1 when not one run finished, 130 when interrupted (the report then covers what there is).
+
+    Raises:
+        BenchError: a file, corpus or output folder that can't be used; nothing is trained.
+    """
+    planned = plan_sweep(sweep)
+    record = SweepRecord(out, sweep.search)
+    _check(sweep, record, planned)
+    whole = Session(record, workers).train(planned)
+    return _finish(record, whole)
+
+
+def _check(sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedPoint]) -> None:
+    """Refuse what can't be trained before anything is written, the default corpus apart."""
+    for run in planned:
+        record.check(run)
+    prepare_default(sweep)
+    check_inputs(planned)
+
+
+def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Find the largest stable learning rate of every point of the axes, print the table and write lr_limits.json.
+
+    Returns and raises as `sweep_grid` does.
+    """
+    record = SweepRecord(out, "lr-limits")
+    searches = Searches(sweep, record)
+    first = searches.first()
+    _check(sweep, record, first)
+    whole = Session(record, workers).train(first, searches.after)
+    searches.write()
+    return _finish(record, whole, limits_table(searches.rows()))
+
+
+def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Quantise one layer pattern at a time, print the gaps and write sensitivity.json.
+
+    Returns and raises as `sweep_grid` does.
+    """
+    study = plan_study(sweep)
+    record = SweepRecord(out, "sensitivity")
+    _check(sweep, record, study.planned)
+
+    def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
+        write_gaps(study, record)
+        return ()
+
+    whole = Session(record, workers).train(study.planned, after)
+    write_gaps(study, record)
+    return _finish(record, whole, gaps_table(measure_gaps(study, record)))
+
+
+MODES = {"lr-limits": find_lr_limits, "sensitivity": measure_sensitivity}
+
+
+def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
+    """Write the report, print the table (that of all runs unless given) and the page's path; returns the exit code."""
+    page = record.write_page(running=False)
+    if table is None:
+        print_results(record.record.results(), Console())
+    else:
+        print(table)
+    print(page, flush=True)
+    if not whole:
+        return INTERRUPTED
+    return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1

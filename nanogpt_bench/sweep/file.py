@@ -1,0 +1,212 @@
+"""The sweep file: which settings are the same for all runs, which are the axes, and how they are searched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from nanogpt_bench.config import allowed
+from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.settings import bounds, inside, parse_overrides, read_yaml
+from nanogpt_bench.shipped import find_config
+from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
+
+FOLDER = Path(__file__).parent.parent / "sweeps"
+
+
+def _key(default: Any, text: str, **limits: Any) -> Any:
+    return field(default=default, metadata=allowed(text, **limits))
+
+
+@dataclass(frozen=True)
+class LrLimits:
+    """How `--lr-limits` searches, and what it calls stable."""
+
+    resolution: float = _key(1.5, "stop when unstable over stable learning rate is at most this", above=1.0)
+    span: float = _key(4096.0, "how far from the first learning rate to look, as a factor", above=1.0)
+    tolerance: float = _key(0.1, "stable: the final val loss exceeds the best by at most this share", above=0.0)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What `--sensitivity` quantises, one at a time."""
+
+    patterns: tuple[str, ...] = _key(
+        ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "*"), "layer patterns, one row each"
+    )
+    blocks: bool = _key(True, "one more row for every block")
+    operand: str = _key("weight", "what is quantised there", choices=("weight", "activation", "gradient"))
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A sweep file as read: settings by dotted key, axes in the order of the file."""
+
+    path: Path
+    base: Mapping[str, Any]
+    axes: tuple[Axis, ...]
+    search: str = _key("grid", "every combination, or random points", choices=("grid", "random"))
+    samples: int = _key(20, "random: how many points", minimum=1)
+    sample_seed: int = _key(0, "random: chooses the points", minimum=0)
+    workers: int | None = _key(None, "runs at a time; null: one a core", minimum=1)
+    reference: Mapping[str, Any] | None = None
+    lr_limits: LrLimits = field(default_factory=LrLimits)
+    sensitivity: Sensitivity = field(default_factory=Sensitivity)
+
+    def axis(self, key: str) -> Axis | None:
+        """The axis of a setting, None when it is none."""
+        return next((axis for axis in self.axes if axis.key == key), None)
+
+
+#: what a sweep file may hold
+KEYS = (
+    *("config", "settings", "axes", "search", "samples", "sample_seed", "workers", "reference"),
+    *("lr_limits", "sensitivity"),
+)
+
+
+def shipped_sweeps() -> list[str]:
+    """Return the names of the sweep files that come with the package.
+
+    >>> "lr_limits.yaml" in shipped_sweeps()
+    True
+    """
+    return sorted(path.name for path in FOLDER.glob("*.yaml"))
+
+
+def find_sweep(name: str) -> Path:
+    """Return the path of a sweep file: `name` itself, or the shipped file of that name.
+
+    Raises:
+        BenchError: neither exists; names the nearest shipped file.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    last = path.name if path.suffix else f"{path.name}.yaml"
+    if path.parent.as_posix() in (".", "sweeps") and (FOLDER / last).is_file():
+        return FOLDER / last
+    guess = nearest(last, shipped_sweeps())
+    hint = f"; did you mean {guess!r}?" if guess else ";"
+    raise BenchError(f"sweep file {name!r} does not exist{hint} shipped: {', '.join(shipped_sweeps())}")
+
+
+def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
+    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings.
+
+    Raises:
+        BenchError: unreadable, an unknown key, a value out of range, or an axis that is overridden, in one line.
+    """
+    tree = _load(path)
+    for key in tree:
+        if key not in KEYS:
+            raise unknown(f"key in {path.name}", key, KEYS)
+    axes = _axes(tree.get("axes"), path)
+    base = parse_overrides(overrides, assemble({}, _base(tree, path)))
+    for key in parse_overrides(overrides):
+        if key in [axis.key for axis in axes]:
+            raise BenchError(f"--{key}: {path.name} has it as an axis; leave one of them out")
+    reference = tree.get("reference")
+    return SweepFile(
+        path,
+        base,
+        axes,
+        **_checked(SweepFile, tree, "", ("search", "samples", "sample_seed", "workers")),
+        reference=None if reference is None else _settings(reference, "reference"),
+        lr_limits=LrLimits(**_section(LrLimits, tree, "lr_limits")),
+        sensitivity=Sensitivity(**_section(Sensitivity, tree, "sensitivity")),
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"sweep file {str(path)!r} can't be read: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BenchError(f"sweep file {str(path)!r} is not YAML: {one_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise BenchError(f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}")
+    return tree
+
+
+def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
+    if content is None:
+        return ()
+    if not isinstance(content, dict) or not content:
+        raise BenchError(f"axes in {path.name}: {content!r} is not allowed; give settings and their values")
+    axes = tuple(read_axis(str(key), values) for key, values in content.items())
+    twice = [axis.key for axis in axes if [other.key for other in axes].count(axis.key) > 1]
+    if twice:
+        raise BenchError(f"axes in {path.name}: {twice[0]!r} is there twice")
+    return axes
+
+
+def _base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings of all runs: the configuration named, and what the file sets on top of it."""
+    name = tree.get("config")
+    base = read_yaml(_beside(path, str(name))) if name is not None else {}
+    return base | _settings(tree.get("settings") or {}, "settings")
+
+
+def _beside(path: Path, name: str) -> Path:
+    """A configuration named in a sweep file: beside that file, or as `run` would find it."""
+    beside = path.parent / name
+    return beside if beside.is_file() else find_config(name)
+
+
+def _settings(content: Any, key: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise BenchError(f"{key}: {content!r} is not allowed; give settings, such as train.max_steps: 300")
+    return read_settings(content)
+
+
+def _section(section: type, tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    content = tree.get(name)
+    if content is None:
+        return {}
+    known = [item.name for item in dataclasses.fields(section)]
+    if not isinstance(content, dict):
+        raise BenchError(f"{name}: {content!r} is not a section; give its keys: {', '.join(known)}")
+    for key in content:
+        if key not in known:
+            raise unknown(f"key in {name}", key, known)
+    return _checked(section, content, f"{name}.", known)
+
+
+def _checked(section: type, content: Mapping[str, Any], prefix: str, keys: Sequence[str]) -> dict[str, Any]:
+    """The values given for these keys, each of the type and in the range that its field declares."""
+    items = {item.name: item for item in dataclasses.fields(section)}
+    hints = get_type_hints(section)
+    given = [key for key in keys if content.get(key) is not None]
+    return {key: _value(prefix + key, content[key], hints[key], items[key].metadata) for key in given}
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
+    kinds = getattr(hint, "__args__", (hint,))
+    if Ellipsis in kinds:
+        return _words(key, value)
+    kind = next(kind for kind in kinds if kind is not type(None))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise BenchError(f"{key}: {value!r} is not allowed; give {_WORDS[kind]}{bounds(metadata)}")
+    if metadata["choices"] and value not in metadata["choices"]:
+        raise unknown(key, value, metadata["choices"])
+    if kind in (int, float) and not inside(value, metadata):
+        raise BenchError(f"{key}: {value!r} is out of range; give {_WORDS[kind]}{bounds(metadata)}")
+    return value
+
+
+def _words(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(word, str) for word in value):
+        raise BenchError(f"{key}: {value!r} is not allowed; give a list of words")
+    return tuple(dict.fromkeys(value))

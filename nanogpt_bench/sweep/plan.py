@@ -1,0 +1,177 @@
+"""What a sweep is going to run: one training a point, its name, its settings, and that they make sense."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.config import Config
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.results import row_label
+from nanogpt_bench.resolve import format_summary, resolve, rule_name
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.settings import build_config, get
+from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
+from nanogpt_bench.sweep.file import SweepFile
+
+LONGEST_NAME = 120
+#: settings that a label says through its first words, or leaves to the name
+_SAID = ("rule", "model.format", "seed")
+#: what a rule means; a reference of another rule leaves it behind
+RULE_KEYS = (
+    *("rule", "model.format", "model.formats", "model.storage", "model.headroom", "model.granularity", "model.tied"),
+    *("optimizer.name", "optimizer.lr", "optimizer.float_lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
+    *("optimizer.momentum", "optimizer.weight_decay", "optimizer.writeback", "optimizer.moments"),
+    *("optimizer.stiffness", "optimizer.stiffness_end", "optimizer.representation", "optimizer.refresh"),
+    *("optimizer.damping", "optimizer.compile", "train.precision"),
+)
+
+
+@dataclass(frozen=True)
+class PlannedPoint(PlannedRun):
+    """One training of a sweep, and where it lies on the axes."""
+
+    axes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> float:
+        train = {key: self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation")}
+        return super().cost * train["max_steps"] * train["batch_size"] * train["accumulation"]
+
+
+def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
+    """Return every run of the file: the reference at every seed first, then the points, each once.
+
+    Raises:
+        BenchError: a point whose settings contradict each other or can't be used.
+    """
+    if not sweep.axes:
+        raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
+    points = list(_points(sweep))
+    planned = [*plan_reference(sweep, points), *(plan_point(sweep.base, point) for point in points)]
+    return named_once(planned)
+
+
+def _points(sweep: SweepFile) -> Iterable[Point]:
+    if sweep.search == "random":
+        return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
+    return grid_points(sweep.axes)
+
+
+def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoint]:
+    """Return the file's reference at every seed that occurs; nothing where it names none."""
+    if sweep.reference is None:
+        return []
+    seeds = list(dict.fromkeys(point["seed"] for point in points if "seed" in point))
+    base = reference_settings(sweep.base, sweep.reference)
+    return [plan_point(base, point) for point in ([{"seed": seed} for seed in seeds] or [{}])]
+
+
+def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> Point:
+    """Return the settings of a reference: those of all runs without what belongs to their rule, and its own."""
+    return {key: value for key, value in base.items() if key not in RULE_KEYS} | dict(reference)
+
+
+def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedPoint:
+    """Return the run at a point, checked; `label` instead of one made from the point."""
+    axes = _without_formats(base, point)
+    settings = assemble(base, axes)
+    if axes != dict(point):
+        settings.pop("model.formats", None)
+    try:
+        built = build_config(settings)
+        config = resolve(built)
+    except BenchError as error:
+        where = ", ".join(f"{key} {value!r}" for key, value in axes.items())
+        raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None
+    settings |= {key: get(built, key) for key in settings}  # 1e-3 and 0.001 are one learning rate
+    axes |= {key: settings[key] for key in axes if key in settings}
+    label = label or describe(config, axes)
+    name = folder_name(f"{label} seed={config.seed}", axes)
+    return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
+
+
+def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
+    """The point; without formats where the rule keeps float weights, so that it stands in the grid once."""
+    rule = RULES.get(str(point.get("rule", base.get("rule"))))
+    if rule is None or rule.storage != "float32":
+        return dict(point)
+    return {key: value for key, value in point.items() if not key.startswith("model.format")}
+
+
+def describe(config: Config, axes: Mapping[str, Any]) -> str:
+    """Return the label of a point: format and rule, and the other axes by the last word of their key."""
+    shorts = [key.rsplit(".", 1)[-1] for key in axes]
+    words = [row_label(rule_name(config), format_summary(config))]
+    for key, short in zip(axes, shorts, strict=True):
+        if key not in _SAID:
+            words.append(f"{short if shorts.count(short) == 1 else key}={_shown(axes[key])}")
+    return " ".join(words)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value, separators=(",", ":")) if isinstance(value, Mapping | list | bool) else str(value)
+
+
+def folder_name(label: str, axes: Mapping[str, Any]) -> str:
+    """Return a name for a folder; one that says less than the label ends in a hash of the point.
+
+    >>> folder_name("E4M3 nearest lr=0.001 seed=42", {})
+    'E4M3-nearest-lr=0.001-seed=42'
+    """
+    name = re.sub(r"[^A-Za-z0-9._=+-]+", "-", label)
+    if name == label.replace(" ", "-") and len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(json.dumps(axes, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{name[:LONGEST_NAME].rstrip('-')}-{digest}"
+
+
+def named_once(planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
+    """Return the runs without repetitions of the same settings.
+
+    Raises:
+        BenchError: two runs of other settings would share a folder.
+    """
+    by_name: dict[str, PlannedPoint] = {}
+    for run in planned:
+        other = by_name.setdefault(run.name, run)
+        if other.settings != run.settings:
+            raise BenchError(f"two points would both be called {run.name!r}; write their values apart")
+    return list(by_name.values())
+
+
+def check_inputs(planned: Iterable[PlannedPoint]) -> None:
+    """Refuse a corpus that a run could not use and patterns that match no layer, before anything is written."""
+    from nanogpt_bench.data import load_corpus
+
+    seen: set[str] = set()
+    for run in planned:
+        config = resolve(build_config(run.settings))
+        key = json.dumps([config.data.dir, *map(str, vars(config.model).values())], default=str)
+        if key not in seen:
+            seen.add(key)
+            corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+            _check_patterns(config, corpus.vocab_size)
+
+
+def _check_patterns(config: Config, vocab_size: int) -> None:
+    import torch
+
+    from nanogpt_bench.model import GPT
+    from nanogpt_bench.step import model_shape
+    from nanogpt_bench.surgery import quantize
+
+    if set(config.model.formats) <= {"*"}:
+        return
+    with torch.device("meta"):  # shapes without weights: whatever the size, it takes no time and no memory
+        model = GPT(model_shape(config, vocab_size))
+    config.model.storage, config.model.headroom, config.optimizer.writeback = "master", None, None
+    quantize(model, config)

@@ -1,0 +1,167 @@
+"""A sweep on disk: which runs it has, how each ended, and what is left to do when it is started again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.compare.record import Record
+from nanogpt_bench.environment import command_line
+from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.report.files import write_text
+from nanogpt_bench.sweep.plan import PlannedPoint
+
+MANIFEST = "sweep.json"
+TABLE = "runs.csv"
+#: what is told of a run, from its summary.json
+OUTCOMES = (
+    *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
+    *("tokens_per_s", "seconds"),
+)
+#: ends that nothing but the training itself brings about; `stopped` may be Ctrl-C's work
+OWN_ENDS = ("finished", "failed")
+
+
+class SweepRecord:
+    """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, runs.csv and the report.
+
+    `mode` is grid, random, lr-limits or sensitivity. Runs are added one by one, since some are planned by what others
+    found out.
+
+    Raises:
+        BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
+    """
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.folder, self.mode = folder, mode
+        self.planned: list[PlannedPoint] = []
+        self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})")
+        self._known = self._entries_of_before()
+        self._ended: set[str] = set()
+
+    def _entries_of_before(self) -> dict[str, dict[str, Any]]:
+        path = self.folder / MANIFEST
+        if not path.exists():
+            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+                raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
+            return {}
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            entries, mode = {entry["name"]: entry for entry in before["runs"]}, before["mode"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out") from None
+        if mode != self.mode:
+            raise BenchError(f"--out {str(self.folder)!r} holds a sweep of mode {mode!r}; give a new folder")
+        return entries
+
+    def check(self, run: PlannedPoint) -> None:
+        """Refuse a run that an earlier start has done with other settings.
+
+        Raises:
+            BenchError: names the first setting that differs.
+        """
+        before = self._known.get(run.name)
+        if before is None:
+            return
+        now, then = _plain(run.settings), before.get("settings") or {}
+        for key in {**now, **then}:
+            if now.get(key) != then.get(key):
+                raise BenchError(
+                    f"--out {str(self.folder)!r} holds {run.name!r} with {key} {then.get(key)!r}, now "
+                    f"{now.get(key)!r}; give a new folder"
+                )
+
+    def add(self, run: PlannedPoint) -> bool:
+        """Take in a run; True when an earlier start has brought it to its end, otherwise what it left is removed."""
+        self.check(run)
+        self.planned.append(run)
+        before = self._known.get(run.name, {})
+        if before.get("ended") or self.summary(run).get("status") in OWN_ENDS:
+            self._ended.add(run.name)
+            return True
+        if self.run_dir(run).exists():
+            shutil.rmtree(self.run_dir(run))
+        return False
+
+    def run_dir(self, run: PlannedPoint) -> Path:
+        return self.record.run_dir(run)
+
+    def summary(self, run: PlannedPoint) -> dict[str, Any]:
+        """The content of the run's summary.json; {} while there is none."""
+        try:
+            content = json.loads((self.run_dir(run) / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def end(self, run: PlannedPoint, error: Mapping[str, Any] | None = None) -> None:
+        """Note that a run has come to its end, with the error of one that could not write its own summary."""
+        if error is not None:
+            self.record.note_failure(run, error)
+        self._ended.add(run.name)
+        self.write_manifest()
+
+    def write_manifest(self) -> None:
+        """Write sweep.json and runs.csv as things stand."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        entries = [self._entry(run) for run in self.planned]
+        added = {entry["name"] for entry in entries}
+        # What an earlier start did beyond today's plan stays known: its settings guard its folder.
+        entries += [entry for name, entry in self._known.items() if name not in added]
+        content = {"mode": self.mode, "command": command_line(), "runs": entries}
+        write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        write_text(self.folder / TABLE, self._table())
+
+    def _entry(self, run: PlannedPoint) -> dict[str, Any]:
+        summary = self.summary(run) if run.name in self._ended else {}
+        return {
+            "name": run.name,
+            "label": run.label,
+            "rule": run.rule,
+            "format": run.format,
+            "seed": run.seed,
+            "axes": _plain(run.axes),
+            "ended": run.name in self._ended,
+            **{key: summary.get(key) for key in OUTCOMES},
+            "failure": (summary.get("failure") or {}).get("kind"),
+            "failures": list(dict.fromkeys(_kinds(summary))),
+            "settings": _plain(run.settings),
+        }
+
+    def _table(self) -> str:
+        axes = list(dict.fromkeys(key for run in self.planned for key in run.axes if key != "seed"))
+        header = ["name", "rule", "format", "seed", *(key for key in axes if key != "rule"), *OUTCOMES]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([*header, "failure", "failures"])
+        for run in self.planned:
+            entry = self._entry(run)
+            flat = entry["axes"] | entry
+            writer.writerow([*(_cell(flat.get(key)) for key in header), entry["failure"], " ".join(entry["failures"])])
+        return text.getvalue()
+
+    def write_page(self, *, running: bool) -> Path:
+        """Write the report over what there is; returns the page's path."""
+        return self.record.write_page(running=running)
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as JSON gives them back."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
+    return plain
+
+
+def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:
+    """The kinds of failure that the classification found in a run."""
+    for finding in summary.get("failures") or ():
+        if isinstance(finding, Mapping) and finding.get("kind"):
+            yield str(finding["kind"])
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict | list) else value

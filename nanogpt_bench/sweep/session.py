@@ -1,0 +1,124 @@
+"""The training of a sweep: worker processes, a live table, and the files on disk, kept in step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Console
+
+from nanogpt_bench.compare.board import Board
+from nanogpt_bench.compare.pool import Event, Pool
+from nanogpt_bench.sweep.plan import PlannedPoint
+from nanogpt_bench.sweep.record import SweepRecord
+
+SECONDS_BETWEEN_PAGES = 20.0
+#: a page may take this share of the time at most: that of a large sweep takes seconds
+PAGE_SHARE = 0.05
+
+#: told of a run that has ended, gives the runs that follow from it
+OnEnd = Callable[[PlannedPoint], Iterable[PlannedPoint]]
+
+
+def cores() -> int:
+    """Return the number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def divide(workers: int | None, runs: int) -> tuple[int, int]:
+    """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
+
+    >>> divide(2, 1)[0]
+    1
+    """
+    count = max(1, min(workers or cores(), runs))
+    return count, max(1, cores() // count)
+
+
+def nothing_follows(_: PlannedPoint) -> Iterable[PlannedPoint]:
+    """No run is planned by what another found."""
+    return ()
+
+
+class Session:
+    """Trains what a record has not, several runs at a time."""
+
+    def __init__(self, record: SweepRecord, workers: int | None) -> None:
+        self._record, self._workers = record, workers
+        self._jobs: list[dict[str, Any]] = []
+        self._runs: list[PlannedPoint] = []
+        self._waiting: deque[int] = deque()
+        self._board = Board([], Console(stderr=True))
+        self._threads = 1
+        self._written, self._pause = time.monotonic(), SECONDS_BETWEEN_PAGES
+
+    def train(self, planned: Iterable[PlannedPoint], on_end: OnEnd = nothing_follows) -> bool:
+        """Train the runs and those that follow from them; False when it was interrupted before the end."""
+        todo = [run for first in planned for run in self._left(first, on_end)]
+        self._record.write_manifest()
+        if not todo:
+            return True
+        size, self._threads = divide(self._workers, len(todo))
+        todo.sort(key=lambda run: -run.cost)  # so that no long run is left for the end
+        with Pool(size, self._threads) as pool, self._board:
+            self._announce(len(todo), size)
+            for run in todo:
+                self._enqueue(run)
+            try:
+                self._follow(pool, on_end)
+            except KeyboardInterrupt:
+                self._board.say("interrupted: stopping the runs; the same command goes on from here")
+                pool.stop()
+                self._record.record.note_interruption()
+                self._record.write_manifest()
+                return False
+        return True
+
+    def _left(self, run: PlannedPoint, on_end: OnEnd) -> list[PlannedPoint]:
+        """The run if it is still to be done, else what is to be done of those that follow from it."""
+        if not self._record.add(run):
+            return [run]
+        return [left for following in on_end(run) for left in self._left(following, on_end)]
+
+    def _announce(self, todo: int, size: int) -> None:
+        done = len(self._record.planned) - todo
+        before = f", {done} done before" if done else ""
+        self._board.say(f"{todo} runs{before}; {size} at a time, {self._threads} threads each")
+
+    def _enqueue(self, run: PlannedPoint) -> None:
+        settings = {"runtime.threads": self._threads, **run.settings}
+        self._jobs.append({"settings": settings, "run_dir": str(self._record.run_dir(run)), "argv": sys.argv})
+        self._runs.append(run)
+        self._board.add(f"{run.label} · seed {run.seed}")
+        self._waiting.append(len(self._jobs) - 1)
+
+    def _follow(self, pool: Pool, on_end: OnEnd) -> None:
+        for event in pool.run(self._jobs, self._waiting):
+            self._board.show(self._judged(event))
+            if event.job is not None and event.kind in ("done", "failed"):
+                self._end(event, self._runs[event.job], on_end)
+            self._write_page_if_due()
+
+    def _judged(self, event: Event) -> Event:
+        """The event, the end of a training that went well for the worker and badly for the model as a failure."""
+        summary = self._record.summary(self._runs[event.job]) if event.job is not None and event.kind == "done" else {}
+        failure = summary.get("failure") if summary.get("status") == "failed" else None
+        return event if failure is None else Event(event.job, "failed", {"error": failure})
+
+    def _end(self, event: Event, run: PlannedPoint, on_end: OnEnd) -> None:
+        self._record.end(run, event.data["error"] if event.kind == "failed" else None)
+        for following in on_end(run):
+            for left in self._left(following, on_end):
+                self._enqueue(left)
+
+    def _write_page_if_due(self) -> None:
+        begun = time.monotonic()
+        if begun - self._written < self._pause:
+            return
+        self._record.write_page(running=True)
+        self._written = time.monotonic()
+        self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - begun) / PAGE_SHARE)
