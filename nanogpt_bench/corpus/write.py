@@ -175,10 +175,9 @@ def _sibling(out: Path) -> Iterator[Path]:
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
-    except OSError as error:
-        raise BenchError(f"--out {str(out)!r} can't be written: {error.strerror}") from None
-    try:
         yield folder
+    except OSError as error:  # of this folder only: what reading a source raises has become a BenchError before
+        raise BenchError(f"--out {str(out)!r} can't be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -86,3 +86,59 @@ def test_a_short_split_is_refused_and_nothing_is_written(tmp_path: Path) -> None
     with pytest.raises(BenchError, match="too short: its val split has 11 tokens, at least 65"):
         write_corpus(tmp_path / "o", {"train": ["x" * 99], "val": ["y" * 10]}, ByteTokenizer(), {}, progress=False)
     assert list(tmp_path.iterdir()) == []
+
+
+class Full(ByteTokenizer):
+    """Finds no room for the second document."""
+
+    def encode(self, text: str) -> Tokens:
+        if text.startswith("b"):
+            raise OSError(28, "No space left on device")
+        return super().encode(text)
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    before = dict(contents(tmp_path))
+    with pytest.raises(BenchError, match=r"--out '.*out' can't be written: No space left on device"):
+        write(tmp_path / "out", Full())
+    assert dict(contents(tmp_path)) == before
+
+
+def test_no_more_of_a_stream_is_taken_than_is_written(tmp_path: Path) -> None:
+    taken = []
+
+    def stream() -> Iterator[str]:
+        for index in range(1000):
+            taken.append(index)
+            yield "x" * 99
+
+    splits = {"train": stream(), "val": ["y" * 100]}
+    meta = write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=False, limit=800)
+    assert taken == list(range(8))
+    assert {split: count["tokens"] for split, count in meta["splits"].items()} == {"train": 800, "val": 80}
+
+
+def test_a_cut_character_counts_the_bytes_that_are_kept(tmp_path: Path) -> None:
+    splits = {"train": ["é" * 500], "val": ["y" * 100]}
+    meta = write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=False, limit=651)
+    assert meta["splits"]["train"]["bytes"] == 651
+
+
+@pytest.mark.parametrize("limit", [None, 800])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bar_is_drawn_on_standard_error_only(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int | None,
+    stream: bool,
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    splits = {name: iter(texts * 10) if stream else texts * 10 for name, texts in SPLITS.items()}
+    write_corpus(tmp_path / "out", splits, ByteTokenizer(), {}, progress=True, limit=limit)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "tokenizing" in output.err
+    assert f"{1520 + 810 if limit is None else 880:,} tokens" in output.err
