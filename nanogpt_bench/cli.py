@@ -20,7 +20,7 @@ INTERRUPTED = 130
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "sweep")
+TAKE_SETTINGS = ("run", "evaluate", "sweep")
 
 
 class Parser(argparse.ArgumentParser):
@@ -143,6 +143,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parsers = {
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
+        "evaluate": _add_evaluate(commands),
         "compare": _add_compare(commands),
         "sweep": _add_sweep(commands),
         "report": _add_report(commands),
@@ -210,6 +211,26 @@ def _add_run(commands: Any) -> Parser:
     parser.add_argument("--name", help="results go to runs/NAME (default: the config's name, numbered)")
     parser.set_defaults(handler=_run)
     parser.make_epilog = _run_epilog
+    return parser
+
+
+def _add_evaluate(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "evaluate",
+        help="validation loss of one set of weights in several formats, without training",
+        usage="nanogpt-bench evaluate CONFIG.yaml [--formats A,B] [--section.key VALUE ...]",
+        description="Quantise the weights that CONFIG.yaml starts from (model.init_from, say) and measure the loss in\n"
+        "float and in each format, without training. Settings are those of run.",
+        epilog="examples:\n  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
+        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
+        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="each takes the place of '*' in model.formats")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON as well")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
+    parser.set_defaults(handler=_evaluate)
     return parser
 
 
@@ -311,6 +332,13 @@ def _run(args: argparse.Namespace) -> int:
     from nanogpt_bench.run_command import run_command
 
     return run_command(args.config, args.name, args.overrides)
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from nanogpt_bench.evaluate import evaluate_command
+
+    files = {"out": args.out, "weights": args.weights, "save": args.save}
+    return evaluate_command(args.config, args.formats or (), args.overrides, **files)
 
 
 def _compare(args: argparse.Namespace) -> int:

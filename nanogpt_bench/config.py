@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanogpt_bench.declare import allowed, setting
+
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
 #: storages whose points are a format's values: a step is rounded when it is written back
 ROUNDED = ("grid", "fp8")
@@ -41,25 +43,6 @@ ALERT_KINDS = (
 ALERT_LEVELS = ("WARN", "ERROR", "off")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
-
-
-def allowed(
-    text: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-) -> dict[str, Any]:
-    """Return a field's metadata: one line of help and its bounds, `above` and `below` being exclusive."""
-    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    return {"help": text, "choices": choices, **limits}
-
-
-def setting(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a configuration field: its default, one line of help and what it allows (see `allowed`)."""
-    return field(default=default, metadata=allowed(text, **limits))
 
 
 @dataclass
@@ -379,6 +362,11 @@ class RuntimeConfig:
 
     device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
     threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
+    compile: bool = setting(
+        False,
+        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
+        "monitor hooks itself run uncompiled",
+    )
 
 
 @dataclass

@@ -33,6 +33,6 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
     return BenchError(f"unknown {kind} {str(word)!r}{hint} allowed: {', '.join(names)}")
 
 
-def one_line(error: BaseException) -> str:
-    """Return an exception's message with every run of white space, line breaks included, as one blank."""
+def one_line(error: BaseException | str) -> str:
+    """Return a message, or an exception's, with every run of white space, line breaks included, as one blank."""
     return " ".join(str(error).split())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanogpt_bench.compiled import CompiledLoss
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import Corpus, batch, eval_batches
 from nanogpt_bench.model import GPT, GPTShape, build_model
@@ -57,6 +58,7 @@ class Trainer:
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
 
@@ -139,7 +141,7 @@ class Trainer:
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         mixed = self.config.train.precision == "bf16-mixed"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
-            loss: Tensor = self.model.loss(tokens, targets)
+            loss: Tensor = self._model_loss(tokens, targets)
         return loss
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import summarize, weight_histograms
 from nanogpt_bench.tracking import check_trackers, start_trackers
 
-__all__ = ["Outcome", "Progress", "run", "write_json"]
+__all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]
 
 
 def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None] | None = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
     """
     config = resolve(config)
-    with _runtime(config) as device:
+    with runtime(config) as device:
         corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
@@ -50,7 +50,7 @@ def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None
 
 
 @contextmanager
-def _runtime(config: Config) -> Iterator[torch.device]:
+def runtime(config: Config) -> Iterator[torch.device]:
     """Set threads and seeds for the run, and put back what was there."""
     wanted = config.runtime.device
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -77,6 +77,7 @@ def test_the_bytes_of_a_large_weight_are_those_of_its_blocks(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the compiler imports and looks into
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_step_is_the_step_that_is_written(name: str, corpus_dir: Path) -> None:
     losses = []

@@ -1,0 +1,101 @@
+"""runtime.compile: the same losses, monitors that still see the layers, and an error in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanogpt_bench.compiled import CompiledLoss
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.model import GPTShape, build_model
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.step import Trainer
+
+Tiny = Callable[..., Config]
+TOKENS = torch.arange(12).view(2, 6) % 11
+
+
+def compiling_with(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch.compile use a backend of the test's."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=backend, **options))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def test_what_is_compiled_is_the_loss_and_hooks_run_it_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        def called(*arguments: Any) -> Any:
+            runs.append(len(arguments))
+            return graph.forward(*arguments)
+
+        return called
+
+    compiling_with(backend, monkeypatch)
+    model = build_model(GPTShape(1, 2, 8, 16, vocab_size=11), seed=0)
+    loss = CompiledLoss(model)
+    expected = model.loss(TOKENS, TOKENS)
+    assert torch.equal(loss(TOKENS, TOKENS), expected)
+    assert len(runs) == 1
+    seen = []
+    handle = model.lm_head.register_forward_hook(lambda *parts: seen.append(parts[-1].shape))
+    assert torch.equal(loss(TOKENS, TOKENS), expected)
+    assert (len(runs), len(seen)) == (1, 1)
+    handle.remove()
+    loss(TOKENS, TOKENS)
+    assert (len(runs), len(seen)) == (2, 1)
+
+
+def test_a_compiler_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        raise RuntimeError("no compiler\nanywhere")
+
+    compiling_with(backend, monkeypatch)
+    model = build_model(GPTShape(1, 2, 8, 16, vocab_size=11), seed=0)
+    with pytest.raises(BenchError, match=r"runtime\.compile: the model can't be compiled: .*no compiler") as caught:
+        CompiledLoss(model)(TOKENS, TOKENS)
+    assert "\n" not in str(caught.value)
+
+
+def losses(config: Config, steps: int) -> list[float]:
+    config = resolve(config)
+    trainer = Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
+    numbers = range(1, steps + 1)
+    return [trainer.train_step(trainer.new_step(number, last=False), []) for number in numbers] + [trainer.validate()]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the tracer's own doing
+@pytest.mark.parametrize("settings", [{"rule": "fp32"}, {"rule": "master", "model__format": "E4M3"}])
+def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, settings: Any) -> None:
+    plain = losses(tiny(**settings), 3)
+    compiling_with("aot_eager", monkeypatch)
+    assert losses(tiny(**settings, runtime__compile=True), 3) == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated", "ignore::jsonargparse.JsonargparseDeprecationWarning"
+)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "bf16-mixed"},
+        {"rule": "stochastic", "model__format": "E4M3"},
+        {"rule": "master", "model__format": "E4M3"},
+        {"model__formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"},
+    ],
+)
+def test_compiled_runs_have_the_same_losses(tiny: Tiny, settings: Any) -> None:
+    plain = losses(tiny(**settings), 4)
+    assert losses(tiny(**settings, runtime__compile=True), 4) == pytest.approx(plain, abs=2e-2)
