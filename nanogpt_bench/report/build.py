@@ -11,9 +11,11 @@ from typing import Any
 from nanogpt_bench.errors import BenchError, unknown
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import Run, find_runs, load_run
-from nanogpt_bench.report.page import Page, render
+from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
+from nanogpt_bench.report.sections import Page
+from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 
@@ -33,7 +35,10 @@ def report(runs: Sequence[Path], *, out: Path, thresholds: Thresholds = DEFAULTS
     rows = group_rows(loaded)
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
     _check_baseline(rows, baseline)
-    return write_report(rows, out, title=title, facts=facts_of(loaded), thresholds=thresholds, baseline=baseline)
+    facts = facts_of(loaded)
+    return write_report(
+        rows, out, title=title, facts=facts, thresholds=thresholds, baseline=baseline, studies=[*runs, out]
+    )
 
 
 def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
@@ -57,9 +62,13 @@ def write_report(
     facts: Mapping[str, str],
     thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
+    studies: Sequence[Path] = (),
     running: bool = False,
 ) -> Path:
-    """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path."""
+    """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path.
+
+    `studies` are the folders in which sensitivity.json and lr_limits.json may lie; without any, `out`.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -67,13 +76,14 @@ def write_report(
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference)
-    page = write_text(out / PAGE, render(Page(title, facts, results, chosen, thresholds, running)))
+    found = read_studies(studies or [out])
+    page = write_text(out / PAGE, render(Page(title, facts, results, chosen, thresholds, found, running)))
     write_tables(results, out)
     if not running:
         # Drawing takes seconds of a core that the runs can use, so the pictures come last.
         from nanogpt_bench.report.figures import write_figures
 
-        write_figures(results, chosen, out / "figures")
+        write_figures(results, chosen, out / "figures", found)
     return page
 
 

@@ -20,7 +20,10 @@ MARKED_POINTS = 60  # a curve with at most this many points shows them
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: where it goes on the page, its caption (plain text), its height in pixels, and plotly's figure."""
+    """One chart: where it goes on the page, its caption (plain text), its height in pixels, and plotly's figure.
+
+    A chart that can't be read below `least` pixels of width scrolls sideways on a screen that is narrower.
+    """
 
     name: str
     title: str
@@ -29,6 +32,7 @@ class Chart:
     layout: dict[str, Any]
     height: int = 420
     wide: bool = False
+    least: int = 0
 
     def figure(self) -> dict[str, Any]:
         return {"name": self.name, "traces": self.traces, "layout": self.layout | {"height": self.height}}
@@ -47,12 +51,36 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str |
             lines = series.lines(rows, key, against, smoothed=smoothed)
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if lines:
-                layout = _axes(axis, "nats per token") | _range(series.loss_range(lines))
-                traces = _traces(lines, looks, marked=not smoothed)
+                layout = axes(axis, "nats per token") | ranged(series.loss_range(lines))
+                traces = line_traces(lines, looks, marked=not smoothed)
+                traces += _mark_traces(series.marks(rows, lines, against), looks)
                 charts.append(Chart(f"{name}-{axis}", f"{title} {words}", caption, traces, layout))
         if key == "val/loss":
             charts += _close_chart(rows, looks, reference)
     return charts
+
+
+def _mark_traces(marks: Sequence[series.Mark], looks: Mapping[str, Look]) -> list[dict[str, Any]]:
+    """Open diamonds at early divergence and failure."""
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": [mark.x],
+            "y": [mark.y],
+            "name": escape(mark.label),
+            "meta": {"row": mark.label},
+            "cliponaxis": False,
+            "marker": {
+                "color": colour(looks[mark.label]),
+                "symbol": "diamond-tall-open",
+                "size": 13,
+                "line": {"width": 2.5, "color": colour(looks[mark.label])},
+            },
+            "hovertemplate": escape(f"{mark.label}: {mark.text}") + "<extra></extra>",
+        }
+        for mark in marks
+    ]
 
 
 def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
@@ -61,8 +89,8 @@ def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str 
     limits = series.close_range(lines, reference)
     if limits is None:
         return []
-    traces = _traces(lines, looks, marked=True)
-    layout = _axes("step", "nats per token") | _range(limits)
+    traces = line_traces(lines, looks, marked=True)
+    layout = axes("step", "nats per token") | ranged(limits)
     caption = "Magnified: the scale ends where the reference was after a third of its steps."
     return [Chart("val-close", "Validation loss near the reference", caption, traces, layout, wide=True)]
 
@@ -70,9 +98,9 @@ def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str 
 def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     """The share of weights that a requested update left unmoved, over the steps."""
     lines = series.stall_lines(rows)
-    layout = _axes("step", "share of weights")
+    layout = axes("step", "share of weights")
     layout["yaxis"] |= {"range": [-0.02, 1.04], "tickformat": ".0%"}
-    traces = _traces(lines, looks, marked=True)
+    traces = line_traces(lines, looks, marked=True)
     return Chart("stall", "Stall by step", "", traces, layout, wide=True) if lines else None
 
 
@@ -85,16 +113,21 @@ def histogram_charts(results: Sequence[Result], looks: Mapping[str, Look]) -> li
 
 
 def _histogram_chart(place: int, histogram: series.GridHistogram, look: Look) -> Chart:
+    # A filled step line looks like bars without a gap and costs one path instead of one element a code.
     trace = {
-        "type": "bar",
+        "type": "scatter",
+        "mode": "lines",
         "x": histogram.positions,
         "y": histogram.shares,
-        "customdata": histogram.values,
-        "marker": {"color": colour(look), "line": {"width": 0}},
-        "hovertemplate": "code %{x}, value %{customdata:.4g}: %{y:.2%}<extra></extra>",
+        "customdata": [series.format_value(value) for value in histogram.values],
+        "fill": "tozeroy",
+        "fillcolor": colour(look),
+        "line": {"shape": "hvh", "width": 0, "color": colour(look)},
+        "hoveron": "points",
+        "hovertemplate": "code %{x}, value %{customdata}: %{y:.2%}<extra></extra>",
     }
     marked, texts = series.position_ticks(histogram, 2)
-    layout = _axes("value in units of the row's scale", "share of weights") | {"bargap": 0}
+    layout = axes("value in units of the row's scale", "share of weights")
     reach = 1.02 * max(abs(histogram.positions[0]), abs(histogram.positions[-1]))
     layout["xaxis"] |= {
         "tickvals": marked,
@@ -104,13 +137,13 @@ def _histogram_chart(place: int, histogram: series.GridHistogram, look: Look) ->
         "showgrid": False,
     }
     layout["xaxis"]["range"] = [-reach, reach]
-    layout["yaxis"] |= {"tickformat": "~%", "nticks": 5}
+    layout["yaxis"] |= {"tickformat": "~%", "nticks": 5, "rangemode": "tozero"}
     layers = "1 layer" if histogram.layers == 1 else f"{histogram.layers} layers"
     caption = f"{histogram.weights:,} weights of {layers}, {histogram.format}."
     return Chart(f"weights-{place}", histogram.label, caption, [trace], layout, height=270)
 
 
-def _traces(lines: Sequence[series.Line], looks: Mapping[str, Look], *, marked: bool) -> list[dict[str, Any]]:
+def line_traces(lines: Sequence[series.Line], looks: Mapping[str, Look], *, marked: bool) -> list[dict[str, Any]]:
     """One trace a line; the reference, in ink, comes last and so lies on top."""
     ordered = sorted(lines, key=lambda line: looks[line.label].colour is None)
     return [_trace(line, looks[line.label], marked=marked) for line in ordered]
@@ -133,7 +166,8 @@ def _trace(line: series.Line, look: Look, *, marked: bool) -> dict[str, Any]:
     }
 
 
-def _axes(x: str, y: str) -> dict[str, Any]:
+def axes(x: str, y: str) -> dict[str, Any]:
+    """The layout every chart begins with: two titled axes, no legend of its own."""
     return {
         "xaxis": {"title": {"text": x}, "automargin": True, "zeroline": False},
         "yaxis": {"title": {"text": y}, "automargin": True, "zeroline": False},
@@ -143,8 +177,9 @@ def _axes(x: str, y: str) -> dict[str, Any]:
     }
 
 
-def _range(limits: tuple[float, float] | None) -> dict[str, Any]:
+def ranged(limits: tuple[float, float] | None) -> dict[str, Any]:
+    """The loss axis between two losses; {} leaves the range to plotly."""
     if limits is None:
         return {}
-    axis = _axes("", "nats per token")["yaxis"]
+    axis = axes("", "nats per token")["yaxis"]
     return {"yaxis": axis | {"range": list(limits)}}

@@ -1,10 +1,11 @@
-"""The figures as PNG and SVG files, drawn by matplotlib without a display."""
+"""The figures as PNG, SVG and PDF files, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from nanogpt_bench.report import series
+from nanogpt_bench.report import map_figures, series
 from nanogpt_bench.report.files import replacing
-from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look
-from nanogpt_bench.report.results import Result, Row
+from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look, figure_label
+from nanogpt_bench.report.results import COSINE, Result, Row
+from nanogpt_bench.report.studies import Studies
 
-LONGEST_LABEL = 36
+NO_STUDIES = Studies()
+# What is left out of each kind of file so that the same figure gives the same bytes.
+METADATA: dict[str, dict[str, Any] | None] = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 STYLE: dict[str, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -33,32 +37,52 @@ STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "legend.frameon": False,
     "figure.dpi": 100,
-    "savefig.dpi": 160,
+    "savefig.dpi": 140,
+    "pdf.fonttype": 42,
     # Text stays text in SVG, and the same figure gives the same file.
     "svg.fonttype": "none",
     "svg.hashsalt": "nanogpt-bench",
 }
 
 
-def write_figures(results: Sequence[Result], looks: Mapping[str, Look], folder: Path) -> list[Path]:
-    """Draw every figure there is data for into `folder`, as NAME.png and NAME.svg; returns the files written."""
+def write_figures(
+    results: Sequence[Result], looks: Mapping[str, Look], folder: Path, studies: Studies = NO_STUDIES
+) -> list[Path]:
+    """Draw every figure there is data for into `folder`, as NAME.png, .svg and .pdf; returns the files written."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [result.row for result in results]
-    reference = next((result.row.label for result in results if result.reference), None)
     written: list[Path] = []
-    with _drawing():
-        for name, drawn in (
-            ("loss_curves", loss_curves(rows, looks, reference)),
-            ("gap", gap_bars(results, looks)),
-            ("stall", stall_over_steps(rows, looks)),
-            ("weights", weight_histograms(results, looks)),
-        ):
+    with drawing():
+        for name, draw in _figures(results, looks, studies).items():
+            drawn = draw()
             written += _save(drawn, folder / name) if drawn is not None else []
     return written
 
 
+def _figures(
+    results: Sequence[Result], looks: Mapping[str, Look], studies: Studies
+) -> dict[str, Callable[[], Figure | None]]:
+    rows = [result.row for result in results]
+    reference = next((result.row.label for result in results if result.reference), None)
+    # Each is drawn when its turn comes: a figure of many rows takes tens of megabytes.
+    return {
+        "loss_curves": lambda: loss_curves(rows, looks, reference),
+        "gap": lambda: gap_bars(results, looks),
+        "stall": lambda: stall_over_steps(rows, looks),
+        "gradient_cosine": lambda: cosine_over_steps(rows, looks),
+        "weights": lambda: weight_histograms(results, looks),
+        "code_use": lambda: map_figures.code_use(results),
+        "stiffness": lambda: map_figures.stiffness(results),
+        "learning_rates": lambda: map_figures.learning_rates(rows, looks),
+        **{
+            "sensitivity" + (f"_{i}" if i else ""): partial(map_figures.sensitivity, study)
+            for i, study in enumerate(studies.sensitivities)
+        },
+    }
+
+
 @contextmanager
-def _drawing() -> Iterator[None]:
+def drawing() -> Iterator[None]:
+    """The style of all figures, while the block lasts."""
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # A run may be named in a script that the font lacks; the figure then shows boxes, which is no error.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
@@ -67,11 +91,14 @@ def _drawing() -> Iterator[None]:
 
 def _save(drawn: Figure, stem: Path) -> list[Path]:
     paths = []
-    for suffix in ("png", "svg"):
+    for suffix, metadata in METADATA.items():
         path = stem.with_suffix(f".{suffix}")
         with replacing(path) as part:
-            metadata = {"Date": None} if suffix == "svg" else None
-            drawn.savefig(part, format=suffix, bbox_inches="tight", pad_inches=0.15, metadata=metadata)
+            # The strongest compression takes as long as the drawing and saves a tenth.
+            packed = {"pil_kwargs": {"compress_level": 3}} if suffix == "png" else {}
+            drawn.savefig(part, format=suffix, metadata=metadata, **packed)
+        # The layout found for the first file holds for the others; to find it costs as much as to draw.
+        drawn.set_layout_engine("none")
         paths.append(path)
     return paths
 
@@ -110,6 +137,19 @@ def stall_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure |
     return drawn
 
 
+def cosine_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
+    """The gradients' mean cosine against the float32 shadow, over the steps."""
+    lines = series.lines(rows, COSINE)
+    if not lines:
+        return None
+    drawn = Figure(figsize=(9, 5.2), layout="constrained")
+    axes = drawn.subplots()
+    _plot(axes, lines, looks, markers=True)
+    axes.set(title="Gradient cosine against the float32 shadow", xlabel="step", ylabel="cosine, mean over layers")
+    _legend(drawn, lines, looks)
+    return drawn
+
+
 def _plot(axes: Axes, lines: Sequence[series.Line], looks: Mapping[str, Look], *, markers: bool) -> None:
     for line in lines:
         look = looks[line.label]
@@ -133,13 +173,6 @@ def _legend(drawn: Figure, lines: Sequence[series.Line], looks: Mapping[str, Loo
         ncols=3 if drawn.get_figwidth() < 12 else 5,
         handlelength=3.2,
     )
-
-
-def figure_label(label: str) -> str:
-    """A label as matplotlib should show it: one line, not too long, no mathematics, no hidden legend entry."""
-    text = " ".join(label.split())
-    text = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
-    return (" " + text if text.startswith("_") else text).replace("$", r"\$")
 
 
 def gap_bars(results: Sequence[Result], looks: Mapping[str, Look]) -> Figure | None:
@@ -197,7 +230,8 @@ def weight_histograms(results: Sequence[Result], looks: Mapping[str, Look]) -> F
 
 
 def _histogram_panel(axes: Axes, histogram: series.GridHistogram, colour: str) -> None:
-    axes.bar(histogram.positions, histogram.shares, width=1.0, color=colour)
+    edges = [position - 0.5 for position in [*histogram.positions, histogram.positions[-1] + 1]]
+    axes.stairs(histogram.shares, edges, fill=True, color=colour)
     axes.set_title(figure_label(histogram.label), fontsize=11)
     axes.set_xticks(*series.position_ticks(histogram, 2), fontsize=9)
     axes.yaxis.set_major_locator(MaxNLocator(4))

@@ -3,18 +3,27 @@
   const data = JSON.parse(document.getElementById("charts").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set();
+  let round = 0;
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // "@3" and "@ink" stand for colours of the palette, which differ between a light and a dark page.
+  // "@3", "@ink" and "@sequential" stand for colours and colour scales, which differ between a light and a dark page.
   const inTheme = (text) => {
-    if (text === "@ink") return css("--ink");
-    const entry = /^@(\d+)$/.exec(text);
-    return entry ? css(`--c${entry[1]}`) : text;
+    const entry = /^@(\w+)$/.exec(text);
+    if (!entry) return text;
+    return css(/^\d/.test(entry[1]) ? `--c${entry[1]}` : `--${entry[1]}`);
   };
+  const scaleInTheme = (text) => {
+    const colours = inTheme(text).split(" ");
+    return colours.map((colour, i) => [i / (colours.length - 1), colour]);
+  };
+  const colourKeys = new Set(["color", "fillcolor", "bgcolor"]);
   const themed = (node, key) => {
-    if (typeof node === "string") return key === "color" ? inTheme(node) : node;
-    if (Array.isArray(node)) return node.map((item) => themed(item, key));
+    if (typeof node === "string") {
+      if (key === "colorscale") return scaleInTheme(node);
+      return colourKeys.has(key) ? inTheme(node) : node;
+    }
+    if (Array.isArray(node)) return key === "z" || key === "x" || key === "y" ? node : node.map((item) => themed(item, key));
     if (node === null || typeof node !== "object") return node;
     const copy = {};
     for (const [name, value] of Object.entries(node)) copy[name] = themed(value, name);
@@ -43,9 +52,21 @@
     const options = { responsive: true, displaylogo: false, displayModeBar: false };
     return Plotly.react(place, tracesOf(chart), layoutOf(chart), options);
   };
-  const drawAll = () => Promise.all(data.map(draw)).then(() => {
+  // A few charts at a time, so that a long page can be read while the rest is drawn; a later call takes over.
+  const drawAll = async (wanted) => {
+    const own = ++round;
+    let begun = performance.now();
+    for (const chart of wanted) {
+      await draw(chart);
+      if (performance.now() - begun > 60) {
+        await new Promise((go) => setTimeout(go));
+        begun = performance.now();
+      }
+      if (own !== round) return;
+    }
     document.documentElement.dataset.charts = "drawn";
-  });
+  };
+  const shows = (chart, row) => chart.traces.some((trace) => trace.meta && trace.meta.row === row);
 
   for (const key of document.querySelectorAll("button.key")) {
     key.addEventListener("click", () => {
@@ -54,9 +75,22 @@
       for (const twin of document.querySelectorAll("button.key")) {
         if (twin.dataset.row === row) twin.setAttribute("aria-pressed", String(!hidden.has(row)));
       }
-      drawAll();
+      // While the first round still goes on, the charts it has not come to must be drawn as well.
+      drawAll(document.documentElement.dataset.charts ? data.filter((chart) => shows(chart, row)) : data);
     });
   }
-  dark.addEventListener("change", drawAll);
-  drawAll();
+  // A chart in a closed page has no width until the page opens.
+  for (const page of document.querySelectorAll("details.page")) {
+    page.addEventListener("toggle", () => {
+      for (const plot of page.querySelectorAll(".js-plotly-plot")) if (page.open) Plotly.Plots.resize(plot);
+    });
+  }
+  const openTarget = () => {
+    const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (target && target.matches("details")) target.open = true;
+  };
+  window.addEventListener("hashchange", openTarget);
+  openTarget();
+  dark.addEventListener("change", () => drawAll(data));
+  drawAll(data);
 })();

@@ -20,6 +20,17 @@ COLOURS = (
     ("#882255", "#D9749F"),
 )
 INK = ("#1A1A1A", "#F0F0F0")
+# Colour scales from little to much, and from below to above; their ends meet the page they lie on.
+SCALES = {
+    "sequential": (
+        ("#F3F4F6", "#C3DCEF", "#6BAED6", "#2171B5", "#08306B"),
+        ("#20242B", "#173A5E", "#2676B8", "#6DB9EE", "#E3F3FF"),
+    ),
+    "diverging": (
+        ("#08519C", "#7FB3DA", "#F5F5F3", "#F2A07B", "#B2330B"),
+        ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
+    ),
+}
 # Rules in the order in which they take colours, so that a rule keeps its colour from report to report.
 RULE_ORDER = (
     "nearest",
@@ -40,6 +51,7 @@ MATPLOTLIB_DASHES = {
     "dashdot": (0, (6, 2, 1.2, 2)),
     "longdash": (0, (9, 3)),
 }
+LONGEST_LABEL = 36
 MARKERS = ("circle", "square", "diamond", "triangle-up", "x")
 MATPLOTLIB_MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "x": "X"}
 
@@ -92,3 +104,10 @@ def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int
             if pair not in taken:
                 return pair
     return colour, dash
+
+
+def figure_label(label: str) -> str:
+    """A label as matplotlib should show it: one line, not too long, no mathematics, no hidden legend entry."""
+    text = " ".join(label.split())
+    text = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
+    return (" " + text if text.startswith("_") else text).replace("$", r"\$")

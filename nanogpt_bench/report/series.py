@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from nanogpt_bench.report.curves import decimate, smooth, smoothing_window
 from nanogpt_bench.report.load import Run
+from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.results import Result, Row
 
 BY_STEP = "step"
 BY_TIME = "time/elapsed_s"
+EARLY_DIVERGENCE = "early_divergence"
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,16 @@ class Line:
     seed: int | None
     xs: list[float]
     ys: list[float | None]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point worth a look on the curve of a row, and what happened there."""
+
+    label: str
+    x: float
+    y: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,45 @@ def _line(row: Row, run: Run, key: str, against: str, smoothed: bool) -> Line:
         ys = smooth(ys, smoothing_window(len(ys)))
     kept = decimate(len(xs))
     return Line(row.label, run.seed, [xs[i] for i in kept], [ys[i] for i in kept])
+
+
+def first_lines(rows: Sequence[Row], key: str, steps: int) -> list[Line]:
+    """The curves of `key` up to step `steps`, as recorded."""
+    found = []
+    for row in rows:
+        for run in row.runs:
+            xs, ys = run.curve(key)
+            kept = [(x, y) for x, y in zip(xs, ys, strict=True) if x <= steps]
+            found.append(Line(row.label, run.seed, [x for x, _ in kept], [y for _, y in kept]))
+    return [line for line in found if any(y is not None for y in line.ys)]
+
+
+def marks(rows: Sequence[Row], drawn: Sequence[Line], against: str = BY_STEP) -> list[Mark]:
+    """Where on its curve a run was first said to diverge early, and where one that failed ended."""
+    curves = {(line.label, line.seed): line for line in drawn}
+    found = []
+    for row in rows:
+        for run in row.runs:
+            line = curves.get((row.label, run.seed))
+            found += [_mark(line, run, step, text, against) for step, text in _moments(run)] if line else []
+    return [mark for mark in found if mark is not None]
+
+
+def _moments(run: Run) -> list[tuple[int, str]]:
+    """(step, words) of what is worth a mark on a loss curve."""
+    early = next((alert for alert in run.alerts if alert.kind == EARLY_DIVERGENCE), None)
+    moments = [(early.step, f"early divergence at step {early.step}")] if early else []
+    if run.status == "failed" and run.last_step is not None:
+        moments.append((run.last_step, f"failed at step {run.last_step}"))
+    return moments
+
+
+def _mark(line: Line, run: Run, step: int, text: str, against: str) -> Mark | None:
+    """A mark on the last known point at or before `step`, by the clock the curve is drawn against."""
+    places = [finite(record.get(against)) for record in run.metrics if record["step"] <= step and against in record]
+    end = next((place for place in reversed(places) if place is not None), None)
+    known = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None and end is not None and x <= end]
+    return Mark(line.label, end, known[-1][1], text) if known and end is not None else None
 
 
 def stall_lines(rows: Sequence[Row]) -> list[Line]:

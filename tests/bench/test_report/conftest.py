@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import yaml
 
 import fp8manifold as fm
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find chromium.py
 
 RunWriter = Callable[..., Path]
 
@@ -65,7 +68,7 @@ def histogram(fmt: str, spread: float) -> dict[str, Any]:
     return {"format": fmt, "values": values, "counts": counts, "scale_min": 0.25, "scale_max": 1.0}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_run() -> RunWriter:
     """Writes one run folder: write_run(folder, rule="nearest", fmt="E4M3", final=2.5, seed=0, **summary)."""
 
@@ -82,13 +85,19 @@ def write_run() -> RunWriter:
     ) -> Path:
         folder.mkdir(parents=True)
         metrics = records(rule, final, steps, 20)
-        config = {"rule": rule, "seed": seed, "model": {"formats": {"*": fmt}}, "optimizer": {"lr": lr}}
+        storage = "float32" if fmt == "none" else "master" if rule == "master" else "grid"
+        config = {
+            "rule": rule,
+            "seed": seed,
+            "model": {"formats": {"*": fmt}, "storage": storage},
+            "optimizer": {"lr": lr, "writeback": "nearest" if rule == "nearest" else "stochastic"},
+        }
         stall = [(key, metrics[-1][key]) for key in ("stall/update_lost", "stall/code_unchanged") if key in metrics[-1]]
         summary = {
             "name": folder.name,
             "rule": rule,
             "format": fmt,
-            "storage": "float32" if fmt == "none" else "master" if rule == "master" else "grid",
+            "storage": storage,
             "seed": seed,
             "parameters": 820_000,
             "steps": steps,
@@ -116,7 +125,7 @@ def write_run() -> RunWriter:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_comparison(write_run: RunWriter) -> Callable[..., list[Path]]:
     """Writes the nine runs of the demonstration, each for every seed asked for."""
 
@@ -132,7 +141,7 @@ def write_comparison(write_run: RunWriter) -> Callable[..., list[Path]]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_metrics() -> Callable[..., None]:
     """Adds series to the metrics of a run on disk: write_metrics(folder, {key: value of step}, every=1)."""
 
@@ -147,7 +156,7 @@ def write_metrics() -> Callable[..., None]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_alerts() -> Callable[..., None]:
     """Writes the alerts of a run on disk, (kind, step) each."""
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +12,8 @@ from nanogpt_bench.report import report, write_report
 from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.results import Row
 
+SAME = ("weights", "configs")
 NASTY = '</script><script>window.broken=1</script>"><img src=x onerror=alert(1)>&amp;\u2028'
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
@@ -43,17 +39,17 @@ class Page(HTMLParser):
         return json.loads(texts[0])
 
 
-@pytest.fixture
-def built(tmp_path, write_comparison):
-    write_comparison(tmp_path / "runs")
-    return report([tmp_path / "runs"], out=tmp_path / "out")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, write_comparison):
+    folder = tmp_path_factory.mktemp("comparison")
+    write_comparison(folder / "runs")
+    return report([folder / "runs"], out=folder / "out")
 
 
 def test_the_folder_holds_page_tables_and_figures_and_no_litter(built):
     names = sorted(path.relative_to(built.parent).as_posix() for path in built.parent.rglob("*") if path.is_file())
-    figures = [
-        f"figures/{name}.{kind}" for name in ("gap", "loss_curves", "stall", "weights") for kind in ("png", "svg")
-    ]
+    drawn = ("code_use", "gap", "loss_curves", "stall", "stiffness", "weights")
+    figures = [f"figures/{name}.{kind}" for name in drawn for kind in ("pdf", "png", "svg")]
     assert names == [*figures, "report.html", "results.csv", "table.md", "table.tex"]
 
 
@@ -62,7 +58,7 @@ def test_nothing_is_loaded_from_elsewhere(built):
     for tag, attributes in page.elements:
         assert tag not in {"img", "link", "iframe", "object"}
         assert "src" not in attributes
-        assert "href" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
     policy = next(a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert "default-src 'none'" in policy
     assert "http" not in policy
@@ -71,7 +67,7 @@ def test_nothing_is_loaded_from_elsewhere(built):
 def test_it_has_every_section_and_chart(built):
     page = Page(built.read_text(encoding="utf-8"))
     sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
-    assert sections == ["what", "results", "loss", "stall", "weights", "configs"]
+    assert sections == ["what", "results", "loss", "e7m0", "failures", "settings", "stall", "gradients", *SAME]
     charts = page.charts()
     names = {chart["name"] for chart in charts}
     assert names >= {"val-step", "val-seconds", "train-step", "train-seconds", "stall"}
@@ -85,7 +81,7 @@ def test_curves_are_small_and_not_webgl(tmp_path, write_run):
     built = report([write_run(tmp_path / "a", steps=2500)], out=tmp_path / "out")
     for chart in Page(built.read_text(encoding="utf-8")).charts():
         for trace in chart["traces"]:
-            assert trace["type"] in {"scatter", "bar"}
+            assert trace["type"] in {"scatter", "heatmap"}
             assert len(trace["x"]) <= 500
 
 
@@ -133,32 +129,3 @@ def test_an_output_that_is_a_file_is_refused(tmp_path, write_run):
     with pytest.raises(BenchError, match="out"):
         report([write_run(tmp_path / "a")], out=tmp_path / "out")
     assert (tmp_path / "out").read_text() == "x"
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to open the page in")
-def test_a_browser_draws_every_chart_without_an_error(tmp_path, write_run, write_comparison):
-    write_comparison(tmp_path / "runs")
-    write_run(tmp_path / "runs" / "nasty", rule=NASTY, name=NASTY)
-    built = report([tmp_path / "runs"], out=tmp_path / "out")
-    done = subprocess.run(
-        [
-            str(CHROMIUM),
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            "--virtual-time-budget=8000",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            Path(built).resolve().as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert "CONSOLE" not in done.stderr
-    assert 'data-charts="drawn"' in done.stdout
-    charts = Page(built.read_text(encoding="utf-8")).charts()
-    drawn = len(re.findall(r'<div id="chart-[^"]+"[^>]*class="js-plotly-plot"', done.stdout))
-    assert drawn == len(charts) > 10

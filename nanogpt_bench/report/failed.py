@@ -1,0 +1,77 @@
+"""Which runs failed and how, as the classification sees it; what the failure pages are made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanogpt_bench.report.load import Run
+from nanogpt_bench.report.rates import flat
+from nanogpt_bench.report.results import SEED_KEYS, Result
+
+if TYPE_CHECKING:
+    from nanogpt_bench.failures import Diagnosis, Prediction
+
+BATCH_KEYS = frozenset({"train.batch_size", "train.accumulation"})
+
+
+@dataclass(frozen=True)
+class Failed:
+    """One run with something to explain: a failure of the loop, or a class of failure found in its records."""
+
+    label: str
+    run: Run
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One run of E7M0 with nearest rounding, and the answers to what was predicted of it."""
+
+    label: str
+    run: Run
+    predictions: tuple[Prediction, ...]
+
+
+def failed_runs(results: Sequence[Result]) -> list[Failed]:
+    """Every run that failed or in whose records a class of failure was found, in the order of the table."""
+    # Imported here because the classification reads runs through this package.
+    from nanogpt_bench.failures import diagnose
+
+    series = _batch_series([run for result in results for run in result.row.runs])
+    judged = [
+        Failed(
+            result.row.label,
+            run,
+            diagnose(run, siblings=[other for other in series[_setting(run)] if other is not run]),
+        )
+        for result in results
+        for run in result.row.runs
+        if run.metrics or run.status == "failed"
+    ]
+    return [failed for failed in judged if failed.run.status == "failed" or failed.diagnosis.found]
+
+
+def _batch_series(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
+    """Runs that differ in batch size and seeds only: together they tell noise that averages out from a floor."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(_setting(run), []).append(run)
+    return groups
+
+
+def _setting(run: Run) -> str:
+    if not run.config:
+        return f"path:{run.path}"
+    fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS | BATCH_KEYS}
+    return json.dumps(fixed, sort_keys=True, default=str)
+
+
+def predicted_runs(results: Sequence[Result]) -> list[Predicted]:
+    """The first run of every row of E7M0 with nearest rounding."""
+    from nanogpt_bench.failures import is_e7m0_nearest, predictions
+
+    firsts = [(result.row.label, result.row.runs[0]) for result in results if result.row.runs]
+    return [Predicted(label, run, predictions(run)) for label, run in firsts if run.metrics and is_e7m0_nearest(run)]

@@ -1,0 +1,175 @@
+"""A failure page for every failed run: how it failed, the evidence, and what came first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from nanogpt_bench.report import series
+from nanogpt_bench.report.charts import Chart, axes, line_traces, ranged
+from nanogpt_bench.report.failed import Failed
+from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.section import Section, figures
+from nanogpt_bench.report.verdict import describe_ending
+
+if TYPE_CHECKING:
+    from nanogpt_bench.failures import Diagnosis, Event, Finding
+
+OPEN_PAGES = 4  # more failure pages than these begin closed
+CLASS_NAMES = {"nan": "NaN"}
+
+
+def failure_section(failed: Sequence[Failed], reference: Row | None, looks: Mapping[str, Look]) -> Section | None:
+    """All failure pages, one a run, each under an address of its own."""
+    if not failed:
+        return None
+    pages = [_page(i, entry, reference, looks, opened=len(failed) <= OPEN_PAGES) for i, entry in enumerate(failed)]
+    words = (
+        "One page for each run that failed or in whose records a class of failure was found; the criteria and their "
+        "thresholds are those of the run's own configuration, section failure."
+    )
+    body = f'<p class="muted">{words}</p>' + "".join(body for body, _ in pages)
+    return Section("failures", "Failures", body, [chart for _, charts in pages for chart in charts])
+
+
+def _page(
+    place: int, failed: Failed, reference: Row | None, looks: Mapping[str, Look], *, opened: bool
+) -> tuple[str, list[Chart]]:
+    chart = _loss_chart(place, failed, reference, looks)
+    charts = [chart] if chart else []
+    body = (
+        f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
+        f"<summary><h3>{escape(_title(failed))}</h3><span>{escape(_how(failed))}</span></summary>"
+        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{_lead(failed)}{figures(charts)}</details>"
+    )
+    return body, charts
+
+
+def _title(failed: Failed) -> str:
+    return failed.label if failed.label == failed.run.name else f"{failed.label} · {failed.run.name}"
+
+
+def sentence(text: str) -> str:
+    """Words as a sentence: a capital first letter and a full stop.
+
+    >>> sentence("the loss fell")
+    'The loss fell.'
+    """
+    return text[:1].upper() + text[1:].rstrip(".") + "." if text else ""
+
+
+def class_name(kind: str) -> str:
+    """A class of failure in words.
+
+    >>> class_name("zero_gradients"), class_name("nan")
+    ('zero gradients', 'NaN')
+    """
+    return CLASS_NAMES.get(kind, kind.replace("_", " "))
+
+
+def _how(failed: Failed) -> str:
+    """The classes found, in the order in which they set in."""
+    found = [f"{class_name(f.kind)} from step {f.step}" for f in failed.diagnosis.found]
+    return "; ".join(found) or "failed without a class of failure in its records"
+
+
+def _ending(failed: Failed) -> str:
+    if failed.run.status == "finished":
+        return ""
+    return f"<p>The run {escape(describe_ending(failed.run))}.</p>"
+
+
+def _timeline(failed: Failed) -> str:
+    """The first step of every criterion and alert, on a track from the first step to the last."""
+    events = failed.diagnosis.timeline
+    last = max([event.step for event in events] + [failed.run.last_step or 0, 1])
+    rows = "".join(_event(event, last) for event in events)
+    return f'<h4>Timeline, step 0 to {last}</h4><div class="timeline">{rows}</div>' if events else ""
+
+
+def _event(event: Event, last: int) -> str:
+    return (
+        f'<div class="event {escape(event.source)}"><span class="event-name">{escape(class_name(event.kind))}</span>'
+        f'<span class="event-track"><i style="left:{100 * event.step / last:.2f}%"></i></span>'
+        f'<span class="event-step">step {event.step}</span>'
+        f'<span class="event-text">{escape(event.source)}: {escape(event.text)}</span></div>'
+    )
+
+
+def _evidence(diagnosis: Diagnosis) -> str:
+    found = "".join(_finding(finding) for finding in diagnosis.found)
+    rest = [_others("Clear", [f for f in diagnosis.findings if f.state == "clear"])]
+    rest.append(_others("Not judged", [f for f in diagnosis.findings if f.state not in ("clear", "found")]))
+    return f"<h4>Evidence</h4>{found}{''.join(rest)}"
+
+
+def _finding(finding: Finding) -> str:
+    figures = ", ".join(f"{name} {_shown(value)}" for name, value in finding.evidence.items() if value is not None)
+    return (
+        f'<div class="finding"><b>{escape(class_name(finding.kind))}</b> <span>from step {finding.step}</span>'
+        f'<p>{escape(sentence(finding.message))}</p><p class="muted">{escape(figures)}</p></div>'
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _others(title: str, listed: Sequence[Finding]) -> str:
+    if not listed:
+        return ""
+    items = [class_name(f.kind) + (f" (no {', '.join(f.missing)})" if f.missing else "") for f in listed]
+    return f'<p class="muted">{title}: {escape("; ".join(items))}.</p>'
+
+
+def _lead(failed: Failed) -> str:
+    """How long before the failure the kurtosis alert came."""
+    lead = failed.diagnosis.lead_time
+    if lead is None:
+        return ""
+    seconds = "" if lead.seconds is None else f" ({abs(lead.seconds):.3g} s)"
+    when = f"{abs(lead.steps)} steps{seconds} {'before' if lead.steps >= 0 else 'after'}"
+    words = f"The kurtosis alert came at step {lead.alert_step}, {when} the {class_name(lead.failure_kind)}"
+    return f"<p>{escape(words)} at step {lead.failure_step}.</p>"
+
+
+def _loss_chart(place: int, failed: Failed, reference: Row | None, looks: Mapping[str, Look]) -> Chart | None:
+    """The run's training loss and the reference's, with a line at every class of failure."""
+    own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
+    other = [Row(reference.label, reference.rule, reference.format, reference.runs[:1])] if reference else []
+    drawn = series.lines([own, *other], "train/loss", smoothed=True)
+    if failed.label not in {line.label for line in drawn}:
+        return None
+    found = [finding for finding in failed.diagnosis.found if finding.step is not None]
+    layout = axes("step", "nats per token") | ranged(series.loss_range(drawn))
+    layout |= {"shapes": [_moment(f.step or 0) for f in found], "annotations": _moment_names(found)}
+    layout["margin"] = layout["margin"] | {"t": 14 + 14 * min(len(found), 4)}
+    traces = line_traces(drawn, looks, marked=False)
+    for trace in traces:
+        del trace["meta"]  # its own page shows a run whether or not the row is hidden elsewhere
+    caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."
+    return Chart(f"failure-{place}", "Training loss", caption, traces, layout, height=300, wide=True)
+
+
+def _moment(step: int) -> dict[str, Any]:
+    line = {"color": "@muted", "width": 1.5, "dash": "dot"}
+    return {"type": "line", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1, "line": line}
+
+
+def _moment_names(found: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The classes' names above the chart, staggered so that neighbours stay apart."""
+    return [
+        {
+            "x": finding.step,
+            "y": 1,
+            "yref": "paper",
+            "yshift": 9 + 14 * (i % 4),
+            "text": class_name(finding.kind),
+            "showarrow": False,
+            "xanchor": "left",
+            "font": {"size": 11},
+        }
+        for i, finding in enumerate(found)
+    ]

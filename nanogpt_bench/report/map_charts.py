@@ -1,0 +1,114 @@
+"""Heat maps as plotly figures: code use, stiffness, and which format works where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from nanogpt_bench.report import fields
+from nanogpt_bench.report.charts import Chart, axes
+from nanogpt_bench.report.results import Result
+from nanogpt_bench.report.studies import Sensitivity
+
+ROW_HEIGHT, FRAME_HEIGHT = 22, 96
+
+
+def code_use_charts(results: Sequence[Result]) -> list[Chart]:
+    return [_layer_map(f"codes-{i}", field, "value") for i, field in enumerate(fields.code_use(results))]
+
+
+def stiffness_charts(results: Sequence[Result]) -> list[Chart]:
+    maps = [field for field in fields.stiffness(results) if field.columns]
+    return [_layer_map(f"stiffness-{i}", field, "stiffness S") for i, field in enumerate(maps)]
+
+
+def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
+    trace = {
+        "type": "heatmap",
+        "x": field.columns,
+        "y": [escape(layer) for layer in field.layers],
+        "z": field.cells,
+        "customdata": [list(field.ticks.values())] * len(field.layers),
+        "colorscale": "@sequential",
+        "zmin": -5,
+        "zmax": 0,
+        "colorbar": _bar([-4, -2, 0], ["0.01%", "1%", "100%"]),
+        "hoverongaps": False,
+        "hovertemplate": f"%{{y}}<br>{what} %{{customdata}}: 10^%{{z:.2f}} of the weights<extra></extra>",
+    }
+    layout = axes(f"{what} in units of the row's scale", "")
+    ticks = fields.spread(field.columns, 4)
+    layout["xaxis"] |= {
+        "tickvals": ticks,
+        "ticktext": [field.ticks[c] for c in ticks],
+        "tickangle": 0,
+        "showgrid": False,
+    }
+    layout["yaxis"] |= _named_rows()
+    height = FRAME_HEIGHT + ROW_HEIGHT * max(3, min(len(field.layers), 20))
+    return Chart(name, field.label, f"{field.format}, share of each layer's weights.", [trace], layout, height=height)
+
+
+def _named_rows() -> dict[str, Any]:
+    return {
+        "type": "category",
+        "autorange": "reversed",
+        "showgrid": False,
+        "tickfont": {"size": 11},
+        "title": {"text": ""},
+    }
+
+
+def _bar(values: Sequence[float], texts: Sequence[str]) -> dict[str, Any]:
+    return {
+        "thickness": 10,
+        "outlinewidth": 0,
+        "tickvals": list(values),
+        "ticktext": list(texts),
+        "tickfont": {"size": 11},
+        "xpad": 4,
+    }
+
+
+def sensitivity_charts(studies: Sequence[Sensitivity]) -> list[Chart]:
+    """Which format works where: the loss gap when one layer pattern alone is quantised."""
+    return [_sensitivity_chart(f"sensitivity-{i}", study) for i, study in enumerate(studies)]
+
+
+def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
+    known = [abs(gap) for line in study.gap for gap in line if gap is not None]
+    reach = max(known, default=0.0) or 1.0
+    trace = {
+        "type": "heatmap",
+        "x": [escape(fmt) for fmt in study.formats],
+        "y": [escape(pattern) for pattern in study.patterns],
+        "z": [list(line) for line in study.gap],
+        "text": [["" if gap is None else f"{gap:+z.3f}" for gap in line] for line in study.gap],
+        "texttemplate": "%{text}",
+        "textfont": {"size": 12},
+        "xgap": 2,
+        "ygap": 2,
+        "colorscale": "@diverging",
+        "zmin": -reach,
+        "zmax": reach,
+        "colorbar": {"thickness": 10, "outlinewidth": 0, "tickfont": {"size": 11}, "nticks": 5, "xpad": 4},
+        "hoverongaps": False,
+        "hovertemplate": "%{y} in %{x}: %{z:+.4f} nats<extra></extra>",
+    }
+    layout = axes("", "") | {"annotations": _failed_cells(study)}
+    layout["xaxis"] |= {"type": "category", "side": "top", "showgrid": False, "tickangle": 0}
+    layout["yaxis"] |= _named_rows()
+    height = FRAME_HEIGHT + 34 * len(study.patterns)
+    words = "Final validation loss above that of the unquantised model, in nats; one pattern quantised at a time."
+    return Chart(name, "Which format works where", words, [trace], layout, height=height, wide=True)
+
+
+def _failed_cells(study: Sensitivity) -> list[dict[str, Any]]:
+    """A dash where the run left no loss."""
+    return [
+        {"x": fmt, "y": pattern, "text": "no loss", "showarrow": False, "font": {"size": 11}}
+        for pattern, line in zip(map(escape, study.patterns), study.gap, strict=True)
+        for fmt, gap in zip(map(escape, study.formats), line, strict=True)
+        if gap is None
+    ]

@@ -1,0 +1,75 @@
+"""The parts a page is put together from: sections of text and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from nanogpt_bench.report.charts import Chart
+from nanogpt_bench.report.palette import Look
+
+SVG_DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}
+SHORT_LEGEND = 16  # a legend of more rows begins closed
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section: its address and title, its HTML (everything in it escaped), and the charts drawn in it."""
+
+    name: str
+    title: str
+    body: str
+    charts: Sequence[Chart] = field(default=())
+
+    def html(self) -> str:
+        return f'<section id="{self.name}"><h2>{escape(self.title)}</h2>{self.body}</section>'
+
+
+def figures(shown: Sequence[Chart], *, small: bool = False) -> str:
+    """Places for charts, two abreast, or three where they are small."""
+    if not shown:
+        return ""
+    return f'<div class="charts{" small" if small else ""}">{"".join(map(_figure, shown))}</div>'
+
+
+def _figure(chart: Chart) -> str:
+    place = f'<div id="chart-{chart.name}" style="height:{chart.height}px{_least(chart)}"></div>'
+    if chart.least:
+        place = f'<div class="scroll">{place}</div>'
+    return (
+        f"<figure{css_class('wide' if chart.wide else '')}><h3>{escape(chart.title)}</h3>"
+        f"<figcaption>{escape(chart.caption)}</figcaption>{place}</figure>"
+    )
+
+
+def _least(chart: Chart) -> str:
+    return f";min-width:{chart.least}px" if chart.least else ""
+
+
+def css_class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def legend(labels: Sequence[str], looks: Mapping[str, Look], charts: Sequence[Chart]) -> str:
+    """The legend shared by line charts: a button a row, which shows and hides that row everywhere."""
+    drawn = {trace["meta"]["row"] for chart in charts for trace in chart.traces if "meta" in trace}
+    keys = "".join(_key(label, looks[label]) for label in labels if label in drawn)
+    if not keys:
+        return ""
+    opened = " open" if len(drawn) <= SHORT_LEGEND else ""
+    return (
+        f'<details class="legend"{opened}><summary>Rows ({len(drawn)}): press to show or hide</summary>'
+        f'<div class="keys">{keys}</div></details>'
+    )
+
+
+def _key(label: str, look: Look) -> str:
+    sample = (
+        '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
+        f'style="stroke:var({look.variable})" stroke-dasharray="{SVG_DASHES[look.dash]}"/></svg>'
+    )
+    text = escape(label)
+    return (
+        f'<button class="key" type="button" aria-pressed="true" data-row="{text}">{sample}<span>{text}</span></button>'
+    )

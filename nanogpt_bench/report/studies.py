@@ -1,0 +1,86 @@
+"""What a sweep found beside its runs: sensitivity.json and lr_limits.json, read from the sweep's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.report.read import finite, mapping
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The loss gap (nats) when one layer pattern alone is quantised to one format; None where there is none."""
+
+    patterns: tuple[str, ...]
+    formats: tuple[str, ...]
+    gap: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class LearningRateLimit:
+    """Between which learning rates one format and rule becomes unstable; None where a side was not found."""
+
+    format: str
+    rule: str
+    stable: float | None
+    unstable: float | None
+
+
+@dataclass(frozen=True)
+class Studies:
+    """Everything of that kind in the folders of a report."""
+
+    sensitivities: tuple[Sensitivity, ...] = ()
+    limits: tuple[LearningRateLimit, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_studies(folders: Iterable[Path]) -> Studies:
+    """The studies in those folders; a file that does not fit is named in `notes`, one that is not there is not."""
+    notes: list[str] = []
+    sensitivities: list[Sensitivity] = []
+    limits: list[LearningRateLimit] = []
+    for folder in dict.fromkeys(folders):
+        sensitivities += _sensitivity(folder / "sensitivity.json", notes)
+        limits += _limits(folder / "lr_limits.json", notes)
+    return Studies(tuple(sensitivities), tuple(dict.fromkeys(limits)), tuple(notes))
+
+
+def _sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
+    if not path.is_file():
+        return []
+    content = mapping(path, notes)
+    patterns, formats, gap = (content.get(key) for key in ("patterns", "formats", "gap"))
+    if not _is_table(patterns, formats, gap):
+        notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
+        return []
+    rows = tuple(tuple(finite(cell) for cell in line) for line in gap or ())
+    return [Sensitivity(tuple(map(str, patterns or ())), tuple(map(str, formats or ())), rows)]
+
+
+def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:
+    if not all(isinstance(part, list) and part for part in (patterns, formats, gap)):
+        return False
+    return len(gap) == len(patterns) and all(isinstance(row, list) and len(row) == len(formats) for row in gap)
+
+
+def _limits(path: Path, notes: list[str]) -> list[LearningRateLimit]:
+    if not path.is_file():
+        return []
+    rows = mapping(path, notes).get("rows")
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        notes.append(f"{path.name}: expected rows; left out")
+        return []
+    return [_limit(row) for row in rows if isinstance(row, Mapping)]
+
+
+def _limit(row: Mapping[str, Any]) -> LearningRateLimit:
+    return LearningRateLimit(
+        str(row.get("format") or "none"),
+        str(row.get("rule") or "unknown"),
+        finite(row.get("largest_stable_lr")),
+        finite(row.get("smallest_unstable_lr")),
+    )

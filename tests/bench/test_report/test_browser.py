@@ -1,0 +1,119 @@
+"""The page in a real browser: every chart drawn, the console silent, readable on both screens and in both themes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from chromium import EXECUTABLE, Chromium
+
+from nanogpt_bench.report import report
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in"),
+]
+SCREENS = [(1280, False), (1280, True), (390, False), (390, True)]
+NASTY = '</script><script>window.broken=1</script>"><img src=x onerror=alert(1)>&amp;'
+
+#: charts without a drawn mark in them: a curve, a marker, a filled cell
+UNDRAWN = """[...document.querySelectorAll('[id^="chart-"]')].filter((place) =>
+  !place.querySelector('.scatterlayer path, .heatmaplayer image')).map((place) => place.id)"""
+#: what reaches past the right edge of the screen without a scroll bar of its own
+TOO_WIDE = """[...document.querySelectorAll('main *')].filter((node) => !node.closest('.scroll, pre, svg, .bar-track')
+  && node.getBoundingClientRect().right > innerWidth + 1).map((node) => node.tagName + '.' + node.className)"""
+#: pairs of axis labels that lie on each other, as "chart: label / label"
+OVERLAPPING = """[...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => {
+  const ticks = [...plot.querySelectorAll('.xaxislayer-above .xtick text')].map((t) => [t, t.getBoundingClientRect()]);
+  return ticks.slice(1).filter(([, box], i) => box.left < ticks[i][1].right && box.top < ticks[i][1].bottom
+    && ticks[i][1].width && box.width)
+    .map(([tick], i) => plot.id + ': ' + tick.textContent);
+})"""
+#: texts too faint against the page to be read: contrast below 4.5 as WCAG counts it
+FAINT = """(() => {
+  const light = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((c) => c / 255)
+      .map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  };
+  const page = light(getComputedStyle(document.body).backgroundColor);
+  const contrast = (colour) => {
+    const [a, b] = [light(colour), page].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  };
+  return [...document.querySelectorAll('main h1, main h2, main h3, main p, main td, main th, main summary, main a')]
+    .filter((node) => contrast(getComputedStyle(node).color) < 4.5).map((node) => node.outerHTML.slice(0, 80));
+})()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, write_run, write_comparison, write_metrics, write_alerts):
+    """A report with every kind of chart: nine rows, a sweep of learning rates, monitors, alerts and a failed run."""
+    folder = tmp_path_factory.mktemp("report")
+    runs = write_comparison(folder / "runs")
+    write_metrics(runs[3], {"grad/cosine": lambda step: 0.97 - 0.0004 * step}, every=20)
+    write_metrics(runs[3], {"quant/kurtosis/residual": lambda step: 3.0 + step / 10}, every=20)
+    write_alerts(runs[3], ("kurtosis", 80), ("early_divergence", 120))
+    for lr in (2e-3, 4e-3):
+        write_run(folder / "runs" / f"lr{lr}", rule="stochastic", fmt="E4M3", final=2.1 + 20 * lr, seed=0, lr=lr)
+    nan = {"kind": "nan", "message": NASTY, "step": 150}
+    write_run(folder / "runs" / "nasty", rule=NASTY, name=NASTY, status="failed", failure=nan)
+    study = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.4], [-0.02, None]]}
+    (folder / "runs" / "sensitivity.json").write_text(json.dumps(study))
+    limits = [{"format": "E4M3", "rule": "nearest", "largest_stable_lr": 0.01, "smallest_unstable_lr": 0.02}]
+    (folder / "runs" / "lr_limits.json").write_text(json.dumps({"rows": limits}))
+    return report([folder / "runs"], out=folder / "out")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
+
+
+@pytest.mark.parametrize(("width", "dark"), SCREENS, ids=lambda value: str(value))
+def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
+    browser.said.clear()
+    browser.look(width=width, dark=dark)
+    browser.open(Path(page).resolve().as_uri())
+    assert browser.said == []
+    assert browser.evaluate(UNDRAWN) == []
+    assert browser.evaluate("document.querySelectorAll('.js-plotly-plot').length") > 30
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    assert browser.evaluate(TOO_WIDE) == []
+    assert browser.evaluate(OVERLAPPING) == []
+    assert browser.evaluate(FAINT) == []
+    assert browser.evaluate("window.broken === undefined")
+    background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == ("rgb(21, 24, 29)" if dark else "rgb(255, 255, 255)")
+    assert struct.unpack(">I", browser.screenshot()[16:20])[0] == width
+
+
+def test_the_charts_follow_a_change_of_theme(page, browser):
+    browser.look(width=1280, dark=False)
+    browser.open(Path(page).resolve().as_uri())
+    ink = "getComputedStyle(document.querySelector('#chart-val-step .xtick text')).fill"
+    assert browser.evaluate(ink) == "rgb(26, 26, 26)"
+    browser.look(width=1280, dark=True)
+    browser.wait(f"{ink} === 'rgb(240, 240, 240)'")
+
+
+def test_a_row_is_hidden_everywhere_by_one_press(page, browser):
+    browser.look(width=1280)
+    browser.open(Path(page).resolve().as_uri())
+    shown = "document.querySelectorAll('#chart-val-step .scatterlayer .trace').length"
+    before = browser.evaluate(shown)
+    browser.evaluate("document.querySelector('button.key[data-row=\"E4M3 nearest\"]').click()")
+    browser.wait(f"{shown} < {before}")
+    pressed = "[...document.querySelectorAll('button.key[data-row=\"E4M3 nearest\"]')].map((k) => k.ariaPressed)"
+    assert set(browser.evaluate(pressed)) == {"false"}
+
+
+def test_a_failure_page_has_an_address(page, browser):
+    browser.look(width=1280)
+    browser.open(Path(page).resolve().as_uri() + "#failure-0")
+    assert browser.evaluate("document.getElementById('failure-0').open")
+    plot = "document.querySelector('#failure-0 .js-plotly-plot .main-svg').getBoundingClientRect().width"
+    assert browser.evaluate(plot) > 900
