@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8manifold._float_bits import float_bits
 from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import round_to_grid, ulp
+from fp8manifold.monitor._position import inside, spacing
 
 __all__ = ["FieldSums", "Line"]
 
@@ -27,25 +27,29 @@ class Line:
 class FieldSums:
     """Of the stiffness, and of its logarithm jointly with that of weights and gradients, block by block."""
 
-    def __init__(self, fmt: FloatFormat) -> None:
-        self._format = fmt
+    def __init__(self, fmt: FloatFormat, dtype: torch.dtype) -> None:
+        self._format, self._dtype = fmt, dtype
         self._field: list[Tensor] = []
         self._joint: tuple[list[Tensor], list[Tensor]] = [], []
         self._anchor: Tensor | None = None
 
-    def add(self, units: Tensor, scales: Tensor, gradient: Tensor | None) -> None:
-        """Take in a block of weights, in units of their scales, and of their gradient."""
-        if not units.numel():
+    def add(self, w: Tensor, scales: Tensor, gradient: Tensor | None) -> None:
+        """Take in a block of weights and of their gradient."""
+        if not w.numel():
             return
-        ulps = ulp(units, self._format)
-        stiffness, logarithm = ulps * scales, _exponent(ulps) + scales.log2()
+        units = w / scales
+        near = inside(units, self._format)
+        ulps = spacing(near, self._format).add_(units * 0)  # NaN of NaN and Inf
+        stiffness, logarithm = ulps * scales, _exponent(ulps).add_(scales.log2()).add_(units * 0)
         if self._anchor is None:
             self._anchor = logarithm[0].clone()
         logarithm -= self._anchor  # a constant field sums to zero exactly
-        off_grid = (round_to_grid(units, self._format) != units).sum()
+        # in value and in the weights' own dtype: dividing by the scale need not undo the multiplication
+        nearest = near.div_(ulps).round_().mul_(ulps).mul_(scales).to(self._dtype)
+        off_grid = (nearest.to(w.dtype) != w).sum()
         moments = logarithm.sum(), torch.dot(logarithm, logarithm)
         self._field.append(_stacked(stiffness.sum(), off_grid, *moments, stiffness.amax()))
-        self._joint[0].append(_joint_sums(units * scales, logarithm))
+        self._joint[0].append(_joint_sums(w, logarithm))
         if gradient is not None:
             self._joint[1].append(_joint_sums(gradient, logarithm))
 

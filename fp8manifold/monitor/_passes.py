@@ -17,6 +17,7 @@ __all__ = [
     "fitting",
     "one_scale",
     "plain",
+    "scaled_blocks",
     "share",
     "unit_blocks",
 ]
@@ -78,15 +79,20 @@ def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(t[start : start + size].to(working_dtype(t)) for t in flat)
 
 
-def unit_blocks(scale: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The scale's piece (flat, or one number), and the pieces of the tensors in units of it."""
+def scaled_blocks(scale: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The scale's piece (flat, or one number), and the pieces of the tensors."""
     if scale.numel() == 1:
         one = scale.reshape(())
         for parts in blocks(*tensors):
-            yield one, *(part / one for part in parts)
+            yield one, *parts
         return
-    for scales, *rest in blocks(scale.expand(tensors[0].shape), *tensors):
-        yield scales, *(part / scales for part in rest)
+    yield from blocks(scale.expand(tensors[0].shape), *tensors)
+
+
+def unit_blocks(scale: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The scale's piece, and the pieces of the tensors in units of it."""
+    for scales, *parts in scaled_blocks(scale, *tensors):
+        yield scales, *(part / scales for part in parts)
 
 
 def one_scale(scale: Tensor) -> float:

@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from fp8manifold._codec import encode_finite
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
-from fp8manifold.monitor._passes import ScaleLike, fitting, plain
+from fp8manifold.monitor._passes import ScaleLike, fitting, plain, unit_blocks
 
 __all__ = ["BitFigures", "bit_figures", "code_histogram", "gap_lengths"]
 
@@ -37,9 +38,18 @@ def code_histogram(x: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> Tensor
     fmt = as_format(fmt)
     if x.dtype is torch.uint8:
         return torch.bincount(x.flatten(), minlength=2 * fmt.sign_bit)
-    x = plain(x)
-    codes = encode(x / fitting(scale, x), fmt)
-    return torch.bincount(codes.flatten(), minlength=2 * fmt.sign_bit)
+    x, size = plain(x), 2 * fmt.sign_bit
+    counts = torch.zeros(size, dtype=torch.int64, device=x.device)
+    for _, units in unit_blocks(fitting(scale, x), x):
+        counts += torch.bincount(_codes(units, fmt), minlength=size)
+    return counts
+
+
+def _codes(units: Tensor, fmt: FloatFormat) -> Tensor:
+    """:func:`fp8manifold.encode`, in half the time where there is no NaN to look out for."""
+    if units.dtype is torch.float32 and not bool(units.sum().isnan()):
+        return encode_finite(units, fmt)
+    return encode(units, fmt)
 
 
 @dataclass(frozen=True)

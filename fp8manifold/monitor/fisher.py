@@ -82,6 +82,8 @@ def fisher_figures(
     if not given:
         raise ValueError("batches holds no batch to measure the Fisher information with")
     found = linear_layers(model, model.parameters(), max_features)
+    if not found:
+        return {}
     layers = [Layer(module, LayerFisher(name, weight)) for weight, (name, module) in found.items()]
     rows = rows_of_batches(model, [layer.module for layer in layers], given, logits, Draws(seed, step, samples))
     if representation == "diagonal":

@@ -9,9 +9,9 @@ from torch import Tensor
 from fp8manifold._charts import UlpChart
 from fp8manifold._checks import check_number
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.grid import to_chart, ulp
 from fp8manifold.monitor._field import FieldSums
-from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, unit_blocks
+from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, scaled_blocks, unit_blocks
+from fp8manifold.monitor._position import chart_steps, inside, spacing
 
 __all__ = [
     "GeometryFigures",
@@ -70,8 +70,8 @@ def geometry_figures(
         damping, clip: bounds of S over its mean, those of the optimizers.
 
     Returns:
-        A :class:`GeometryFigures`; the slope is that of the weights that are not zero.  NaN in ``w`` gives NaN; of an
-        empty tensor all is 0 but the smallest eigenvalue, which is 1, and what is None.
+        A :class:`GeometryFigures`; the slope is that of the weights that are not zero.  NaN or Inf in ``w`` makes
+        its figures NaN or None; of an empty tensor all is 0 but the smallest eigenvalue, which is 1, and what is None.
 
     Raises:
         TypeError: not float tensors.
@@ -88,9 +88,9 @@ def geometry_figures(
     fitted = fitting(scale, w)
     tensors = [w] if gradient is None else [w, plain(gradient, "gradient")]
     check_shapes(*tensors)
-    sums, n = FieldSums(fmt), w.numel()
-    for scales, units, *more in unit_blocks(fitted, *tensors):
-        sums.add(units, scales, more[0] * scales if more else None)
+    sums, n = FieldSums(fmt, w.dtype), w.numel()
+    for scales, part, *more in scaled_blocks(fitted, *tensors):
+        sums.add(part, scales, more[0] if more else None)
     mean, largest = sums.stiffness(n)
     return GeometryFigures(
         size=n,
@@ -142,13 +142,12 @@ def warp_figures(before: Tensor, target: Tensor, fmt: FormatLike, scale: ScaleLi
     before, target = plain(before, "before"), plain(target, "target")
     check_shapes(before, target)
     fmt, sums = as_format(fmt), []
-    chart = UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
-    for _, x, y in unit_blocks(fitting(scale, before), before.double(), target.double()):
-        start, end = x.clamp(-fmt.max, fmt.max), y.clamp(-fmt.max, fmt.max)
-        stiffness = ulp(start, fmt)
-        moved = chart.shift(start, (end - start) / stiffness).clamp_(-fmt.max, fmt.max)
-        distortion = (moved - end).abs_().div_(stiffness)
-        sums.append(torch.stack([(ulp(end, fmt) != stiffness).sum(), distortion.sum()]).double())
+    for _, x, y in unit_blocks(fitting(scale, before), before, target):
+        start, end = inside(x, fmt), inside(y, fmt)
+        ulps = spacing(start, fmt)
+        crosses = spacing(end, fmt) != ulps
+        bends = crosses | (torch.sign(start) * torch.sign(end) < 0)  # elsewhere the chart is a straight line
+        sums.append(torch.stack([crosses.sum().double(), _distortion(start[bends], end[bends], fmt)]))
     crossings, distortion_sum = torch.stack(sums).sum(0).tolist()
     n = max(before.numel(), 1)
     return WarpFigures(before.numel(), crossings / n, distortion_sum / n)
@@ -179,8 +178,7 @@ def chart_distance(a: Tensor, b: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0
     a, b = plain(a, "a"), plain(b, "b")
     check_shapes(a, b)
     fmt = as_format(fmt)
-    pieces = unit_blocks(fitting(scale, a), a.double(), b.double())
-    steps = [(to_chart(x, fmt) - to_chart(y, fmt)).abs_().sum() for _, x, y in pieces]
+    steps = [chart_steps(x, y, fmt).sum().double() for _, x, y in unit_blocks(fitting(scale, a), a, b)]
     return float(torch.stack(steps).sum()) / max(a.numel(), 1)
 
 
@@ -286,3 +284,12 @@ def orthogonality(q: Tensor) -> float:
         return 0.0
     identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     return float(torch.linalg.matrix_norm(q.mT @ q - identity).amax())
+
+
+def _distortion(start: Tensor, end: Tensor, fmt: FloatFormat) -> Tensor:
+    """The sum of ``|exp_x(u) - (x + u)| / S(x)``, in float64."""
+    chart = UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
+    start, end = start.double(), end.double()
+    ulps = spacing(start, fmt)
+    moved = inside(chart.shift(start, (end - start) / ulps), fmt)
+    return (moved - end).abs_().div_(ulps).sum()

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from fp8manifold._checks import check_int, check_number
 from fp8manifold.formats import FormatLike, as_format
-from fp8manifold.grid import round_to_grid, ulp
 from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, unit_blocks
+from fp8manifold.monitor._position import inside, spacing
 from fp8manifold.monitor.histogram import Histogram
 
 __all__ = ["DeadRuns", "GradientFigures", "ShadowFigures", "gradient_figures", "shadow_figures", "update_to_noise"]
 
 _LONGEST = 32767
+_ROUNDING = 2.0**-20  # a variance, relative to the mean square, that float32 leaves of a constant
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class GradientFigures:
     linf: float
     """Largest magnitude."""
     snr: float | None
-    """Magnitude of the mean over the standard deviation, across the elements; None where that is 0."""
+    """Magnitude of the mean over the standard deviation, across the elements; None where it exceeds 1000."""
     zero: float
     """Share of zeros."""
 
@@ -63,19 +64,20 @@ def gradient_figures(g: Tensor) -> GradientFigures:
         top = magnitude.amax()
         unit = torch.where((top > 0) & top.isfinite(), top, 1.0)
         scaled = part / unit
-        one = [unit, scaled.sum(), torch.dot(scaled, scaled), top, torch.sign(magnitude).sum()]
+        zeros = torch.eq(magnitude, 0.0, out=magnitude).sum(dtype=torch.float64)
+        one = [unit, scaled.sum(), torch.dot(scaled, scaled), top, zeros]
         found.append(torch.stack([value.double() for value in one]))
-    unit, sums, squares, tops, nonzero = torch.stack(found).unbind(1)
+    unit, sums, squares, tops, zeros = torch.stack(found).unbind(1)
     mean, square = (sums * unit).sum() / n, (squares * unit * unit).sum() / n
-    figures = torch.stack([mean, square, tops.amax(), nonzero.sum()]).tolist()
+    figures = torch.stack([mean, square, tops.amax(), zeros.sum()]).tolist()
     return _figures(n, *figures)
 
 
-def _figures(n: int, mean: float, square: float, linf: float, nonzero: float) -> GradientFigures:
+def _figures(n: int, mean: float, square: float, linf: float, zeros: float) -> GradientFigures:
     variance = square - mean * mean
-    noisy = math.isfinite(variance) and variance > square * 2.0**-40
-    zero = 1 - nonzero / n if math.isfinite(nonzero) else math.nan
-    return GradientFigures(n, math.sqrt(square * n), linf, abs(mean) / math.sqrt(variance) if noisy else None, zero)
+    noisy = math.isfinite(variance) and variance > square * _ROUNDING
+    snr = abs(mean) / math.sqrt(variance) if noisy else None
+    return GradientFigures(n, math.sqrt(square * n), linf, snr, zeros / n)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def shadow_figures(g: Tensor, reference: Tensor) -> ShadowFigures:
 
     Returns:
         A :class:`ShadowFigures`.  The cosine of equal gradients is 1 exactly.  Both figures are None where either
-        tensor holds NaN or Inf, and for empty tensors.
+        tensor holds NaN or Inf, where both are zero, and for empty tensors.
 
     Raises:
         TypeError: not float tensors.
@@ -117,23 +119,27 @@ def shadow_figures(g: Tensor, reference: Tensor) -> ShadowFigures:
     check_shapes(g, reference)
     if g.numel() == 0:
         return ShadowFigures(0, None, None)
-    unit = torch.stack([x.abs().amax().double() for pair in blocks(g, reference) for x in pair]).amax().item()
-    if not 0 < unit < math.inf:
+    tops = torch.stack([torch.stack([x.abs().amax().double() for x in pair]) for pair in blocks(g, reference)]).amax(0)
+    units = [top if top != 0 else 1.0 for top in tops.tolist()]
+    if not all(map(math.isfinite, units)):
         return ShadowFigures(g.numel(), None, None)
-    products = torch.stack([_products(a.float() / unit, b.float() / unit) for a, b in blocks(g, reference)]).sum(0)
-    both, own, shadow, difference = products.tolist()
+    dtype = torch.promote_types(g.dtype, reference.dtype)
+    pieces = [_products(a, b, units) for a, b in blocks(g.to(dtype), reference.to(dtype))]
+    both, own, shadow, noise = torch.stack(pieces).sum(0).tolist()
     cosine = max(-1.0, min(1.0, both / math.sqrt(own * shadow))) if own and shadow else None
-    return ShadowFigures(g.numel(), cosine, _decibels(shadow, difference))
+    return ShadowFigures(g.numel(), cosine, _decibels(shadow * (units[1] / max(units)) ** 2, noise))
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    difference = a - b
-    return torch.stack([torch.dot(a, b), torch.dot(a, a), torch.dot(b, b), torch.dot(difference, difference)]).double()
+def _products(a: Tensor, b: Tensor, units: list[float]) -> Tensor:
+    """Of the two, each in its own unit, and the power of their difference in the larger one."""
+    first, second, difference = a / units[0], b / units[1], (a - b) / max(units)
+    pairs = (first, second), (first, first), (second, second), (difference, difference)
+    return torch.stack([torch.dot(*pair) for pair in pairs]).double()
 
 
-def _decibels(signal: float, noise: float) -> float:
+def _decibels(signal: float, noise: float) -> float | None:
     if noise == 0:
-        return math.inf
+        return math.inf if signal else None
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
@@ -166,9 +172,9 @@ def update_to_noise(before: Tensor, target: Tensor, fmt: FormatLike, scale: Scal
     check_shapes(before, target)
     fmt, sums = as_format(fmt), []
     for scales, start, wanted in unit_blocks(fitting(scale, before), before, target):
-        low = round_to_grid(wanted, fmt, "toward_zero")
-        gap = ulp(wanted, fmt)
-        fraction = ((wanted - low) / gap).abs_().clamp_(max=1.0)
+        end = inside(wanted, fmt)
+        gap = spacing(end, fmt)
+        fraction = (end / gap).abs_().frac_()
         step = (gap * scales).double()
         noise = (fraction * (1 - fraction)).double() * step * step
         sums.append(torch.stack([((wanted - start) * scales).double().square().sum(), noise.sum()]))

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fp8manifold._checks import check_int
 from fp8manifold._float_bits import float_bits
-from fp8manifold.formats import FormatLike, as_format
-from fp8manifold.grid import round_to_grid, ulp
+from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.monitor._passes import ScaleLike, blocks, fitting, plain, unit_blocks
+from fp8manifold.monitor._position import inside, spacing
 
 __all__ = ["Histogram", "magnitude_histogram", "residual_histogram", "stiffness_histogram"]
 
@@ -71,7 +71,7 @@ def stiffness_histogram(w: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> H
     """
     w, fmt = plain(w, "w"), as_format(fmt)
     pieces = unit_blocks(fitting(scale, w), w)
-    return _of_exponents(sum(_exponent_counts(ulp(units, fmt) * scales) for scales, units in pieces), w)
+    return _of_exponents(sum(_exponent_counts(_stiffness(units, scales, fmt)) for scales, units in pieces), w)
 
 
 @torch.no_grad()
@@ -102,11 +102,17 @@ def residual_histogram(w: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0, bins:
     check_int("bins", bins, 1, 65536)
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=w.device)
     for _, units in unit_blocks(fitting(scale, w), w):
-        residual = (units - round_to_grid(units, fmt)) / ulp(units, fmt)
-        place = (residual + 0.5).mul_(bins).floor_().clamp_(0, bins - 1)
-        index = torch.where(units.isfinite(), place, bins).to(torch.int32)
-        counts += torch.bincount(index, minlength=bins + 1)
+        near = inside(units, fmt)
+        gap = spacing(near, fmt)
+        steps = near / gap
+        residual = steps.sub_(steps.round()).add_((units - near).div_(gap)).add_(units * 0)  # NaN of Inf as well
+        place = residual.add_(0.5).mul_(bins).floor_().clamp_(0, bins - 1).nan_to_num_(nan=bins)
+        counts += torch.bincount(place.to(torch.int32), minlength=bins + 1)
     return Histogram(tuple(i / bins - 0.5 for i in range(bins + 1)), tuple(counts[:bins].tolist()))
+
+
+def _stiffness(units: Tensor, scales: Tensor, fmt: FloatFormat) -> Tensor:
+    return spacing(inside(units, fmt), fmt).mul_(scales)
 
 
 def _exponent_counts(x: Tensor) -> Tensor:

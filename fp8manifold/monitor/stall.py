@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8manifold.formats import FormatLike, as_format
-from fp8manifold.grid import to_chart, ulp
 from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, share, unit_blocks
+from fp8manifold.monitor._position import chart_steps, inside, spacing
 
 __all__ = ["StallFigures", "code_drift", "code_unchanged", "residual_saturation", "stall_figures", "update_lost"]
 
@@ -114,9 +114,9 @@ def stall_figures(
     fmt, sums = as_format(fmt), []
     for _, start, wanted, end in unit_blocks(fitting(scale, before), before, target, after):
         asked, moved = wanted != start, end != start
-        steps = (to_chart(wanted, fmt) - to_chart(start, fmt)).abs_().clamp_(max=1.0)
-        ulps = (wanted - start).abs_().div_(ulp(start, fmt))
-        sums.append(torch.stack([asked.sum(), (asked & moved).sum(), ulps.sum(), steps.sum()]).double())
+        steps = chart_steps(wanted, start, fmt).clamp_(max=1.0)
+        ulps = (wanted - start).abs_().div_(spacing(inside(start, fmt), fmt))
+        sums.append(torch.stack([asked.sum(), moved.logical_and_(asked).sum(), ulps.sum(), steps.sum()]).double())
     asked_for, done, ulps_sum, steps_sum = torch.stack(sums).sum(0).tolist()
     n = max(before.numel(), 1)
     return StallFigures(
@@ -137,7 +137,8 @@ def residual_saturation(residual: Tensor, size: int | None = None) -> float:
         size: the number of weights, where two are packed in a byte; None takes twice the bytes.
 
     Returns:
-        A number in [0, 1]; 0 for an empty tensor.  Of residuals spread evenly it is 2/256 and 2/16.
+        A number in [0, 1]; 0 for an empty tensor.  Of residuals spread evenly it is 2/256 and 2/16, for what exceeds
+        an end is carried to the code.
 
     Raises:
         TypeError: neither int8 nor uint8.

@@ -1,8 +1,11 @@
 """Zero-gradient zones: weights whose layer answers the same whichever way they move by half an ULP."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from fp8manifold._blocks import BLOCK
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import from_chart, round_to_grid, to_chart, ulp
@@ -10,6 +13,7 @@ from fp8manifold.monitor._passes import ScaleLike, fitting, plain
 
 __all__ = ["zero_gradient_zone"]
 
+_LARGE = 2.0**100  # stands for no slack at all: times 0 it is 0
 _HALVES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -62,16 +66,21 @@ def zero_gradient_zone(
     rows = x.reshape(-1, w.shape[1]).float()
     outputs = torch.nn.functional.linear(rows, w.float(), None if bias is None else bias.detach().float())
     slack = _slack(outputs, output, output_scale)
-    return int((_largest_ratio(rows, slack) * half < 1).sum()) / max(w.numel(), 1)
+    ratios = _largest_ratios(rows, slack, half.expand(w.shape))
+    return sum(int((ratio * part < 1).sum()) for ratio, part in ratios) / max(w.numel(), 1)
 
 
-def _largest_ratio(rows: Tensor, slack: Tensor) -> Tensor:
-    """``max_t |x_tj| / slack_ti`` as (O, I); 0 where an input is 0, whatever the slack."""
-    worst = rows.new_zeros(slack.shape[1], rows.shape[1])
-    for x, margin in zip(rows.abs(), slack, strict=True):
-        ratio = torch.outer(1 / margin, x)
-        worst = torch.fmax(worst, ratio)  # 0 times an infinite ratio is no change
-    return worst
+def _largest_ratios(rows: Tensor, slack: Tensor, half: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """``max_t |x_tj| / slack_ti`` for blocks of outputs i, with their part of ``half``."""
+    size = max(BLOCK // max(rows.shape[1], 1), 1)
+    inverse = (1 / slack).nan_to_num_(nan=0.0, posinf=_LARGE).clamp_(max=_LARGE)
+    rows = rows.abs()
+    for inverses, part in zip(inverse.split(size, dim=1), half.split(size), strict=True):
+        worst = rows.new_zeros(part.shape)
+        scratch = torch.empty_like(worst)
+        for margin, x in zip(inverses, rows, strict=True):
+            torch.maximum(worst, torch.mul(margin[:, None], x, out=scratch), out=worst)
+        yield worst, part
 
 
 def _slack(outputs: Tensor, output: FormatLike | torch.dtype, scale: ScaleLike) -> Tensor:
