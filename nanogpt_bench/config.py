@@ -320,7 +320,7 @@ class FailureConfig:
         0.5, "stall: share of the weights whose requested update nearest rounding lost", above=0.0, maximum=1.0
     )
     noise: float = setting(
-        0.1, "rounding_noise: power of the updates over the variance of their rounding, on a plateau", above=0.0
+        1.0, "rounding_noise: power of the updates over the variance of their rounding, on a plateau", above=0.0
     )
     batch_fall: float = setting(
         0.02, "rounding_noise: nats by which the plateau is lower at a larger batch size", above=0.0

@@ -42,7 +42,7 @@ def batch_effect(evidence: Evidence, others: Iterable[Evidence]) -> BatchEffect 
     """Compare a run with those of `others` that differ from it in batch size and seeds only; None without any."""
     setting = _setting(evidence)
     levels: dict[int, list[float]] = {}
-    for run in (evidence, *others):
+    for run in {other.run.path: other for other in (evidence, *others)}.values():
         batch, level = _batch(run), resting_level(run)
         if batch is not None and level is not None and _setting(run) == setting:
             levels.setdefault(batch, []).append(level)

@@ -9,6 +9,7 @@ from nanogpt_bench.failures.finding import Criterion, Facts, Finding
 
 LOST = "stall/update_lost"
 SIGNAL = "grad/update_to_noise"
+OTHER_BATCH = "a run with another batch size"
 
 
 def stall(evidence: Evidence) -> Finding:
@@ -31,20 +32,29 @@ def stall(evidence: Evidence) -> Finding:
 
 
 def rounding_noise(evidence: Evidence, plateau: Finding, effect: BatchEffect | None) -> Finding:
-    """A plateau kept up by the randomness of rounding: updates are smaller than it, and larger batches lie lower."""
+    """A plateau kept up by the randomness of rounding: it outweighs the updates, and larger batches lie lower.
+
+    Both signs are needed. A plateau falls with the batch size under gradient noise too, and small updates are common
+    in runs that learn.
+    """
     kind = "rounding_noise"
     if evidence.losing is not False or evidence.rounded is False:
         return clear(kind, "no step is rounded at random when it is written back")
-    if not plateau.found:
+    if plateau.step is None:
         return clear(kind, "the loss did not come to rest on a plateau")
-    noise = _noise(evidence, plateau.step or 0)
-    if noise is None and effect is None:
-        return not_judged(kind, SIGNAL, "a run with another batch size")
-    return _weigh(plateau.step or 0, noise, effect, evidence.limits.batch_fall)
+    noise = _noise(evidence, plateau.step)
+    if noise is None:
+        return not_judged(kind, SIGNAL)
+    said = f"the power of the updates on the plateau was down to {noise.extreme:.3g} of the variance of their rounding"
+    if noise.step is None:
+        return clear(kind, said, [noise], metric=SIGNAL, threshold=noise.threshold, lowest=noise.extreme)
+    if effect is None:
+        return not_judged(kind, OTHER_BATCH, why=f"not judged: {said}; {OTHER_BATCH} would tell whether it falls")
+    return _with_batches(noise.step, noise, effect, said, evidence.limits.batch_fall)
 
 
 def _noise(evidence: Evidence, since: int) -> Criterion | None:
-    """Whether updates on the plateau were smaller than their rounding; None where that was not recorded."""
+    """Whether rounding outweighed the updates on the plateau; None where that was not recorded."""
     series = evidence.series(SIGNAL)
     pairs = [(s, v) for s, v in zip(series.steps, series.values, strict=True) if s >= since]
     if not pairs:
@@ -53,21 +63,9 @@ def _noise(evidence: Evidence, since: int) -> Criterion | None:
     return judge(late, BELOW, evidence.limits.noise, evidence.limits.patience)
 
 
-def _weigh(since: int, noise: Criterion | None, effect: BatchEffect | None, batch_fall: float) -> Finding:
-    """Both signs must be there, as far as both are known: gradient noise falls with the batch size as well."""
-    small = noise is None or noise.fired
-    falls = effect is None or effect.fall >= batch_fall
-    criteria = [noise] if noise is not None else []
-    facts: Facts = {"plateau_step": since}
-    parts = []
-    if noise is not None:
-        facts |= {"metric": SIGNAL, "threshold": noise.threshold, "lowest": noise.extreme}
-        parts.append(f"updates down to {noise.extreme:.3g} of their rounding noise on the plateau")
-    if effect is not None:
-        facts |= effect.facts()
-        parts.append(effect.text)
-    said = "; ".join(parts)
-    if not (small and falls):
-        return clear("rounding_noise", said, criteria, **facts)
-    step = noise.step if noise is not None and noise.step is not None else since
-    return found("rounding_noise", step, said, criteria, **facts)
+def _with_batches(step: int, noise: Criterion, effect: BatchEffect, said: str, batch_fall: float) -> Finding:
+    facts: Facts = {"metric": SIGNAL, "threshold": noise.threshold, "lowest": noise.extreme}
+    said = f"{said}; {effect.text}"
+    if effect.fall < batch_fall:
+        return clear("rounding_noise", said, [noise], **facts, **effect.facts())
+    return found("rounding_noise", step, said, [noise], **facts, **effect.facts())
