@@ -76,6 +76,11 @@ class Evidence:
         return value
 
     @property
+    def quantized(self) -> bool:
+        """Whether anything has a format, or the config does not say."""
+        return self.setting("model.formats") != {} or self.setting("model.torchao_float8") is not None
+
+    @property
     def rounded(self) -> bool | None:
         """Whether a step is rounded when it is written back; None when the config does not say."""
         storage = self.setting("model.storage")

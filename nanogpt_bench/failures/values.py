@@ -17,6 +17,8 @@ def overflow(evidence: Evidence) -> Finding:
     """Values beyond the format's largest, which saturate."""
     names = [f"quant/{share}/{operand}" for share in ("overflow", "clamped") for operand in OPERANDS]
     watched = [series for name in names if (series := worst(evidence, name))]
+    if not watched and not evidence.quantized:
+        return clear("overflow", "nothing is quantised")
     if not watched:
         return not_judged("overflow", "quant/overflow")
     limits = evidence.limits
@@ -56,7 +58,8 @@ def outlier_explosion(evidence: Evidence) -> Finding:
         "highest": shown.extreme,
     }
     facts |= {"highest_step": shown.extreme_step, "worst_layer": evidence.worst_layer(shown.metric)[0]}
-    said = f"the kurtosis went from {series.values[0]:.3g} to {shown.extreme:.3g} (step {shown.extreme_step})"
+    what = shown.metric.rsplit("/", 1)[-1]
+    said = f"the {what} kurtosis went from {series.values[0]:.3g} to {shown.extreme:.3g} (step {shown.extreme_step})"
     if first is None or first.step is None:
         return clear(kind, said, criteria, **facts)
     return found(kind, first.step, f"{said}, beyond {shown.threshold:.3g} from step {first.step} on", criteria, **facts)
@@ -132,7 +135,7 @@ def exploding_gradients(evidence: Evidence) -> Finding:
     if not norms:
         return not_judged(kind, NORM)
     if not ratios:
-        return not_judged(kind, why=f"not judged: {len(norms)} gradient norms are too few to compare")
+        return not_judged(kind, why="not judged: no gradient norm has one above 0 before it")
     died = evidence.run.status == "failed"
     criterion = judge(ratios, ABOVE, limits.exploding, limits.patience, cut_off=died)
     facts: Facts = {"metric": NORM, "threshold": criterion.threshold, "largest_ratio": criterion.extreme}
