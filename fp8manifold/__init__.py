@@ -1,6 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import monitor, optim
+from fp8manifold import monitor, ops, optim
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import OperandSpec
 from fp8manifold._scalers import Scale
@@ -36,6 +36,7 @@ __all__ = [
     "flatten_state_dict",
     "from_chart",
     "monitor",
+    "ops",
     "optim",
     "quantize_model",
     "random_bits",

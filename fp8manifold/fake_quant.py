@@ -10,12 +10,13 @@ from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import working_dtype
 from fp8manifold._rounding import ROUNDINGS, Rounding
 from fp8manifold._scaled_rounding import Key, rounded_at
+from fp8manifold._storage import is_traced
 from fp8manifold._stored_scale import broadcasts_to
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import check_words
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, amax_scale
 
-__all__ = ["STE", "STES", "fake_quantize", "quantize_at"]
+__all__ = ["STE", "STES", "as_scale", "fake_quantize", "quantize_at"]
 
 STE = Literal["identity", "clipped", "relu", "none"]
 STES: Final = ("identity", "clipped", "relu", "none")
@@ -75,7 +76,7 @@ def fake_quantize(
     check_choice("granularity", granularity, GRANULARITIES)
     working_dtype(x)
     blocks = granularity == "block"
-    given = amax_scale(x, fmt, granularity, axis=axis, pow2=pow2) if scale is None else _as_scale(x, scale, blocks)
+    given = amax_scale(x, fmt, granularity, axis=axis, pow2=pow2) if scale is None else as_scale(x, scale, blocks)
     return quantize_at(x, given, fmt, ste, rounding, _key(rounding, seed, step, stream), blocks=blocks)
 
 
@@ -133,13 +134,18 @@ def _key(rounding: str, seed: int | None, step: int, stream: int) -> Key | None:
     return seed, step, stream
 
 
-def _as_scale(x: Tensor, scale: Tensor | float, blocks: bool) -> Tensor:
+def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False) -> Tensor:
+    """A scale that the caller chose, as float32: broadcasting against ``x``, or one for every block."""
     tensor = torch.as_tensor(scale, dtype=torch.float32, device=x.device).detach()
     if blocks:
         tensor = _of_blocks(x, tensor)
     elif not broadcasts_to(tensor.shape, x.shape):
         raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}")
-    if not torch.compiler.is_compiling() and not bool(((tensor > 0) & tensor.isfinite()).all()):
+    if (
+        not torch.compiler.is_compiling()
+        and not is_traced(tensor)
+        and not bool(((tensor > 0) & tensor.isfinite()).all())
+    ):
         bad = tensor[~((tensor > 0) & tensor.isfinite())][0].item() if tensor.dim() else tensor.item()
         raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
     return tensor

@@ -84,7 +84,8 @@ def documented(site: Path) -> set[str]:
 
 
 def test_the_site_describes_every_public_name(site: Path) -> None:
-    namespaces = {"fp8manifold": fm, "fp8manifold.optim": fm.optim, "fp8manifold.monitor": fm.monitor}
+    parts = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor}
+    namespaces = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in parts.items()}}
     public = {f"{prefix}.{name}" for prefix, namespace in namespaces.items() for name in namespace.__all__}
     assert public - documented(site) - namespaces.keys() == set()
 

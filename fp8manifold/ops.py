@@ -1,0 +1,224 @@
+"""Matrix products of quantised operands as operators of torch, on the hardware's own units where it has them."""
+
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from fp8manifold._checks import check_choice
+from fp8manifold._float_bits import working_dtype
+from fp8manifold._operands import NONE, is_none
+from fp8manifold._scaled_rounding import rounded_units
+from fp8manifold.fake_quant import as_scale
+from fp8manifold.formats import FormatLike, as_format
+from fp8manifold.scaling import amax_scale
+
+__all__ = ["fp8_mm"]
+
+ProductGranularity = Literal["tensor", "channel"]
+_GRANULARITIES: Final = ("tensor", "channel")
+_HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_ALIGNMENT: Final = 16
+
+
+def fp8_mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_format: FormatLike | None = "E4M3",
+    b_format: FormatLike | None = "E4M3",
+    gradient_format: FormatLike | None = "E5M2",
+    granularity: ProductGranularity = "tensor",
+    a_scale: Tensor | float | None = None,
+    b_scale: Tensor | float | None = None,
+    pow2: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The product of two matrices that are quantised on the way in.
+
+    .. math:: C = s_a s_b \\, Q(A / s_a) \\, Q(B / s_b)
+
+    Its gradients are products of the same kind, in which the gradient G of C is quantised too:
+    :math:`dA = Q(G) Q(B)^T` and :math:`dB = Q(A)^T Q(G)`.  Rounding is to nearest, and gradients pass through it
+    unchanged.
+
+    Operands of E4M3 and E5M2 (but not two of E5M2) are multiplied by ``torch._scaled_mm`` on CUDA devices of compute
+    capability 9.0 or later, where 16 divides the two outer dimensions of the second matrix.  Everywhere else their
+    exact values are multiplied in float32 (float64 for float64 operands).  This is the operator
+    ``torch.ops.fp8manifold.fp8_mm``, which compilers treat as one node.
+
+    Args:
+        a: float matrix ``(M, K)``.
+        b: float matrix ``(K, N)``.
+        a_format, b_format: of the operands; None (or ``"none"``) takes an operand as it is.
+        gradient_format: of G; None takes it as it is.
+        granularity: one scale for each matrix (``tensor``), or one for each row of the first and each column of the
+            second (``channel``).  In the gradients' products rows and columns are others, so that all three matrices
+            are quantised again there, at scales of their own.
+        a_scale, b_scale: positive scales of the forward product: numbers, or float32 of shape ``()``; with ``channel``
+            ``(M, 1)`` and ``(1, N)``.  None takes :func:`amax_scale`.  With ``tensor`` the backward products use them
+            too.
+        pow2: round measured scales up to powers of two.
+        out_dtype: of the result; that of ``a`` if None.
+
+    Returns:
+        ``(M, N)``.  NaN in an operand is NaN in what depends on it, Inf saturates; a sum over nothing is 0.
+
+    Raises:
+        TypeError: an operand that is no float tensor.
+        ValueError: shapes that do not fit, an unknown format or granularity, or a scale that is not positive or of
+            another shape.
+
+    Example:
+        >>> a, b = torch.tensor([[1.06, 2.0]]), torch.tensor([[1.0], [448.0]])
+        >>> fp8_mm(a, b, a_scale=1.0, b_scale=1.0).tolist()
+        [[897.0]]
+
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
+    """
+    check_choice("granularity", granularity, _GRANULARITIES)
+    _check_matrices(a, b)
+    formats = (_name_of(a_format), _name_of(b_format), _name_of(gradient_format))
+    left = None if a_scale is None else _given_scale(a, a_scale, granularity, 0)
+    right = None if b_scale is None else _given_scale(b, b_scale, granularity, 1)
+    return _product(a, b, left, right, *formats, granularity, pow2, out_dtype or a.dtype)
+
+
+def _product(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    a_format: str,
+    b_format: str,
+    gradient_format: str,
+    granularity: ProductGranularity,
+    pow2: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The operator, with the scales that are not there yet."""
+    left = _measured_scale(a, a_format, granularity, 0, pow2) if a_scale is None or a_format == NONE else a_scale
+    right = _measured_scale(b, b_format, granularity, 1, pow2) if b_scale is None or b_format == NONE else b_scale
+    result: Tensor = _fp8_mm(a, b, left, right, a_format, b_format, gradient_format, granularity, pow2, out_dtype)
+    return result
+
+
+def _name_of(fmt: FormatLike | None) -> str:
+    """What an operator can take: a format by name."""
+    return NONE if fmt is None or is_none(fmt) else as_format(fmt).name
+
+
+def _check_matrices(a: Tensor, b: Tensor) -> None:
+    for name, x in (("a", a), ("b", b)):
+        working_dtype(x, name)
+        if x.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be a matrix")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied")
+
+
+def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
+    """The scale of a matrix, ``()`` or one for each index of ``axis``; 1 for an operand that is taken as it is."""
+    if fmt == NONE:
+        return torch.ones((), device=x.device)
+    return amax_scale(x, fmt, granularity, axis=axis, pow2=pow2)
+
+
+def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int) -> Tensor:
+    shape = [1, 1]
+    shape[axis] = x.shape[axis]
+    given = as_scale(x, scale)
+    if granularity == "tensor" and given.numel() != 1:
+        raise ValueError(f"scale of shape {tuple(given.shape)} is not one number, as granularity='tensor' has it")
+    return given.reshape(()) if granularity == "tensor" else given.expand(shape).contiguous()
+
+
+@torch.library.custom_op("fp8manifold::fp8_mm", mutates_args=())
+def _fp8_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_format: str,
+    b_format: str,
+    gradient_format: str,
+    granularity: str,
+    pow2: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    left, right = _units(a, a_scale, a_format), _units(b, b_scale, b_format)
+    if _has_units_for(left, right, a_format, b_format):
+        return _hardware_product(left, right, a_scale, b_scale, a_format, b_format, out_dtype)
+    work = torch.promote_types(left.dtype, right.dtype)
+    product = left.to(work) @ right.to(work)
+    return product.mul_(a_scale).mul_(b_scale).to(out_dtype)
+
+
+@_fp8_mm.register_fake
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    a_format: str,
+    b_format: str,
+    gradient_format: str,
+    granularity: str,
+    pow2: bool,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, a_scale, b_scale, *ctx.formats, ctx.granularity, ctx.pow2, _ = inputs
+    ctx.save_for_backward(a, b, a_scale, b_scale)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, a_scale, b_scale = ctx.saved_tensors
+    a_format, b_format, g_format = ctx.formats
+    if ctx.granularity == "channel":
+        a_scale = b_scale = None  # they are of rows and columns that these products sum over
+    options = (g_format, ctx.granularity, ctx.pow2)
+    for_a = for_b = None
+    if ctx.needs_input_grad[0]:
+        for_a = _product(gradient, b.t(), None, b_scale, g_format, b_format, *options, a.dtype)
+    if ctx.needs_input_grad[1]:
+        for_b = _product(a.t(), gradient, a_scale, None, a_format, g_format, *options, b.dtype)
+    return for_a, for_b, *(None,) * 8
+
+
+_fp8_mm.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """The operand's values of the format, in units of the scale."""
+    if fmt == NONE:
+        return x.to(working_dtype(x))
+    if not x.is_contiguous() and x.t().is_contiguous():  # walk over memory in its own order
+        return rounded_units(x.t(), scale.t() if scale.dim() == 2 else scale, as_format(fmt)).t()
+    return rounded_units(x, scale, as_format(fmt))
+
+
+def _has_units_for(left: Tensor, right: Tensor, a_format: str, b_format: str) -> bool:
+    """Whether the device multiplies these formats itself."""
+    if left.device.type != "cuda" or torch.version.hip is not None or not {a_format, b_format} <= set(_HARDWARE):
+        return False
+    aligned = right.shape[0] % _ALIGNMENT == 0 and right.shape[1] % _ALIGNMENT == 0
+    fits = aligned and min(*left.shape, *right.shape) > 0 and a_format + b_format != "E5M2E5M2"
+    return fits and torch.cuda.get_device_capability(left.device) >= (9, 0)
+
+
+def _hardware_product(
+    left: Tensor, right: Tensor, a_scale: Tensor, b_scale: Tensor, a_format: str, b_format: str, out_dtype: torch.dtype
+) -> Tensor:
+    """The product on the device's own units, which take the first matrix by rows and the second by columns.
+
+    Scales of rows and columns are applied afterwards: the units' own support for them gives bfloat16 only.
+    """
+    a_codes = left.to(_HARDWARE[a_format]).contiguous()
+    b_codes = right.to(_HARDWARE[b_format]).t().contiguous().t()
+    one = torch.ones((), device=left.device)
+    product = torch._scaled_mm(a_codes, b_codes, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return product.mul_(a_scale).mul_(b_scale).to(out_dtype)

@@ -1,0 +1,213 @@
+"""fp8_mm: its values and gradients by their definition, the operator's own checks, and torchao's float8 linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import amax_scale, fake_quantize
+from fp8manifold.ops import fp8_mm
+
+granularities = pytest.mark.parametrize("granularity", ["tensor", "channel"])
+
+
+def quantized(x: Tensor, fmt: str | None, granularity: Any, axis: int) -> Tensor:
+    return x if fmt is None else fake_quantize(x, fmt, granularity=granularity, axis=axis)
+
+
+def both_gradients(a: Tensor, b: Tensor, gradient: Tensor, **options: Any) -> list[Tensor]:
+    """The product and the gradients of its operands."""
+    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    product = fp8_mm(a, b, **options)
+    product.backward(gradient)
+    assert a.grad is not None
+    assert b.grad is not None
+    return [product.detach(), a.grad, b.grad]
+
+
+def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
+    return bool((x - y).norm() <= tolerance * y.norm())
+
+
+# --------------------------------------------------------------------------------------------------- the definition
+@granularities
+@pytest.mark.parametrize("gradient_format", ["E5M2", "E3M4", None])
+@pytest.mark.parametrize(("a_format", "b_format"), [("E4M3", "E4M3"), ("E7M0", "E1M6"), ("E5M2", None), (None, "E4M3")])
+def test_products_of_quantised_operands(
+    a_format: str | None, b_format: str | None, gradient_format: str | None, granularity: Any
+) -> None:
+    """Scales are of the rows and columns that a product keeps, so that the backward pass has others."""
+    a, b, g = normal(9, 16, seed=1, std=3.0), normal(16, 7, seed=2, std=0.1), normal(9, 7, seed=3)
+    options = {"a_format": a_format, "b_format": b_format, "gradient_format": gradient_format}
+    product, for_a, for_b = both_gradients(a, b, g, granularity=granularity, **options)
+
+    def q(x: Tensor, fmt: str | None, axis: int) -> Tensor:
+        return quantized(x, fmt, granularity, axis)
+
+    assert close(product, q(a, a_format, 0) @ q(b, b_format, 1))
+    assert close(for_a, q(g, gradient_format, 0) @ q(b.t(), b_format, 1))
+    assert close(for_b, q(a.t(), a_format, 0) @ q(g, gradient_format, 1))
+
+
+def test_scales_that_are_given() -> None:
+    """What exceeds their range saturates, and one for the tensor holds in the backward pass too."""
+    a, b, g = normal(4, 8, std=300.0), normal(8, 3), normal(4, 3)
+    product, for_a, for_b = both_gradients(a, b, g, a_scale=0.5, b_scale=torch.tensor(2.0**-5), gradient_format=None)
+    left, right = fake_quantize(a, "E4M3", 0.5), fake_quantize(b, "E4M3", 2.0**-5)
+    assert left.abs().max() == 224
+    assert close(product, left @ right)
+    assert close(for_a, g @ right.t())
+    assert close(for_b, left.t() @ g)
+    rows, columns = torch.arange(1.0, 5.0).view(4, 1), torch.arange(1.0, 4.0).view(1, 3)
+    scaled = fp8_mm(a, b, granularity="channel", a_scale=rows, b_scale=columns)
+    assert close(scaled, fake_quantize(a, "E4M3", rows) @ fake_quantize(b, "E4M3", columns))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_added_up_in_float32(dtype: torch.dtype) -> None:
+    a, b = normal(4, 600, seed=1).to(dtype), normal(600, 4, seed=2).to(dtype)
+    product = fp8_mm(a, b)
+    assert product.dtype == dtype
+    assert torch.equal(product, fp8_mm(a.float(), b.float()).to(dtype))
+    assert fp8_mm(a, b, out_dtype=torch.float32).dtype == torch.float32
+    _, for_a, for_b = both_gradients(a, b, normal(4, 4).to(dtype))
+    assert for_a.dtype == for_b.dtype == dtype
+
+
+def test_doubles_are_added_up_in_doubles() -> None:
+    a, b = normal(4, 600, seed=1, dtype=torch.float64), normal(600, 4, seed=2, dtype=torch.float64)
+    exact = fake_quantize(a, "E4M3", 0.25) @ fake_quantize(b, "E4M3", 0.25)
+    assert close(fp8_mm(a, b, a_scale=0.25, b_scale=0.25), exact, 1e-14)
+
+
+def test_strides_and_large_operands_change_nothing() -> None:
+    """Quantised in the order of memory, and in pieces."""
+    a, b = normal(300, 600, seed=1), normal(500, 600, seed=2)
+    assert torch.equal(fp8_mm(a, b.t()), fp8_mm(a.t().contiguous().t(), b.t().contiguous()))
+    expected = fake_quantize(a, "E4M3", granularity="channel") @ fake_quantize(b, "E4M3", granularity="channel").t()
+    assert close(fp8_mm(a, b.t(), granularity="channel"), expected)
+
+
+def test_special_values() -> None:
+    a = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [0.0, -0.0]])
+    product = fp8_mm(a, torch.eye(2), a_scale=1.0, b_scale=1.0)
+    assert product[0].isnan().all()
+    assert product[1].tolist() == [448.0, 1.0]
+    assert product[2].tolist() == [0.0, 0.0]
+    assert fp8_mm(torch.empty(0, 2), torch.eye(2)).shape == (0, 2)
+    assert fp8_mm(torch.empty(2, 0), torch.empty(0, 3)).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"a": torch.ones(4)}, ValueError, r"a has shape \(4,\): it must be a matrix"),
+        ({"b": torch.ones(3, 2)}, ValueError, r"a of shape \(2, 4\) and b of shape \(3, 2\) can't be multiplied"),
+        ({"b": torch.ones(4, 2, dtype=torch.int64)}, TypeError, "b has dtype torch.int64"),
+        ({"a": [[1.0]]}, TypeError, "a must be a tensor, not list"),
+        ({"a_format": "E4M33"}, ValueError, "E4M33"),
+        ({"gradient_format": 5}, TypeError, "int"),
+        ({"granularity": "block"}, ValueError, "granularity='block' is unknown: one of tensor, channel"),
+        ({"a_scale": -1.0}, ValueError, r"scale holds -1\.0"),
+        ({"a_scale": torch.ones(2, 1)}, ValueError, "not one number, as granularity='tensor'"),
+        ({"b_scale": torch.ones(3, 1), "granularity": "channel"}, ValueError, "does not fit x of shape"),
+    ],
+)
+def test_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {"a": torch.ones(2, 4), "b": torch.ones(4, 2), **change}
+    with pytest.raises(error, match=message):
+        fp8_mm(arguments.pop("a"), arguments.pop("b"), **arguments)
+
+
+# ------------------------------------------------------------------------------------------------------ the operator
+@granularities
+@pytest.mark.parametrize("gradient_format", ["E5M2", "none"])
+def test_the_operator_passes_torchs_own_checks(granularity: Any, gradient_format: str) -> None:
+    a, b = normal(5, 7, seed=1).requires_grad_(), normal(7, 3, seed=2).requires_grad_()
+    scales = amax_scale(a, "E4M3", granularity, axis=0), amax_scale(b, "E4M3", granularity, axis=1)
+    arguments = (a, b, *scales, "E4M3", "E4M3", gradient_format, granularity, False, torch.float32)
+    checks = torch.library.opcheck(torch.ops.fp8manifold.fp8_mm.default, arguments)
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+def test_compiled_it_is_the_same() -> None:
+    def step(a: Tensor, b: Tensor, product: Callable[..., Tensor]) -> list[Tensor]:
+        a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        product(a, b).backward()
+        return [a.grad, b.grad]  # type: ignore[list-item]
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return fp8_mm(a, b.t(), granularity="channel").square().sum()
+
+    a, b = normal(6, 16, seed=1), normal(4, 16, seed=2)
+    eager, compiled = step(a, b, loss), step(a, b, torch.compile(loss, fullgraph=True, dynamic=False))
+    assert all(close(x, y) for x, y in zip(compiled, eager, strict=True))
+
+
+def test_the_hardwares_product_is_ours() -> None:
+    """Its operands' order and scales; the CPU has the same call."""
+    from fp8manifold import ops
+
+    a, b = normal(32, 64, seed=1), normal(48, 64, seed=2)
+    for granularity, formats in (("tensor", ("E4M3", "E5M2")), ("channel", ("E4M3", "E4M3"))):
+        scales = [amax_scale(x, f, granularity) for x, f in zip((a, b), formats, strict=True)]  # type: ignore[arg-type]
+        units = [fm.round_to_grid(x / s, f) for x, s, f in zip((a, b), scales, formats, strict=True)]
+        right = scales[1].t() if scales[1].dim() else scales[1]
+        product = ops._hardware_product(units[0], units[1].t(), scales[0], right, *formats, torch.float32)
+        names = {"a_format": formats[0], "b_format": formats[1], "granularity": granularity}
+        assert close(product, fp8_mm(a, b.t(), a_scale=scales[0], b_scale=right, **names))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@granularities
+def test_on_a_gpu_it_is_what_it_is_on_the_cpu(granularity: Any) -> None:
+    """Hopper adds up the products of 8-bit floats with fewer bits than float32 has."""
+    a, b, g = normal(64, 256, seed=1), normal(256, 32, seed=2), normal(64, 32, seed=3)
+    expected = both_gradients(a, b, g, granularity=granularity)
+    got = both_gradients(a.cuda(), b.cuda(), g.cuda(), granularity=granularity)
+    assert all(close(x.cpu(), y, 1e-3) for x, y in zip(got, expected, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------- torchao
+def float8_linear(weight: Tensor, granularity: str, pow2: bool) -> nn.Module:
+    """torchao's layer with E5M2 gradients, emulated."""
+    float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    config = pytest.importorskip("torchao.float8.config")
+    rows = config.ScalingGranularity.AXISWISE if granularity == "channel" else config.ScalingGranularity.TENSORWISE
+    casts = {
+        name: config.CastConfig(scaling_granularity=rows, target_dtype=dtype)
+        for name, dtype in (
+            ("cast_config_input", torch.float8_e4m3fn),
+            ("cast_config_weight", torch.float8_e4m3fn),
+            ("cast_config_grad_output", torch.float8_e5m2),
+        )
+    }
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight.data = weight.clone()
+    options = config.Float8LinearConfig(**casts, emulate=True, round_scales_to_power_of_2=pow2)
+    return float8.convert_to_float8_training(nn.Sequential(linear), config=options)[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
+@granularities
+@pytest.mark.parametrize("pow2", [True, False])
+def test_it_is_torchaos_float8_linear(granularity: Any, pow2: bool) -> None:
+    """Within 1e-6: at scales that are powers of two all quantised values are equal, and only sums differ.
+
+    At others torchao multiplies by the reciprocal of our scale: a value at the edge of two codes may go either way.
+    """
+    x, weight, g = normal(64, 48, seed=1), normal(32, 48, seed=2, std=0.05), normal(64, 32, seed=3, std=1e-3)
+    layer, leaf = float8_linear(weight, granularity, pow2), x.clone().requires_grad_()
+    theirs = layer(leaf)
+    theirs.backward(g)
+    ours = both_gradients(x, weight.t(), g, granularity=granularity, pow2=pow2)
+    assert close(ours[0], theirs.detach())
+    assert close(ours[1], leaf.grad)  # type: ignore[arg-type]
+    assert close(ours[2].t(), layer.weight.grad)  # type: ignore[arg-type]

@@ -1,0 +1,373 @@
+"""Quantised gradients, and the rounding, scales and policies of every operand of a layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_cases import normal, through_disk
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import LayerSpec, OperandSpec, QuantizedLinear, fake_quantize, quantize_model
+
+storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+X, G = normal(6, 32, seed=11, std=2.0), normal(6, 64, seed=12, std=1e-4)
+BACKWARD = ("activation_gradient", "weight_gradient")
+
+
+def layer_of(spec: LayerSpec, storage: Any = "master", seed: int = 0, **options: Any) -> QuantizedLinear:
+    linear = nn.Linear(32, 64)
+    linear.weight.data, linear.bias.data = normal(64, 32, seed=1, std=0.1), normal(64, seed=2)
+    return QuantizedLinear(linear, spec, storage, seed=seed, **options)
+
+
+def gradients(layer: nn.Module, x: Tensor = X, g: Tensor = G) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the input, the weight and the bias, after one backward pass."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    layer(x).backward(g)
+    return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
+
+
+def close(x: Tensor, y: Tensor, tolerance: float = 1e-6) -> bool:
+    return bool((x - y).norm() <= tolerance * y.norm())
+
+
+# --------------------------------------------------------------------------------------------- what a gradient becomes
+@storages
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("operands", [BACKWARD, BACKWARD[:1], BACKWARD[1:]], ids=str)
+def test_gradients_are_quantised_once_each(storage: Any, granularity: Any, operands: tuple[str, ...]) -> None:
+    """The one that arrives before both products, the weight's after its own; the bias sees what arrived."""
+    names = {"activation_gradient": "activation", "weight_gradient": "weight"}
+    gradient = {names[name]: {"format": "E5M2", "granularity": granularity} for name in operands}
+    layer = layer_of(LayerSpec("E4M3", activation="E3M4", gradient=gradient), storage)
+    for_x, for_weight, for_bias = gradients(layer)
+
+    def rounded(name: str, x: Tensor) -> Tensor:
+        return fake_quantize(x, "E5M2", granularity=granularity) if name in operands else x
+
+    arrived = rounded("activation_gradient", G)
+    weight = layer.quantized_weight().detach()
+    expected = rounded("weight_gradient", arrived.t() @ fake_quantize(X, "E3M4"))
+    assert close(for_x, arrived @ weight)
+    assert close(for_weight, expected)
+    assert torch.equal(for_bias, G.sum(0))
+
+
+def test_a_gradient_without_quantised_weights() -> None:
+    layer = layer_of(LayerSpec(gradient="E5M2"))
+    plain = nn.Linear(32, 64)
+    plain.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+    assert torch.equal(layer(X), plain(X))
+    assert close(gradients(layer)[0], fake_quantize(G, "E5M2") @ plain.weight)
+
+
+def test_weight_gradients_of_micro_steps_are_added_up_in_float32() -> None:
+    """Each at its own scale: a thousandth beside a large one would be lost in the sum's 8 bits."""
+    layer = layer_of(LayerSpec("E4M3", gradient={"weight": "E5M2"}))
+    total = torch.zeros(64, 32)
+    for factor in (1.0, 1e-3):
+        layer(X).backward(G * factor)
+        total += fake_quantize((G * factor).t() @ X, "E5M2")
+    assert torch.equal(layer.weight.grad, total)  # type: ignore[arg-type]
+    assert not torch.equal(fake_quantize(total, "E5M2"), total)
+
+
+def test_under_autocast_the_weights_gradient_keeps_its_values() -> None:
+    """Products in bfloat16; what is quantised is not rounded to bfloat16 again."""
+    layer = layer_of(LayerSpec("E4M3", gradient="E5M2"))
+    x = X.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(G.bfloat16())
+    grad, scale = layer.weight.grad, layer.weight_gradient_scaler.value  # type: ignore[union-attr]
+    assert grad.dtype == torch.float32  # type: ignore[union-attr]
+    assert torch.equal(grad, fake_quantize(grad, "E5M2", scale))  # type: ignore[arg-type]
+    assert x.grad.dtype == torch.float32  # type: ignore[union-attr]
+    exact = gradients(layer)
+    assert close(x.grad, exact[0], 0.02)  # type: ignore[arg-type]
+    assert close(grad, exact[1], 0.05)  # type: ignore[arg-type]
+
+
+def test_batches_of_any_shape() -> None:
+    layer = layer_of(LayerSpec("E4M3", {"format": "E4M3", "granularity": "channel"}, gradient="E5M2"))
+    flat, cube = gradients(layer), gradients(layer, X.view(2, 3, 32), G.view(2, 3, 64))
+    assert torch.equal(cube[0].view(6, 32), flat[0])
+    assert torch.equal(cube[1], flat[1])
+    assert layer(X[0]).shape == (64,)
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    layer = layer_of(LayerSpec("E4M3", gradient="E5M2"))
+    layer.weight.requires_grad_(False)
+    for_x, for_weight, _ = gradients(layer)
+    assert for_weight is None
+    assert for_x.abs().sum() > 0
+    x = X.clone()
+    layer.weight.requires_grad_(True)
+    layer(x).backward(G)
+    assert x.grad is None
+    with torch.no_grad():
+        assert not layer(x).requires_grad
+
+
+# ----------------------------------------------------------------------------------------- rounding, operand by operand
+OPERANDS = ("weight", "activation", *BACKWARD)
+
+
+def multiplied(layer: QuantizedLinear, operand: str) -> Tensor:
+    """What one forward pass multiplied by."""
+    weight = layer.quantized_weight().detach()
+    y = layer(X).detach()
+    assert torch.equal(y, F.linear(layer.quantized_input(X), weight, layer.bias))
+    return weight if operand == "weight" else layer.quantized_input(X)
+
+
+@pytest.mark.parametrize("operand", ["weight", "activation"])
+def test_stochastic_rounding_draws_anew_in_every_forward_pass(operand: str) -> None:
+    """And on average gives the operand itself; looking on draws nothing."""
+    layer = layer_of(LayerSpec(**{operand: {"format": "E4M3", "rounding": "stochastic"}}))  # type: ignore[arg-type]
+    exact = layer.weight.detach() if operand == "weight" else X
+    total, seen = torch.zeros_like(exact), set()
+    for _ in range(300):
+        values = multiplied(layer, operand)
+        total += values
+        seen.add(values.sum().item())
+    spacing = fake_quantize(exact, "E4M3", granularity="channel" if operand == "weight" else "tensor") - exact
+    assert len(seen) > 200
+    assert (total / 300 - exact).abs().mean() < 0.2 * spacing.abs().mean()
+    before = int(layer.draws)
+    layer.eval()
+    assert torch.equal(layer(X), layer(X))
+    assert int(layer.draws) == before == 300
+
+
+@pytest.mark.parametrize("operand", BACKWARD)
+def test_stochastic_gradients_are_unbiased(operand: str) -> None:
+    kind = operand.removesuffix("_gradient")
+    spec = LayerSpec("E4M3", gradient={kind: {"format": "E5M2", "rounding": "stochastic"}})
+    layer, nearest = layer_of(spec), layer_of(LayerSpec("E4M3", gradient={kind: "E5M2"}))
+    exact, rounded = gradients(layer_of(LayerSpec("E4M3")))[1], gradients(nearest)[1]
+    mean = sum(gradients(layer)[1] for _ in range(200)) / 200
+    assert (mean - exact).norm() < 0.25 * (rounded - exact).norm()  # type: ignore[union-attr]
+
+
+def test_split_rounding_is_nearest_forward_and_stochastic_backward() -> None:
+    layer = layer_of(LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split"))
+    nearest = layer_of(LayerSpec("E4M3", activation="E4M3"))
+    assert torch.equal(layer(X), nearest(X))
+    first, second = gradients(layer), gradients(layer)
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[1], second[1])
+
+
+def test_draws_are_a_function_of_seed_and_pass() -> None:
+    """A layer that is loaded goes on as the one that was saved; another seed draws others."""
+    spec = LayerSpec("E4M3", gradient="E5M2", rounding="stochastic")
+    layer, other = layer_of(spec, seed=5), layer_of(spec, seed=6)
+    gradients(layer)
+    resumed = layer_of(spec, seed=5)
+    resumed.load_state_dict(through_disk(layer.state_dict()))
+    after = [gradients(one)[1] for one in (layer, copy.deepcopy(resumed), resumed)]
+    assert not torch.equal(after[0], gradients(copy.deepcopy(resumed))[1])  # a pass further
+    assert torch.equal(after[0], after[1])
+    assert torch.equal(after[0], after[2])
+    assert not torch.equal(gradients(other)[1], after[0])
+
+
+def test_one_models_layers_draw_apart() -> None:
+    model = quantize_model(
+        nn.ModuleList([nn.Linear(32, 64), nn.Linear(32, 64)]),
+        {"*": LayerSpec(activation="E4M3", rounding="stochastic")},
+    )
+    model[1].load_state_dict(model[0].state_dict())  # type: ignore[index]
+    assert not torch.equal(model[0](X), model[1](X))  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------------------------- scales and policies
+def test_master_weights_in_blocks_have_scales_that_are_powers_of_two() -> None:
+    layer = layer_of(LayerSpec("E4M3", granularity="block"))
+    scale = layer.weight_scale()
+    assert scale.shape == (64, 32)
+    assert layer.weight_scaler.preview(layer.weight).shape == (64, 1)  # type: ignore[union-attr]
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    assert torch.equal(fm.decode(layer.weight_codes(), "E4M3") * scale, layer.quantized_weight())
+    assert torch.equal(layer(X), F.linear(X, fake_quantize(layer.weight, "E4M3", granularity="block"), layer.bias))
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_activations_with_a_scale_for_each_row_or_block(granularity: Any) -> None:
+    layer = layer_of(LayerSpec(activation={"format": "E3M4", "granularity": granularity, "ste": "clipped"}))
+    x = X * torch.logspace(-3, 3, 6).view(6, 1)  # one scale for all would lose the first rows
+    quantized = fake_quantize(x, "E3M4", granularity=granularity)
+    assert torch.equal(layer(x), F.linear(quantized, layer.weight, layer.bias))
+    assert torch.equal(layer.quantized_input(x), quantized)
+    assert (quantized != 0).any(1).all()
+
+
+def test_delayed_scales_follow_the_magnitudes_of_the_past() -> None:
+    layer = layer_of(LayerSpec("E4M3", activation="E4M3", policy="delayed", history=2, gradient="E5M2"))
+    used = []
+    for factor in (1.0, 4.0, 1.0, 1.0, 1.0):
+        gradients(layer, X * factor, G * factor)
+        used.append([getattr(layer, f"{name}_scaler").value.item() for name in ("activation", "activation_gradient")])
+    first = used[0]
+    assert first[0] == pytest.approx(X.abs().max().item() / 448)
+    assert [row[0] / first[0] for row in used] == pytest.approx([1, 1, 4, 4, 1])
+    assert [row[1] / first[1] for row in used] == pytest.approx([1, 1, 4, 4, 1])
+    layer.eval()
+    layer(X * 100)
+    layer.train()
+    layer(X)
+    assert layer.activation_scaler.value.item() == pytest.approx(first[0])  # type: ignore[union-attr]
+
+
+def test_looking_at_a_layer_changes_nothing() -> None:
+    spec = LayerSpec("E4M3", activation="E4M3", policy="delayed", rounding="stochastic", gradient="E5M2")
+    layer = layer_of(spec)
+    layer(X)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    layer.weight_scale(), layer.quantized_weight(), layer.weight_codes(), layer.quantized_input(X), repr(layer)
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+
+
+def test_a_scale_that_is_given_saturates() -> None:
+    small = {"format": "E4M3", "scale": 2.0**-20}
+    layer = layer_of(LayerSpec(small, small, gradient=small))
+    assert layer.quantized_weight().abs().max() == 448 * 2.0**-20
+    assert layer.weight_scale() == 2.0**-20
+    for_x, for_weight, _ = gradients(layer)
+    assert for_weight.abs().max() <= 448 * 2.0**-20
+    arrived = fake_quantize(G, "E4M3", 2.0**-20)
+    assert close(for_x, arrived @ layer.quantized_weight().detach())
+
+
+def net(scale: Any) -> nn.Module:
+    """Two layers whose gradients lie a millionth apart."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False))
+    model[0].weight.data, model[1].weight.data = normal(32, 32, seed=3), normal(64, 32, seed=4) * 1e-6
+    return quantize_model(model, LayerSpec(gradient={"format": "E4M3", "scale": scale}))
+
+
+def test_one_magnitude_for_all_gradients_loses_the_small_ones() -> None:
+    """The control that fails: per-tensor scales keep what it loses."""
+    zeros = {}
+    for scale in (None, "global"):
+        model = net(scale)
+        for _ in range(2):
+            model.zero_grad()
+            model(X).backward(torch.ones(6, 64))
+        zeros[scale] = (model[0].weight.grad == 0).float().mean().item()  # type: ignore[index]
+    assert zeros[None] < 0.05
+    assert zeros["global"] == 1.0
+
+
+def test_the_global_magnitude_is_the_largest_of_the_previous_pass() -> None:
+    model = net("global")
+    model(X).backward(torch.ones(6, 64))
+    scalers = [getattr(layer, f"{name}_scaler") for layer in model for name in BACKWARD]  # type: ignore[attr-defined]
+    hidden = model[0](X).detach()  # type: ignore[index,operator]
+    first = (torch.ones(64, 6) @ hidden).abs().max() / 448
+    model(X * 3).backward(torch.ones(6, 64))
+    assert {s.value.item() for s in scalers} == {scalers[0].value.item()}
+    assert scalers[0].value.item() == pytest.approx(first.item(), rel=1e-5)
+    second = (fake_quantize(torch.ones(64, 6), "E4M3", first) @ (3 * hidden)).abs().max() / 448
+    resumed = net("global")
+    resumed.load_state_dict(through_disk(model.state_dict()))
+    for one in (model, copy.deepcopy(model), resumed):
+        one(X).backward(torch.ones(6, 64))
+        last = one[1].weight_gradient_scaler.value  # type: ignore[index,union-attr]
+        assert last.item() == pytest.approx(second.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+@pytest.mark.parametrize("option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"scale": 1.0}, {"ste": "clipped"}])
+def test_stored_weights_refuse_what_they_would_ignore(storage: Any, option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"weight has {next(iter(option))}=.* needs storage='master'"):
+        layer_of(LayerSpec(OperandSpec("E4M3", **option)), storage)
+    layer_of(LayerSpec(OperandSpec("E4M3"), activation=OperandSpec("E4M3", **option)), storage)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_blocks_must_fit(operand: str) -> None:
+    spec = {"format": "E4M3", "granularity": "block"}
+    kind = operand.removesuffix("_gradient")
+    arguments = {"gradient": {kind: spec}} if operand.endswith("gradient") else {kind: spec}
+    shape = (32, 40) if operand == "activation_gradient" else (40, 32)
+    with pytest.raises(
+        ValueError, match=f"granularity='block' of {operand} needs rows whose length 32 divides, not 40"
+    ):
+        QuantizedLinear(nn.Linear(*shape), LayerSpec(**arguments))
+
+
+# ----------------------------------------------------------------------------------------------------------- tied heads
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.lm_head.weight = self.embedding.weight
+
+
+def test_a_tied_head_is_untied_or_left() -> None:
+    model = quantize_model(Tied(), "E4M3", "fp8", tied="untie")
+    assert isinstance(model.lm_head.weight, fm.FP8Parameter)  # type: ignore[union-attr]
+    assert type(model.embedding.weight) is nn.Parameter  # type: ignore[union-attr]
+    model = quantize_model(Tied(), "E4M3", tied="untie")
+    assert model.lm_head.weight is not model.embedding.weight  # type: ignore[union-attr]
+    assert torch.equal(model.lm_head.weight, model.embedding.weight)  # type: ignore[arg-type,union-attr]
+    model = quantize_model(Tied(), "E4M3", tied="leave")
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.embedding.weight  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="tied='untie' for a copy of its own, or leave it alone with tied='leave'"):
+        quantize_model(Tied(), "E4M3")
+    with pytest.raises(ValueError, match=r"tied='keep'.*refuse, untie, leave"):
+        quantize_model(Tied(), "E4M3", tied="keep")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", ["untie", "leave"])
+def test_a_layer_in_two_places_can_not_be_untied(tied: Any) -> None:
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="the layer '0' is shared"):
+        quantize_model(nn.Sequential(layer, nn.ReLU(), layer), "E4M3", tied=tied)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+@storages
+def test_a_network_learns_with_all_four_operands_in_eight_bits(storage: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    for i, p in enumerate(model.parameters()):
+        p.data = normal(*p.shape, seed=i, std=0.3)
+    quantize_model(model, LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split"), storage)
+    make: Any = torch.optim.AdamW if storage == "master" else fm.optim.StiffnessAdamW
+    optimizer, x = make(model.parameters(), lr=0.01), normal(256, 6, seed=99)
+    y, losses = x[:, :1] * x[:, 1:2] + x[:, 2:3], []
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    assert sum(losses[-10:]) / 10 < 0.25 * losses[0]
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing, as is
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_the_gradients_are_the_same() -> None:
+    layer = layer_of(LayerSpec("E4M3", activation="E4M3", gradient="E5M2"))
+    eager = gradients(layer)
+    compiled = gradients_of_compiled(layer)
+    assert all(close(x, y) for x, y in zip(compiled, eager, strict=True))
+
+
+def gradients_of_compiled(layer: QuantizedLinear) -> tuple[Tensor, Tensor, Tensor]:
+    function, x = torch.compile(lambda x: layer(x)), X.clone().requires_grad_()
+    layer.zero_grad()
+    function(x).backward(G)
+    return x.grad, layer.weight.grad, layer.bias.grad  # type: ignore[return-value]
