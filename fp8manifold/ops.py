@@ -56,8 +56,8 @@ def fp8_mm(
             second (``channel``).  In the gradients' products rows and columns are others, so that all three matrices
             are quantised again there, at scales of their own.
         a_scale, b_scale: positive scales of the forward product: numbers, or float32 of shape ``()``; with ``channel``
-            ``(M, 1)`` and ``(1, N)``.  None takes :func:`fp8manifold.amax_scale`.  With ``tensor`` the backward products use them
-            too.
+            ``(M, 1)`` and ``(1, N)``.  None takes :func:`fp8manifold.amax_scale`.  With ``tensor`` the backward
+            products use them too.
         pow2: round measured scales up to powers of two.
         out_dtype: of the result; that of ``a`` if None.
 

@@ -1,0 +1,154 @@
+"""What a fake-quantised linear layer costs, as a ratio to torchao's emulated float8 linear of the same formats.
+
+    python benchmarks/fake_quantized_linear.py [--sizes 512x2048] [--tokens 1024] [--recipes tensor channel] [--pairs N]
+
+One thread, float32.  Forward and backward, with gradients of the input, the weight and the bias: weight and input in
+E4M3, the gradient that arrives in E5M2, all at scales measured anew, one for each tensor or one for each row.  The two
+layers are timed in turn (process CPU time) and the ratio is the median over the pairs, with the smallest and the
+largest.  The last figures are the ratio to a plain ``nn.Linear``, and how far the results of the two are apart: under
+scales of rows torchao quantises all operands again for the backward pass, where this layer takes those it has.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, Final
+
+import torch
+from _timing import paired_seconds
+from linear_forward import ratios_of, size_of, step_of
+from torch import Tensor, nn
+
+import fp8manifold as fm
+
+GOAL: Final = 1.0
+CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    layer: str
+    tokens: int
+    recipe: str
+    pairs: int
+    torchao_ms: float
+    ratio: float
+    ratio_min: float
+    ratio_max: float
+    ratio_to_linear: float
+    difference: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is no slower than torchao's."""
+        return self.ratio <= GOAL
+
+
+def ours(linear: nn.Linear, recipe: str) -> nn.Module:
+    """This library's layer."""
+    rows = {"granularity": recipe}
+    spec = fm.LayerSpec(
+        {"format": "E4M3", **rows}, {"format": "E4M3", **rows}, gradient={"activation": {"format": "E5M2", **rows}}
+    )
+    return fm.QuantizedLinear(copy.deepcopy(linear), spec)
+
+
+def torchaos(linear: nn.Linear, recipe: str) -> nn.Module:
+    """torchao's, emulated."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.config import CastConfig, ScalingGranularity
+
+    granularity = ScalingGranularity.TENSORWISE if recipe == "tensor" else ScalingGranularity.AXISWISE
+    dtypes = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
+    casts: dict[str, Any] = {
+        f"cast_config_{name}": CastConfig(scaling_granularity=granularity, target_dtype=dtype)
+        for name, dtype in dtypes.items()
+    }
+    config = Float8LinearConfig(**casts, emulate=True)
+    return convert_to_float8_training(nn.Sequential(copy.deepcopy(linear)), config=config)[0]
+
+
+def results(layer: nn.Module, tokens: int) -> list[Tensor]:
+    """Output and gradients of one pass over a fixed batch."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, layer.in_features, generator=generator).requires_grad_()
+    y = layer(x)
+    y.backward(torch.randn(y.shape, generator=generator))
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+
+
+def difference(first: nn.Module, second: nn.Module, tokens: int) -> float:
+    """The largest relative difference, by norm, between the results of two layers."""
+    pairs = zip(results(first, tokens), results(second, tokens), strict=True)
+    return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def measure(size: tuple[int, int], tokens: int, recipe: str, pairs: int) -> Row:
+    """Time our layer against torchao's, and against ``nn.Linear``."""
+    linear = nn.Linear(*size)
+    layers = [ours(linear, recipe), torchaos(linear, recipe), linear]
+    apart = difference(layers[0], layers[1], tokens)
+    steps: list[Callable[[], object]] = [step_of(layer, tokens, *size, True, torch.empty(0)) for layer in layers]
+    for step in steps:
+        step()
+    times = paired_seconds(steps[0], steps[1], pairs, CPU)
+    plain = ratios_of(paired_seconds(steps[0], steps[2], pairs, CPU))[0]
+    torchao_ms = 1e3 * statistics.median(theirs for _, theirs in times)
+    return Row(f"{size[0]}x{size[1]}", tokens, recipe, pairs, torchao_ms, *ratios_of(times), plain, apart)
+
+
+def line(row: Row) -> str:
+    """The row as text."""
+    return (
+        f"{row.layer}, {row.tokens} tokens, a scale for each {row.recipe}: {row.ratio:.2f}x "
+        f"({row.ratio_min:.2f} .. {row.ratio_max:.2f}) torchao's {row.torchao_ms:.1f} ms, goal <= {GOAL:.1f}x: "
+        f"{'met' if row.met else 'NOT met'}; {row.ratio_to_linear:.2f}x nn.Linear; results {row.difference:.1e} apart"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=size_of, nargs="+", default=[(512, 2048)])
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--recipes", nargs="+", choices=("tensor", "channel"), default=["tensor", "channel"])
+    parser.add_argument("--pairs", type=int, default=25)
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    return parser
+
+
+def main() -> int:
+    """Print the table; 1 when the goal is missed."""
+    parser = build_parser()
+    options = parser.parse_args()
+    for name in ("tokens", "pairs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: at least 1")
+    try:
+        import torchao
+    except ImportError:
+        print("torchao is not installed: pip install 'fp8manifold[torchao]'", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rows = [
+        measure(size, options.tokens, recipe, options.pairs) for size, recipe in product(options.sizes, options.recipes)
+    ]
+    versions = f"torch {torch.__version__}, torchao {torchao.__version__}"
+    title = f"{versions}, CPU, one thread, process CPU time, {options.pairs} pairs"
+    if options.json:
+        print(json.dumps({"title": title, "rows": [asdict(row) | {"met": row.met} for row in rows]}, indent=1))
+    else:
+        print(title, *map(line, rows), sep="\n")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
