@@ -239,6 +239,9 @@ class MonitorConfig:
     stall_interval: int | None = setting(
         None, "steps between two looks at the stall; null: monitor.interval", minimum=1
     )
+    histogram_interval: int = setting(
+        500, "steps between two records of distributions, in steps that are looked at; the last is one", minimum=1
+    )
     activation_format: str | None = setting(
         None, "format that activations are measured against where they have none; null: figures that need none only"
     )
@@ -366,6 +369,9 @@ class RuntimeConfig:
         False,
         "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
         "monitor hooks itself run uncompiled",
+    )
+    peak_tflops: float | None = setting(
+        None, "10^12 operations a second of the machine, for mfu; null: those of known GPUs", above=0.0
     )
 
 

@@ -98,5 +98,11 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     return (
         f"{summary['status']}{why} after {summary['steps']} steps: val loss {summary['final_val_loss']:.4f} "
         f"(best {summary['best_val_loss']:.4f}), {summary['bytes_per_parameter']:.2f} bytes a parameter, "
-        f"{summary['tokens_per_s']:,.0f} tokens/s; see {run_dir}"
+        f"{summary['tokens_per_s']:,.0f} tokens/s{_shadow(summary)}; see {run_dir}"
     )
+
+
+def _shadow(summary: dict[str, Any]) -> str:
+    """What a comparison with the shadow took, in steps."""
+    overhead = summary["shadow_overhead"]
+    return "" if overhead is None else f", each look of the shadow {overhead:.2f} steps long"

@@ -152,6 +152,17 @@ class Trainer:
         self.model.train()
         return sum(losses) / len(losses)
 
+    @torch.no_grad()
+    def look(self) -> None:
+        """Run the model on one validation batch in evaluation mode, for those who watch it."""
+        self.model.eval()
+        self._loss(*self._eval_batches[0])
+        self.model.train()
+
+    def eval_batch(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the first validation batch."""
+        return self._eval_batches[:1]
+
     def bits_per_byte(self, loss: float) -> float:
         """Return a validation loss in nats a token as bits a UTF-8 byte."""
         return loss / math.log(2) * self.corpus.val_tokens_per_byte

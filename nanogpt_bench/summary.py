@@ -46,6 +46,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,
         "tokens_per_s": _ratio(outcome.tokens, outcome.training_seconds),
+        "shadow_overhead": watch.shadow.overhead if watch.shadow else None,
         "seconds": outcome.seconds,
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,

@@ -3,8 +3,9 @@
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
-from nanogpt_bench.observers.stall import StallObserver
+from nanogpt_bench.observers.stall import Stall
 from nanogpt_bench.observers.trend import TrendObserver, baseline_curve
+from nanogpt_bench.observers.updates import UpdateObserver
 
 __all__ = [
     "Alert",
@@ -12,8 +13,9 @@ __all__ = [
     "HistogramObserver",
     "JsonlObserver",
     "Observer",
-    "StallObserver",
+    "Stall",
     "Step",
     "TrendObserver",
+    "UpdateObserver",
     "baseline_curve",
 ]

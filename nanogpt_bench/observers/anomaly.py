@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from safetensors.torch import save_file
-
-import fp8manifold as fm
 from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.weights import save_weights
 
 
 class AnomalyObserver(Observer):
@@ -24,15 +21,4 @@ class AnomalyObserver(Observer):
         self._saved = True
         folder = self._folder / f"step-{step.number}"
         folder.mkdir(parents=True)
-        tensors, metadata = fm.flatten_state_dict(_without_shared(step))
-        partial = folder / ".model.safetensors.partial"
-        save_file(tensors, partial, metadata)
-        os.replace(partial, folder / "model.safetensors")
-
-
-def _without_shared(step: Step) -> dict[str, object]:
-    """Return the state without the second names of tied weights, which safetensors has no way to write."""
-    named = dict(step.model.named_parameters())  # a shared parameter once, under its first name
-    buffers = {name for name, _ in step.model.named_buffers()}
-    state = step.model.state_dict()
-    return {name: value for name, value in state.items() if name in named or name in buffers}
+        save_weights(step.model, folder / "model.safetensors")

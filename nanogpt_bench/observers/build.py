@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanogpt_bench.config import ROUNDED, Config
+from nanogpt_bench.model import GPT, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
+from nanogpt_bench.observers.attention import AttentionEntropy
 from nanogpt_bench.observers.base import Observer
+from nanogpt_bench.observers.bits import Bits
+from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.observers.fisher import Fisher
+from nanogpt_bench.observers.geometry import Geometry
+from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
-from nanogpt_bench.observers.stall import StallObserver
+from nanogpt_bench.observers.layers import linear_layers
+from nanogpt_bench.observers.ranges import Ranges
+from nanogpt_bench.observers.resources import Resources
+from nanogpt_bench.observers.shadow import ShadowObserver
+from nanogpt_bench.observers.stall import Stall
 from nanogpt_bench.observers.trend import TrendObserver
+from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
+from nanogpt_bench.observers.zones import Zones
 from nanogpt_bench.surgery import quantized_layers
 
 if TYPE_CHECKING:
@@ -28,9 +41,10 @@ class Observers:
     """A run's observers: those with something to tell the loop by name, and all in the order they are called."""
 
     trend: TrendObserver
-    stall: StallObserver | None
+    stall: Stall | None
+    shadow: ShadowObserver | None
     alerts: AlertObserver | None
-    all: list[Observer] = field(default_factory=list)
+    all: list[Observer]
 
 
 def build_observers(
@@ -43,22 +57,60 @@ def build_observers(
 ) -> Observers:
     """Return the observers of a resolved configuration; files in `run_dir` are opened."""
     trend = TrendObserver(config.alerts, baseline)
-    stall = _stall(config, trainer)
     alerts = _alerts(config, run_dir, trend, tell)
-    found = Observers(trend, stall, alerts)
-    watching = [stall]
+    shadow = _shadow(config, trainer)
+    stall, monitors = _monitors(config, trainer, shadow)
     # What adds to a record once it is complete comes before what writes it.
-    sinks = [trend, JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
+    sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir) if config.alerts.save_on_anomaly else None
-    found.all = [observer for observer in (*watching, *sinks, anomaly) if observer is not None]
-    return found
+    resources = Resources(trainer.model, config, trainer.device)
+    ordered = [shadow, *monitors, trend, resources, *sinks, anomaly]
+    return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 
-def _stall(config: Config, trainer: Trainer) -> StallObserver | None:
-    storage, monitor = config.model.storage, config.monitor
+def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> tuple[Stall | None, list[Observer]]:
+    monitor, storage = config.monitor, config.model.storage or ""
+    layers, quantized = linear_layers(trainer.model), quantized_layers(trainer.model)
+    capture = Capture(monitor.interval)
+    stall = _stall(config, trainer)
+    ranges = Ranges(layers, capture, monitor) if monitor.ranges else None
+    bits = Bits(layers, capture, monitor) if monitor.bits else None
+    gradients = Gradients(layers, monitor) if monitor.gradients else None
+    geometry = Geometry(quantized, monitor) if monitor.geometry and quantized else None
+    zones = Zones(quantized, capture, monitor.interval) if stall is not None else None
+    seeing = [consumer for consumer in (stall, ranges, gradients, geometry) if consumer is not None]
+    consumers: list[UpdateConsumer] = [*seeing]
+    found: list[Observer | None] = [
+        capture if ranges or bits or zones else None,
+        UpdateObserver(quantized, storage, consumers) if quantized and consumers else None,
+        *(ranges, bits, gradients, geometry, zones),
+        AttentionEntropy(trainer.look, monitor.interval) if monitor.attention else None,
+        _fisher(config, trainer, shadow) if monitor.fisher else None,
+    ]
+    return stall, [observer for observer in found if observer is not None]
+
+
+def _stall(config: Config, trainer: Trainer) -> Stall | None:
+    storage, monitor = config.model.storage or "", config.monitor
     if storage not in ("master", *ROUNDED) or not monitor.stall:
         return None
-    return StallObserver(quantized_layers(trainer.model), storage, monitor.stall_interval or monitor.interval)
+    interval = monitor.stall_interval or monitor.interval
+    return Stall(quantized_layers(trainer.model), storage, interval, monitor.interval)
+
+
+def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
+    if not config.shadow.enabled:
+        return None
+    # Surgery may have untied the head.
+    shape: GPTShape = trainer.model.shape
+    tied = trainer.model.lm_head.weight is trainer.model.token_embedding.weight
+    model: GPT = build_model(replace(shape, tie_weights=tied), 0).to(trainer.device)
+    return ShadowObserver(model, config.shadow.interval, config.shadow.of)
+
+
+def _fisher(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> Fisher:
+    current = None if shadow is None else shadow.current
+    return Fisher(trainer.eval_batch, current, config.monitor.interval, config.seed)
 
 
 def _alerts(config: Config, run_dir: Path, trend: TrendObserver, tell: Callable[[Alert], None]) -> AlertObserver | None:

@@ -13,6 +13,12 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
+def is_rounded(layer: fm.QuantizedLinear) -> bool:
+    """Whether the layer multiplies by values of its format: not so where only the format's geometry is used."""
+    continuous = isinstance(layer.manifold, fm.StiffnessManifold) and not isinstance(layer.manifold, fm.FP8Manifold)
+    return layer.weight_format is not None and not continuous
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor's values without its subclass, detached; a copy only where codes have to be decoded."""
     if isinstance(tensor, fm.FP8Tensor):

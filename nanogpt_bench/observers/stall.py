@@ -1,4 +1,4 @@
-"""Bit stall: the share of weights that wanted to move and stayed where they were.
+"""Bit stall: the share of weights that wanted to move and stayed where they were, and what became of the others.
 
 On grid and fp8 storage the optimizer hands over each parameter before, as requested and after the write-back. With
 master weights the write-back never loses anything; there the share with a nonzero update whose *code* did not change
@@ -7,34 +7,37 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config import ROUNDED
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.base import Step
+from nanogpt_bench.observers.layers import forward_weight
+from nanogpt_bench.observers.updates import Update
 
 LOST = "stall/update_lost"
 UNCHANGED = "stall/code_unchanged"
 
 
-class StallObserver(Observer):
-    """Records the stall every `interval` steps and at the last: per layer, and over all layers weighted by size."""
+class Stall:
+    """Records the stall every `interval` steps and the rest every `detail` steps: per layer and over all layers."""
 
-    def __init__(self, layers: dict[str, fm.QuantizedLinear], storage: str, interval: int) -> None:
-        self._layers = layers
-        self._interval = interval
+    def __init__(self, layers: Mapping[str, fm.QuantizedLinear], storage: str, interval: int, detail: int) -> None:
+        self.interval = interval
+        self._detail = detail
         self._grid = storage in ROUNDED
-        self._names = {id(layer.weight): name for name, layer in layers.items()}
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        self._shares: dict[str, float] = {}
+        self._sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+        self._start = {name: _Start(layer) for name, layer in layers.items()}
+        self._figures: dict[str, dict[str, float | None]] = defaultdict(dict)
         self._seen: list[float] = []
 
     @property
     def metric(self) -> str:
-        """Name of the figure recorded."""
+        """Name of the figure that is the stall."""
         return LOST if self._grid else UNCHANGED
 
     @property
@@ -42,45 +45,55 @@ class StallObserver(Observer):
         """Mean over the steps observed, None before the first."""
         return sum(self._seen) / len(self._seen) if self._seen else None
 
-    def before_step(self, step: Step) -> None:
-        if not step.due(self._interval):
-            return
-        self._shares = {}
+    def see(self, step: Step, update: Update) -> None:
+        if step.due(self._detail):
+            self._see_all(step, update)
+        elif self._grid:
+            self._figures[LOST][update.name] = fm.monitor.update_lost(update.before, update.target, update.after)
+        if update.codes is not None:
+            codes = update.layer.weight_codes()
+            share = fm.monitor.code_unchanged(update.codes, codes, update.before, update.after)
+            self._figures[UNCHANGED][update.name] = share
+
+    def _see_all(self, step: Step, update: Update) -> None:
+        states = (update.before, update.target, update.after)
+        found = fm.monitor.stall_figures(*states, update.format, update.scale)
+        note = {"update_ulps": found.update_ulps, "move_probability": found.move_probability}
         if self._grid:
-            _observe(step.optimizer, self._see)
-        else:
-            self._before = {name: _codes_and_weight(layer) for name, layer in self._layers.items()}
+            note |= {"update_lost": found.update_lost, "update_success": found.update_success}
+            note |= self._residual(step, update)
+        note["code_drift"] = self._start[update.name].drift(update.layer)
+        for figure, value in note.items():
+            self._figures[f"stall/{figure}"][update.name] = value
 
-    def after_step(self, step: Step) -> None:
-        if not step.due(self._interval):
-            return
-        if self._grid:
-            _observe(step.optimizer, None)
-        else:
-            self._compare_codes()
-        if self._shares:
-            self._write(step)
+    def _residual(self, step: Step, update: Update) -> dict[str, float]:
+        state: dict[str, Any] = step.optimizer.state.get(update.layer.weight, {})
+        residual = state.get("residual")
+        if residual is None:
+            return {}
+        return {"residual_saturation": fm.monitor.residual_saturation(residual, update.before.numel())}
 
-    def _see(self, view: Any) -> None:
-        name = self._names.get(id(view.parameter))
-        if name is not None:
-            self._shares[name] = fm.monitor.update_lost(view.before, view.target, view.after)
-
-    def _compare_codes(self) -> None:
-        for name, layer in self._layers.items():
-            codes, weight = self._before[name]
-            self._shares[name] = fm.monitor.code_unchanged(codes, layer.weight_codes(), weight, layer.weight.detach())
-        self._before = {}
-
-    def _write(self, step: Step) -> None:
-        sizes = {name: self._layers[name].weight.numel() for name in self._shares}
-        step.add(self.metric, self._shares, sizes)
-        self._seen.append(step.record[self.metric] or 0.0)
+    def finish(self, step: Step) -> None:
+        for metric, shares in self._figures.items():
+            step.add(metric, shares, self._sizes)
+        if self.metric in self._figures:
+            self._seen.append(step.record[self.metric] or 0.0)
+        self._figures.clear()
 
 
-def _codes_and_weight(layer: fm.QuantizedLinear) -> tuple[Tensor, Tensor]:
-    return layer.weight_codes().clone(), layer.weight.detach().clone()
+class _Start:
+    """A layer's codes at the beginning, and their scale."""
 
+    def __init__(self, layer: fm.QuantizedLinear) -> None:
+        self._codes, self._scale = layer.weight_codes(), layer.weight_scale().detach().clone()
 
-def _observe(optimizer: Any, see: Callable[[Any], None] | None) -> None:
-    optimizer.observer = see
+    def drift(self, layer: fm.QuantizedLinear) -> float:
+        """Mean distance of the codes from the first ones; at another scale, that of the values they stand for."""
+        fmt, scale = layer.weight_format, layer.weight_scale().detach()
+        assert fmt is not None
+        if scale.shape == self._scale.shape and bool((scale == self._scale).all()):
+            return fm.monitor.code_drift(self._codes, layer.weight_codes(), fmt)
+        return fm.monitor.chart_distance(self._values(fmt), forward_weight(layer), fmt, scale)
+
+    def _values(self, fmt: fm.FloatFormat) -> Tensor:
+        return fm.decode(self._codes, fmt) * self._scale

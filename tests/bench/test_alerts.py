@@ -60,7 +60,7 @@ def watch(tmp_path: Path) -> Callable[..., Watch]:
     [
         ("bit_stall", "stall/update_lost/blocks.0.mlp.fc", 0.5, "blocks.0.mlp.fc"),
         ("overflow", "quant/overflow/activation/lm_head", 0.01, "activation of lm_head"),
-        ("kurtosis", "quant/kurtosis/gradient/lm_head", 10.0, "gradient of lm_head"),
+        ("kurtosis", "quant/kurtosis/residual/blocks.0", 10.0, "residual of blocks.0"),
     ],
 )
 def test_the_worst_layer_is_compared_with_the_threshold(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.observers import StallObserver, Step
+from nanogpt_bench.observers import Stall, Step, UpdateObserver
 from nanogpt_bench.surgery import quantized_layers
 
 
@@ -17,7 +17,13 @@ def model_on(storage: str) -> nn.Module:
     return fm.quantize_model(model, "E4M3", storage)
 
 
-def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, observer: StallObserver, number: int) -> Step:
+def watch(model: nn.Module, storage: str, interval: int = 1, detail: int = 10**9) -> tuple[Stall, UpdateObserver]:
+    layers = quantized_layers(model)
+    stall = Stall(layers, storage, interval, detail)
+    return stall, UpdateObserver(layers, storage, [stall])
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, observer: UpdateObserver, number: int) -> Step:
     step = Step(number, model, optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -31,10 +37,10 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, observer: Stal
 def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr: float, stalled: float) -> None:
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=lr, stiffness=0.0, writeback="nearest")
-    observer = StallObserver(quantized_layers(model), "grid", interval=1)
+    stall, observer = watch(model, "grid")
     record = step_once(model, optimizer, observer, 1).record
     assert record == {"stall/update_lost": stalled, "stall/update_lost/0": stalled, "stall/update_lost/1": stalled}
-    assert observer.mean == stalled
+    assert stall.mean == stalled
     assert optimizer.observer is None
 
 
@@ -45,12 +51,12 @@ def test_with_a_master_copy_the_codes_are_compared(lr: float, stalled: float) ->
     for layer in quantized_layers(model).values():
         layer.weight.data.fill_(1.0)
         layer.weight.data[:, 0] = -4.0  # the row's amax, so that its scale stays when the others move
-    observer = StallObserver(quantized_layers(model), "master", interval=1)
+    stall, observer = watch(model, "master")
     if stalled == 0.0:
         for layer in quantized_layers(model).values():
             layer.weight.data.normal_()
     record = step_once(model, optimizer, observer, 1).record
-    assert observer.metric == "stall/code_unchanged"
+    assert stall.metric == "stall/code_unchanged"
     assert record["stall/code_unchanged"] == pytest.approx(stalled, abs=0.25)
 
 
@@ -61,14 +67,14 @@ def test_layers_weigh_by_their_size() -> None:
         stiffness=0.0,
         writeback="nearest",
     )
-    record = step_once(model, optimizer, StallObserver(quantized_layers(model), "grid", 1), 1).record
+    record = step_once(model, optimizer, watch(model, "grid")[1], 1).record
     assert record["stall/update_lost"] == pytest.approx(64 / 80)
 
 
 def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
     model = model_on("grid")
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-3)
-    observer = StallObserver(quantized_layers(model), "grid", interval=3)
+    _, observer = watch(model, "grid", interval=3)
     assert [bool(step_once(model, optimizer, observer, number).record) for number in range(1, 7)] == [
         False,
         False,

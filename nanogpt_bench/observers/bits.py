@@ -1,0 +1,97 @@
+"""Bits: which codes, exponents and mantissas of its format each operand uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config import MonitorConfig
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.layers import is_rounded
+from nanogpt_bench.observers.operands import flowing
+
+_FIGURES = (
+    *("entropy", "uniformity", "codes_used", "codes_ever_used", "binades_occupied", "top_exponent"),
+    *("mantissa_utilisation", "exponent_utilisation", "longest_gap"),
+)
+
+
+class Bits(Observer):
+    """Records `bits/FIGURE/OPERAND/LAYER` every `monitor.interval` steps, from one code histogram an operand.
+
+    Only what is quantised is measured, or what `monitor` gives a format to measure against. The histograms themselves
+    are written every `monitor.histogram_interval` steps.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> None:
+        self._layers, self._capture, self._monitor = layers, capture, monitor
+        self._figures = Figures({"longest_gap": max})
+        self._counts: dict[tuple[str, str], tuple[fm.FloatFormat, Tensor]] = {}
+        self._ever: dict[tuple[str, str], Tensor] = {}
+
+    def after_backward(self, step: Step) -> None:
+        if not step.due(self._monitor.interval) or not step.at_last_micro_step:
+            return
+        for operand in flowing(self._layers, self._capture, self._monitor):
+            if operand.format is not None and bool(operand.values.isfinite().all()):
+                counts = fm.monitor.code_histogram(operand.values, operand.format, operand.scale)
+                self._counts[operand.kind, operand.layer] = operand.format, counts
+
+    def written(self, step: Step) -> None:
+        if not step.number or not step.due(self._monitor.interval):
+            return
+        self._counts.update(self._weights())
+        for (kind, layer), (fmt, counts) in self._counts.items():
+            self._note(kind, layer, fmt, counts)
+            if step.due(self._monitor.histogram_interval):
+                _write(step, kind, layer, fmt, counts)
+        self._counts.clear()
+        self._figures.write(step)
+
+    @torch.no_grad()
+    def _weights(self) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
+        for name, layer in self._layers.items():
+            if isinstance(layer, fm.QuantizedLinear) and is_rounded(layer):
+                fmt = layer.weight_format
+                assert fmt is not None
+                yield ("weight", name), (fmt, fm.monitor.code_histogram(layer.weight_codes(), fmt))
+
+    def _note(self, kind: str, layer: str, fmt: fm.FloatFormat, counts: Tensor) -> None:
+        ever = self._ever.get((kind, layer))
+        found = fm.monitor.bit_figures(counts, fmt, ever)
+        self._ever[kind, layer] = counts if ever is None else ever + counts
+        for name in _FIGURES:
+            self._figures.add(f"bits/{name}/{kind}", layer, getattr(found, name), found.size)
+        for field in ("exponent", "mantissa"):
+            for bit, share in enumerate(getattr(found, f"{field}_bits")):
+                self._figures.add(f"bits/{field}_bit_{bit}/{kind}", layer, share, found.size)
+
+
+def _write(step: Step, kind: str, layer: str, fmt: fm.FloatFormat, counts: Tensor) -> None:
+    values, numbers = by_value(fmt, counts)
+    step.add_histogram(f"bits/code_histogram/{kind}/{layer}", numbers, values=values)
+    gaps = fm.monitor.gap_lengths(counts, fmt)
+    lengths = sorted(set(gaps))
+    if lengths:
+        name = f"bits/gap_lengths/{kind}/{layer}"
+        step.add_histogram(name, [gaps.count(length) for length in lengths], values=[float(n) for n in lengths])
+
+
+def by_value(fmt: fm.FloatFormat, counts: Tensor) -> tuple[list[float], list[int]]:
+    """Return the format's values in increasing order and the elements at each; both zeros are one value.
+
+    >>> values, numbers = by_value(fm.FloatFormat.from_string("E2M1"), torch.ones(16, dtype=torch.int64))
+    >>> values[7:9], numbers[7:9]
+    ([0.0, 0.5], [2, 1])
+    """
+    found: dict[float, int] = dict.fromkeys(sorted(set(fmt.values)), 0)
+    for code, number in enumerate(counts.tolist()):
+        value = fmt.decode_code(code)
+        if value in found:
+            found[value] += number
+    return [value + 0.0 for value in found], list(found.values())

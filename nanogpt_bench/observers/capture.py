@@ -1,0 +1,70 @@
+"""What flows through the layers in the steps that are looked at: inputs, gradients at the outputs, residual outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nanogpt_bench.model import Block
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.layers import linear_layers
+
+
+class Capture(Observer):
+    """Keeps the last micro-batch's tensors of every step that is due, from its forward pass until the step is over.
+
+    Between these steps the model has no hooks, and the tensors are those of the passes themselves, not copies.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._handles: list[RemovableHandle] = []
+        #: inputs of the linear layers by the layer's name
+        self.inputs: dict[str, Tensor] = {}
+        #: gradients of the loss with respect to their outputs
+        self.gradients: dict[str, Tensor] = {}
+        #: outputs of the blocks, by the block's name
+        self.residuals: dict[str, Tensor] = {}
+        #: dtypes of the layers' outputs
+        self.output_dtypes: dict[str, Any] = {}
+
+    def before_forward(self, step: Step) -> None:
+        if not step.due(self._interval) or not step.at_last_micro_step:
+            return
+        for name, layer in linear_layers(step.model).items():
+            self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
+        for name, module in step.model.named_modules():
+            if isinstance(module, Block):
+                self._handles.append(module.register_forward_hook(self._keep_residual(name)))
+
+    def after_forward(self, step: Step) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def after_backward(self, step: Step) -> None:
+        """Nothing: observers that come later read the tensors here."""
+
+    def written(self, step: Step) -> None:
+        for kept in (self.inputs, self.gradients, self.residuals, self.output_dtypes):
+            kept.clear()
+
+    def _keep_layer(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self.inputs[name] = inputs[0].detach()
+            self.output_dtypes[name] = output.dtype
+            output.register_hook(keep_gradient)
+
+        def keep_gradient(gradient: Tensor) -> None:
+            self.gradients[name] = gradient.detach()
+
+        return keep
+
+    def _keep_residual(self, name: str) -> Callable[..., None]:
+        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self.residuals[name] = output.detach()
+
+        return keep

@@ -1,0 +1,89 @@
+"""Geometry: the stiffness field, distances in ULPs and the warp of the chart; constraints of geoopt's own manifolds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import geoopt
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config import MonitorConfig
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.layers import forward_weight, is_rounded, plain
+from nanogpt_bench.observers.updates import Update
+
+_FIELD = ("stiffness_mean", "gradient_stiffness_correlation", "metric_min_eigenvalue", "warp_spread", "warp_slope")
+
+
+class Geometry(Observer):
+    """Records `geometry/FIGURE/LAYER` every `monitor.interval` steps.
+
+    The field is that of the weights as the forward pass uses them. Path length and displacement are those of what the
+    optimizer steps, the master copy where there is one; looked at every `interval` steps, the length is a lower bound.
+    """
+
+    def __init__(self, layers: Mapping[str, fm.QuantizedLinear], monitor: MonitorConfig) -> None:
+        self.interval = monitor.interval
+        self._layers, self._monitor = layers, monitor
+        self._figures = Figures({"metric_min_eigenvalue": min, "orthogonality": max})
+        self._paths = {
+            name: fm.monitor.PathTracker(plain(layer.weight).float(), layer.weight_format)
+            for name, layer in layers.items()
+            if layer.weight_format is not None
+        }
+
+    @torch.no_grad()
+    def after_backward(self, step: Step) -> None:
+        if not step.due(self.interval) or not step.at_last_micro_step:
+            return
+        for name, layer in self._layers.items():
+            gradient = None if layer.weight.grad is None else plain(layer.weight.grad).float()
+            self._measure(step, name, layer, gradient)
+        for name, parameter in step.model.named_parameters():
+            if isinstance(getattr(parameter, "manifold", None), geoopt.Stiefel):
+                distance = fm.monitor.orthogonality(plain(parameter))
+                self._figures.add("geometry/orthogonality", name, distance, parameter.numel())
+
+    def _measure(self, step: Step, name: str, layer: fm.QuantizedLinear, gradient: Tensor | None) -> None:
+        fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
+        assert fmt is not None
+        found = fm.monitor.geometry_figures(weight, fmt, scale, gradient)
+        figures = {figure: getattr(found, figure) for figure in _FIELD}
+        if layer.storage != "master" and is_rounded(layer):  # a copy's scale is no power of two: its grid is not exact
+            figures["off_grid"] = found.off_grid
+        for figure, value in figures.items():
+            self._figures.add(f"geometry/{figure}", name, value, found.size)
+        if step.due(self._monitor.histogram_interval):
+            self._write_histograms(step, name, layer, weight)
+
+    def _write_histograms(self, step: Step, name: str, layer: fm.QuantizedLinear, weight: Tensor) -> None:
+        fmt, scale = layer.weight_format, layer.weight_scale().detach()
+        assert fmt is not None
+        field = fm.monitor.stiffness_histogram(weight, fmt, scale)
+        step.add_histogram(f"geometry/stiffness/{name}", list(field.counts), edges=list(field.edges))
+        if layer.storage == "master":
+            between = fm.monitor.residual_histogram(plain(layer.weight), fmt, scale)
+            step.add_histogram(f"stall/weight_residual/{name}", list(between.counts), edges=list(between.edges))
+
+    def see(self, step: Step, update: Update) -> None:
+        """Measure how the chart bends along a step, and how far the weight has come."""
+        warp = fm.monitor.warp_figures(update.before, update.target, update.format, update.scale)
+        path = self._paths[update.name]
+        path.update(update.after, update.scale)
+        for figure, value in (
+            ("warp_crossings", warp.warp_crossings),
+            ("warp_distortion", warp.warp_distortion),
+            ("path_length", path.length),
+            ("displacement", path.displacement),
+        ):
+            self._figures.add(f"geometry/{figure}", update.name, value, warp.size)
+
+    def finish(self, step: Step) -> None:
+        """Nothing: the figures are written with the others."""
+
+    def written(self, step: Step) -> None:
+        if step.due(self.interval):
+            self._figures.write(step)

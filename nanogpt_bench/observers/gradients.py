@@ -1,0 +1,74 @@
+"""The weights' gradients before clipping: norms, signal to noise, zeros, dead weights, and the noise of rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fp8manifold as fm
+from nanogpt_bench.config import MonitorConfig
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.layers import plain
+from nanogpt_bench.observers.updates import Update
+
+_FIGURES = ("l2", "linf", "snr", "zero")
+
+
+class Gradients(Observer):
+    """Records `grad/FIGURE/LAYER` every `monitor.interval` steps; runs of dead gradients are counted in every step."""
+
+    def __init__(self, layers: dict[str, nn.Linear], monitor: MonitorConfig) -> None:
+        self.interval = monitor.interval
+        self._layers, self._monitor = layers, monitor
+        self._figures = Figures({"linf": max})
+        self._dead = {name: fm.monitor.DeadRuns(monitor.dead_steps, monitor.dead_threshold) for name in layers}
+        #: layers without a run at present
+        self._alive: set[str] = set()
+
+    @torch.no_grad()
+    def after_backward(self, step: Step) -> None:
+        if not step.at_last_micro_step:
+            return
+        due = step.due(self.interval)
+        for name, layer in self._layers.items():
+            if layer.weight.grad is None:
+                continue
+            gradient = plain(layer.weight.grad)
+            self._count(name, gradient)
+            if due:
+                self._measure(step, name, gradient)
+
+    def _count(self, name: str, gradient: torch.Tensor) -> None:
+        """Count runs of dead gradients; most often there is none, and none goes on: that is seen in one pass."""
+        if gradient.device.type == "cpu" and bool(gradient.abs().amin() >= self._monitor.dead_threshold):
+            if name in self._alive:
+                return
+            self._alive.add(name)
+        else:
+            self._alive.discard(name)
+        self._dead[name].update(gradient)
+
+    def see(self, step: Step, update: Update) -> None:
+        """Compare what a step asked for with the noise that rounding it adds."""
+        ratio = fm.monitor.update_to_noise(update.before, update.target, update.format, update.scale)
+        self._figures.add("grad/update_to_noise", update.name, ratio, update.before.numel())
+
+    def finish(self, step: Step) -> None:
+        """Nothing: the figures are written with the others."""
+
+    def written(self, step: Step) -> None:
+        if step.due(self.interval):
+            self._figures.write(step)
+
+    def _measure(self, step: Step, name: str, gradient: torch.Tensor) -> None:
+        found = fm.monitor.gradient_figures(gradient)
+        for figure in _FIGURES:
+            self._figures.add(f"grad/{figure}", name, getattr(found, figure), found.size)
+        self._figures.add("grad/dead", name, self._dead[name].dead, found.size)
+        if step.due(self._monitor.histogram_interval):
+            for what, histogram in (
+                ("magnitude", fm.monitor.magnitude_histogram(gradient)),
+                ("dead_runs", self._dead[name].lengths()),
+            ):
+                step.add_histogram(f"grad/{what}/{name}", list(histogram.counts), edges=list(histogram.edges))

@@ -1,0 +1,78 @@
+"""Ranges: overflow, underflow, moments and scales of weights, activations, gradients and residual outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config import MonitorConfig
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.layers import plain
+from nanogpt_bench.observers.operands import Operand, flowing, of_weight
+from nanogpt_bench.observers.updates import Update
+
+_SHARES = ("overflow", "underflow", "subnormal", "clamped")
+_MOMENTS = ("amax", "amax_over_std", "kurtosis")
+
+
+class Ranges(Observer):
+    """Records `quant/FIGURE/OPERAND/LAYER` every `monitor.interval` steps.
+
+    Weights on a grid are measured as the step asked for them, before the write-back; master copies as they are.
+    Gradients are those that arrive at the layers' outputs. What has no format is measured without one.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> None:
+        self.interval = monitor.interval
+        self._layers, self._capture, self._monitor = layers, capture, monitor
+        self._figures = Figures({"amax": max, "kurtosis": max})
+        self._scales: dict[tuple[str, str], Tensor] = {}
+        self._seen: set[str] = set()
+
+    def see(self, step: Step, update: Update) -> None:
+        """Measure a weight as the step asked for it."""
+        self._measure(of_weight(update.name, update.layer, update.target))
+        self._seen.add(update.name)
+
+    def finish(self, step: Step) -> None:
+        """Nothing: the figures are written with those of the other operands."""
+
+    def after_backward(self, step: Step) -> None:
+        if step.due(self.interval) and step.at_last_micro_step:
+            for operand in flowing(self._layers, self._capture, self._monitor):
+                self._measure(operand)
+
+    def written(self, step: Step) -> None:
+        if not step.number or not step.due(self.interval):
+            return
+        for name, layer in self._layers.items():
+            if name not in self._seen:
+                self._measure(of_weight(name, layer, plain(layer.weight)))
+        self._seen.clear()
+        self._figures.write(step)
+
+    @torch.no_grad()
+    def _measure(self, operand: Operand) -> None:
+        found = fm.monitor.range_figures(operand.values, operand.format, operand.scale)
+        names = _MOMENTS if operand.format is None else (*_SHARES, *_MOMENTS)
+        for name in names:
+            self._note(operand, name, getattr(found, name))
+        if operand.quantized:
+            self._note(operand, "scale", found.scale)
+            self._note_changes(operand)
+
+    def _note_changes(self, operand: Operand) -> None:
+        """How many scales differ from the last look; those of a tensor of another shape can't be compared."""
+        scale = torch.as_tensor(operand.scale).detach().clone()
+        before = self._scales.get((operand.kind, operand.layer))
+        if before is not None and before.shape == scale.shape:
+            self._note(operand, "scale_changes", fm.monitor.scale_changes(before, scale))
+        self._scales[operand.kind, operand.layer] = scale
+
+    def _note(self, operand: Operand, figure: str, value: float | None) -> None:
+        self._figures.add(f"quant/{figure}/{operand.kind}", operand.layer, value, operand.values.numel())

@@ -1,0 +1,105 @@
+"""The shadow: a float32 model with the run's current weights, whose gradients the run's are compared with."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.layers import forward_weight, linear_layers, plain
+
+
+class ShadowObserver(Observer):
+    """Every `interval` steps: the same micro-batches through a float32 model, and its gradients before clipping.
+
+    Records, by layer and over all layers, the cosine between the two gradients of the weight and
+    `quant_snr_db` = 10 log10(|g32|^2 / |g - g32|^2), and the time it takes as a share of the step's.
+    """
+
+    def __init__(self, shadow: nn.Module, interval: int, of: str) -> None:
+        self.model: Any = shadow
+        self._interval, self._of = interval, of
+        self._random: Tensor | None = None
+        self._begun = self._spent = 0.0
+        self._plain_step: float | None = None
+        self._overheads: list[float] = []
+
+    @property
+    def overhead(self) -> float | None:
+        """Mean time of a comparison as a share of a step without one, None before the first."""
+        return sum(self._overheads) / len(self._overheads) if self._overheads else None
+
+    def before_forward(self, step: Step) -> None:
+        if step.micro_step == 0:
+            self._begun, self._spent = perf_counter(), 0.0
+        if not step.due(self._interval):
+            return
+        if step.micro_step == 0:
+            self._take(self._copy, step)
+        self._random = torch.get_rng_state()  # so that dropout drops the same
+
+    def after_backward(self, step: Step) -> None:
+        if not step.due(self._interval):
+            return
+        self._take(self._accumulate, step)
+        if step.at_last_micro_step:
+            self._take(self._compare, step)
+
+    def after_step(self, step: Step) -> None:
+        rest = perf_counter() - self._begun - self._spent
+        if not step.due(self._interval):
+            self._plain_step = rest
+            return
+        # Against a step without any look, where there has been one: monitors take their time in the same steps.
+        self._overheads.append(self._spent / (self._plain_step or rest))
+        step.record["shadow/overhead"] = self._overheads[-1]
+
+    def current(self, step: Step) -> nn.Module:
+        """Return the shadow with the weights of this moment."""
+        self._copy(step)
+        model: nn.Module = self.model
+        return model
+
+    def _take(self, act: Any, step: Step) -> None:
+        begun = perf_counter()
+        act(step)
+        self._spent += perf_counter() - begun
+
+    @torch.no_grad()
+    def _copy(self, step: Step) -> None:
+        layers = linear_layers(step.model)
+        weights = {f"{name}.weight": layer for name, layer in layers.items()}
+        own = dict(self.model.named_parameters())
+        for name, parameter in step.model.named_parameters():
+            layer = weights.get(name)
+            value = forward_weight(layer) if layer is not None and self._of == "dequantised" else plain(parameter)
+            own[name].copy_(value)
+        self.model.zero_grad(set_to_none=True)
+
+    def _accumulate(self, step: Step) -> None:
+        assert step.batch is not None
+        with torch.random.fork_rng(devices=[]), torch.autocast(step.batch[0].device.type, enabled=False):
+            if self._random is not None:
+                torch.set_rng_state(self._random)
+            loss = self.model.loss(*step.batch) / step.micro_steps
+            loss.backward()
+
+    @torch.no_grad()
+    def _compare(self, step: Step) -> None:
+        own = linear_layers(self.model)
+        cosines, noises = {}, {}
+        for name, layer in linear_layers(step.model).items():
+            mine, reference = layer.weight.grad, own[name].weight.grad
+            if mine is None or reference is None:
+                continue
+            found = fm.monitor.shadow_figures(plain(mine).float(), reference)
+            cosines[name], noises[name] = found.cosine, found.quant_snr_db
+        step.add("grad/cosine", cosines)
+        step.add("grad/quant_snr_db", noises)
+        known = [value for value in cosines.values() if value is not None]
+        if known:
+            step.record["grad/cosine_min"] = min(known)

@@ -1,0 +1,107 @@
+"""What a step did to every watched weight: where it was, where it was asked to go, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config import ROUNDED
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.layers import plain
+
+
+@dataclass(frozen=True)
+class Update:
+    """One layer's weight in one step: plain tensors, in value, that are not to be changed."""
+
+    name: str
+    layer: fm.QuantizedLinear
+    before: Tensor
+    #: what the step asked for, before the write-back; where nothing is rounded, what came of it
+    target: Tensor
+    after: Tensor
+    #: uint8 codes before the step, where the weight is a master copy
+    codes: Tensor | None
+    format: fm.FloatFormat
+    scale: Tensor
+
+
+class UpdateConsumer(Protocol):
+    """Something that looks at updates every so many steps."""
+
+    interval: int
+
+    def see(self, step: Step, update: Update) -> None:
+        """Take one layer's update; the tensors are gone afterwards."""
+
+    def finish(self, step: Step) -> None:
+        """Write what was found in this step into its record."""
+
+
+class UpdateObserver(Observer):
+    """Shows every quantised weight's update to those that are due; otherwise it costs nothing.
+
+    On grid and fp8 storage the optimizer itself hands over what it asked for. With an ULP residual these are the
+    values that the residual stands for.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, fm.QuantizedLinear], storage: str, consumers: Sequence[UpdateConsumer]
+    ) -> None:
+        self._layers, self._consumers = layers, consumers
+        self._rounded, self._coded = storage in ROUNDED, storage == "master"
+        self._names = {id(layer.weight): name for name, layer in layers.items()}
+        self._before: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def before_step(self, step: Step) -> None:
+        if not self._due(step):
+            return
+        if self._rounded:
+            _watch(step.optimizer, lambda view: self._hand_over(step, view))
+        else:
+            self._before = {name: self._state(layer) for name, layer in self._layers.items()}
+
+    def after_step(self, step: Step) -> None:
+        due = self._due(step)
+        if not due:
+            return
+        if self._rounded:
+            _watch(step.optimizer, None)
+        else:
+            self._compare(step)
+        for consumer in due:
+            consumer.finish(step)
+
+    def _due(self, step: Step) -> list[UpdateConsumer]:
+        return [consumer for consumer in self._consumers if step.due(consumer.interval)]
+
+    def _state(self, layer: fm.QuantizedLinear) -> tuple[Tensor, Tensor | None]:
+        return plain(layer.weight).clone(), layer.weight_codes() if self._coded else None
+
+    def _hand_over(self, step: Step, view: Any) -> None:
+        name = self._names.get(id(view.parameter))
+        if name is not None:
+            self._show(step, name, view.before, view.target, view.after, None)
+
+    def _compare(self, step: Step) -> None:
+        for name, (before, codes) in self._before.items():
+            after = plain(self._layers[name].weight)
+            self._show(step, name, before, after, after, codes)
+        self._before = {}
+
+    @torch.no_grad()
+    def _show(self, step: Step, name: str, before: Tensor, target: Tensor, after: Tensor, codes: Tensor | None) -> None:
+        layer = self._layers[name]
+        assert layer.weight_format is not None
+        update = Update(name, layer, before, target, after, codes, layer.weight_format, layer.weight_scale().detach())
+        for consumer in self._due(step):
+            consumer.see(step, update)
+
+
+def _watch(optimizer: Any, see: Any) -> None:
+    optimizer.observer = see

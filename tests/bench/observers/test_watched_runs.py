@@ -1,0 +1,192 @@
+"""Whole runs under watch: nothing changes, what is turned off is gone, and the shadow agrees where it must."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.observers.build import build_observers
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+FLAGS = ("stall", "ranges", "bits", "attention", "gradients", "geometry")
+OFF = {f"monitor__{flag}": False for flag in FLAGS}
+ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
+GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
+
+
+def records_of(config: Config, folder: Path) -> list[dict[str, Any]]:
+    run(config, folder)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def histograms_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "histograms.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "bf16-mixed", "model__dropout": 0.2},
+        {"rule": "master", "model__formats": ALL_FORMATS, "train__accumulation": 2},
+        {"rule": "stochastic", "model__formats": GRID_FORMATS, "model__dropout": 0.2},
+        {"rule": "residual8", "model__format": "E3M4", "train__precision": "float32"},
+        {"rule": "stiffness-unrounded", "model__format": "E7M0"},
+    ],
+    ids=lambda settings: settings["rule"],
+)
+def test_watching_everything_changes_nothing(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
+    shadow = {"shadow__enabled": True, "shadow__interval": 2}
+    seen = records_of(tiny(**settings, **shadow, monitor__interval=1), tmp_path / "seen")
+    unseen = records_of(tiny(**settings, **OFF, alerts__enabled=False), tmp_path / "unseen")
+    keys = ("train/loss", "val/loss", "grad/norm")
+    assert [[record.get(key) for key in keys] for record in seen] == [
+        [record.get(key) for key in keys] for record in unseen
+    ]
+    assert not [key for key in unseen[-1] if key.startswith(("quant/", "bits/", "stall/", "geometry/", "attention/"))]
+
+
+NAMESPACES = {
+    "stall": "stall/update_lost",
+    "ranges": "quant/",
+    "bits": "bits/",
+    "attention": "attention/",
+    "gradients": "grad/l2",
+    "geometry": "geometry/",
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_monitor_that_is_turned_off_leaves_the_others(tiny: Tiny, tmp_path: Path, flag: str) -> None:
+    settings = {"rule": "stochastic", "model__formats": GRID_FORMATS, "train__max_steps": 2}
+    last = records_of(tiny(**settings, **{f"monitor__{flag}": False}), tmp_path / "r")[-1]
+    found = {name for name, prefix in NAMESPACES.items() if any(key.startswith(prefix) for key in last)}
+    assert found == set(FLAGS) - {flag}
+
+
+def test_every_figure_is_there_by_layer_and_over_all_layers(tiny: Tiny, tmp_path: Path) -> None:
+    settings = {"rule": "residual8", "model__formats": GRID_FORMATS, "shadow__enabled": True}
+    last = records_of(tiny(**settings), tmp_path / "r")[-1]
+    layers = {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc", "blocks.0.mlp.proj", "lm_head"}
+    operands = ("weight", "activation", "gradient")
+    shares = ("overflow", "underflow", "subnormal", "clamped", "amax", "amax_over_std", "kurtosis", "scale")
+    bits = ("entropy", "uniformity", "codes_used", "codes_ever_used", "binades_occupied", "top_exponent", "longest_gap")
+    utilisations = ("mantissa_utilisation", "exponent_utilisation", "exponent_bit_0", "mantissa_bit_0")
+    names = [f"quant/{figure}/{operand}" for figure in shares for operand in operands]
+    names += [f"bits/{figure}/{operand}" for figure in (*bits, *utilisations) for operand in operands]
+    stall = ("update_lost", "update_success", "update_ulps", "move_probability", "residual_saturation", "code_drift")
+    names += [f"stall/{figure}" for figure in (*stall, "zero_gradient_zone")]
+    gradients = ("l2", "linf", "snr", "zero", "dead", "cosine", "quant_snr_db", "update_to_noise")
+    names += [f"grad/{figure}" for figure in gradients]
+    geometry = ("stiffness_mean", "off_grid", "gradient_stiffness_correlation", "path_length", "displacement")
+    warps = ("metric_min_eigenvalue", "warp_spread", "warp_slope", "warp_crossings", "warp_distortion")
+    names += [f"geometry/{figure}" for figure in (*geometry, *warps)]
+    for name in names:
+        assert last.get(name) is not None, name
+        assert {key[len(name) + 1 :] for key in last if key.startswith(f"{name}/")} == layers, name
+    assert last["quant/kurtosis/residual/blocks.0"] > 1
+    assert {"attention/entropy", "attention/entropy_min", "grad/cosine_min", "attention/entropy/0/1"} <= set(last)
+    assert last["geometry/off_grid"] == 0.0
+
+
+def test_distributions_are_written_at_the_last_step(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(rule="master", model__formats=ALL_FORMATS), tmp_path / "r")
+    found = histograms_in(tmp_path / "r")
+    assert {histogram["step"] for histogram in found} == {6}
+    kinds = {histogram["name"].rsplit("/", 1)[0] for histogram in found}
+    assert kinds == {
+        *(f"bits/code_histogram/{operand}" for operand in ("weight", "activation", "gradient")),
+        *(f"bits/gap_lengths/{operand}" for operand in ("weight", "activation", "gradient")),
+        *("grad/magnitude", "grad/dead_runs", "geometry/stiffness", "stall/weight_residual"),
+    }
+    for histogram in found:
+        places = histogram.get("values") or histogram["edges"]
+        assert len(places) == len(histogram["counts"]) + ("edges" in histogram), histogram["name"]
+        if not histogram["name"].startswith(("bits/gap", "bits/code_histogram/activation", "bits/code_histogram/grad")):
+            layer = histogram["name"].rsplit("/", 1)[1]
+            sizes = {"qkv": 768, "attn.proj": 256, "fc": 1024, "mlp.proj": 1024, "lm_head": 656}
+            assert sum(histogram["counts"]) == next(n for end, n in sizes.items() if layer.endswith(end))
+
+
+@pytest.mark.parametrize("settings", [{}, {"train__accumulation": 3}, {"model__dropout": 0.3}])
+def test_float32_weights_have_a_shadow_that_agrees_exactly(
+    tiny: Tiny, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    config = tiny(rule="fp32", shadow__enabled=True, shadow__interval=3, train__max_steps=4, **settings)
+    records = records_of(config, tmp_path / "r")
+    assert ["grad/cosine" in record for record in records] == [False, False, False, True, True]
+    for record in records[3:]:
+        assert record["grad/cosine"] == record["grad/cosine_min"] == 1.0
+        assert record["grad/cosine/lm_head"] == 1.0
+        assert record["grad/quant_snr_db/lm_head"] is None  # no noise at all
+        assert record["shadow/overhead"] > 0
+
+
+def test_the_shadow_holds_dequantised_weights_or_the_masters(tiny: Tiny, tmp_path: Path) -> None:
+    settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "shadow__enabled": True}
+    settings |= {"shadow__interval": 1, "train__max_steps": 1}
+    same = records_of(tiny(**settings), tmp_path / "dequantised")[-1]
+    other = records_of(tiny(**settings, shadow__of="master"), tmp_path / "master")[-1]
+    assert same["grad/cosine_min"] > 1 - 1e-6  # the straight-through gradient is that at the dequantised weights
+    assert 0.5 < other["grad/cosine_min"] < 0.999
+
+
+@pytest.mark.parametrize("settings", [{"model__tie_weights": True}, {"rule": "bf16-pure"}, {"model__bias": True}])
+def test_the_shadow_has_the_models_own_shape(tiny: Tiny, tmp_path: Path, settings: dict[str, Any]) -> None:
+    config = tiny(**{"shadow__enabled": True, "train__max_steps": 2, **settings})
+    assert 0.9 < records_of(config, tmp_path / "r")[-1]["grad/cosine_min"] <= 1.0
+
+
+def test_the_shadow_is_cleared_between_looks(tiny: Tiny, tmp_path: Path) -> None:
+    config = resolve(tiny(rule="fp32", shadow__enabled=True, shadow__interval=1))
+    trainer = Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))
+    watch = build_observers(config, trainer, tmp_path, baseline={}, tell=lambda alert: None)
+    assert watch.shadow is not None
+    for number in (1, 2, 3):
+        step = trainer.new_step(number, last=False)
+        trainer.train_step(step, watch.all)
+        assert step.record["grad/cosine"] == 1.0
+    for observer in watch.all:
+        observer.close()
+
+
+def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("nngeometry")
+    settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "monitor__fisher": True}
+    shadow = {"shadow__enabled": True, "shadow__of": "master", "train__max_steps": 2}
+    last = records_of(tiny(**settings, **shadow), tmp_path / "r")[-1]
+    assert last["geometry/fisher_trace/lm_head"] >= last["geometry/fisher_top/lm_head"] > 0
+    assert 0.2 < last["geometry/fisher_ratio"] < 5
+    assert last["geometry/fisher_ratio"] != 1.0
+
+
+def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Trainer._clip
+
+    def clip(trainer: Trainer) -> float:
+        trainer.model.lm_head.weight.grad[0, 0] = float("nan")
+        return original(trainer)
+
+    monkeypatch.setattr(Trainer, "_clip", clip)
+    config = tiny(rule="stochastic", model__formats=GRID_FORMATS, monitor__interval=1)
+    records = records_of(config, tmp_path / "r")
+    assert [record["grad_has_nan"] for record in records[1:]] == [1, 1, 1]
+    assert all("quant/overflow/activation" in record for record in records[1:])
+    assert all("stall/update_lost" not in record for record in records[1:])
+
+
+def test_the_stall_may_be_watched_more_often_than_the_rest(tiny: Tiny, tmp_path: Path) -> None:
+    settings = {"rule": "nearest", "model__format": "E4M3", "monitor__interval": 6, "monitor__stall_interval": 2}
+    records = records_of(tiny(**settings), tmp_path / "r")
+    assert [record["step"] for record in records if "stall/update_lost" in record] == [2, 4, 6]
+    assert [record["step"] for record in records if "stall/update_ulps" in record] == [6]
+    assert [record["step"] for record in records if "quant/amax/weight" in record] == [6]
