@@ -13,7 +13,8 @@ from fp8manifold.random_bits import RANDOM_BITS
 __all__ = ["decode_bits", "decode_magnitude", "decode_with_ulp", "encode_bits", "encode_finite", "encode_magnitude"]
 
 _MANTISSA, _BIAS = 23, 127
-_EXPONENT_MASK, _MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
+_EXPONENT_MASK, _MAGNITUDE_MASK, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
+_IN_FIXED_POINT = 5  # mantissa bits up to which a whole number of steps and a draw fit in 31 bits
 
 
 def decode_with_ulp(codes: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tuple[Tensor, Tensor]:
@@ -33,16 +34,16 @@ def decode_with_ulp(codes: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tup
     code = codes.to(torch.int32)
     magnitude = code & (sign - 1)
     value, ulp = decode_magnitude(magnitude, fmt, extra_bits)
-    signs = (code & sign) << (32 - fmt.bits - extra_bits)
+    signs = (code << (32 - fmt.bits - extra_bits)) & _SIGN
     return (value.view(torch.int32) | signs).view(torch.float32), ulp
 
 
 def decode_magnitude(magnitude: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tuple[Tensor, Tensor]:
     """Values and spacing of codes (int32) without a sign."""
     m = fmt.mantissa_bits + extra_bits
-    exponent = (magnitude >> m).clamp(min=1)
-    ulp = ((exponent + (_BIAS - fmt.bias - m)) << _MANTISSA).view(torch.float32)
-    steps = magnitude - (exponent << m) + (1 << m)
+    binade = (magnitude & -(1 << m)).clamp(min=1 << m)
+    ulp = ((binade << (_MANTISSA - m)) + ((_BIAS - fmt.bias - m) << _MANTISSA)).view(torch.float32)
+    steps = magnitude - binade + (1 << m)
     return steps.to(torch.float32) * ulp, ulp
 
 
@@ -79,12 +80,16 @@ def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, e
     m = fmt.mantissa_bits + extra_bits
     magnitude = x.view(torch.int32).clamp(max=_top(fmt))
     power = (magnitude & _EXPONENT_MASK).clamp(min=(_BIAS + fmt.emin) << _MANTISSA)
-    reciprocal = (((2 * _BIAS + m) << _MANTISSA) - power).view(torch.float32)
-    steps = magnitude.view(torch.float32) * reciprocal
+    fixed = draws is not None and _in_fixed_point(fmt, m)
+    exponent = 2 * _BIAS + m + (RANDOM_BITS if fixed else 0)
+    steps = magnitude.view(torch.float32) * ((exponent << _MANTISSA) - power).view(torch.float32)
     if fmt.ulp_min > 1:  # the quotient of the smallest floats underflows, where a draw of 0 must still see it
         steps = torch.maximum(steps, magnitude.view(torch.float32).clamp(max=2.0**-100))
     binade_codes = power >> (_MANTISSA - m)
-    whole = _nearest(steps, binade_codes, m, _BIAS + fmt.emin) if draws is None else _stochastic(steps, draws)
+    if draws is None:
+        whole = _nearest(steps, binade_codes, m, _BIAS + fmt.emin)
+    else:
+        whole = _stochastic_fixed(steps, draws) if fixed else _stochastic(steps, draws)
     return whole + binade_codes - ((_BIAS + fmt.emin) << m)
 
 
@@ -111,6 +116,20 @@ def _stochastic(steps: Tensor, draws: Tensor) -> Tensor:
     whole = steps.to(torch.int32)
     fraction = steps - whole.to(torch.float32)
     return whole - ((draws.to(torch.float32) * 2.0**-RANDOM_BITS - fraction).view(torch.int32) >> 31)
+
+
+def _in_fixed_point(fmt: FloatFormat, mantissa_bits: int) -> bool:
+    """Whether steps in parts of ``2^-24`` fit in 31 bits, and float32 has what takes a value there."""
+    exponents = (mantissa_bits + RANDOM_BITS - e for e in (fmt.emin, fmt.emax))
+    return mantissa_bits <= _IN_FIXED_POINT and all(-_BIAS < e <= _BIAS for e in exponents)
+
+
+def _stochastic_fixed(parts: Tensor, draws: Tensor) -> Tensor:
+    """The same of ``2^24`` parts of a step: a fraction exceeds a draw where the two carry into the whole steps.
+
+    What is less than a part counts as one: every draw is below it.
+    """
+    return (parts.ceil().to(torch.int32) + (draws ^ ((1 << RANDOM_BITS) - 1))) >> RANDOM_BITS
 
 
 def _nearest(steps: Tensor, binade_codes: Tensor, mantissa_bits: int, lowest: int) -> Tensor:

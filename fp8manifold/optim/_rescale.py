@@ -46,6 +46,6 @@ def widened(parameter: FP8Tensor, state: dict[str, Any], job: Job, words: tuple[
         packed = pack_nibbles(residual.to(torch.int8)) if bits == 4 else residual.view(parameter.shape)
         state["residual"].copy_(packed)
     weight = arrays["weight"]
-    weight.copy_(unless_special(codes.to(torch.uint8), weight, parameter.format))
+    weight.copy_(unless_special(codes, weight, parameter.format))
     parameter.scale.copy_(new)
     return True

@@ -65,7 +65,7 @@ def store_weights(
         return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
     codes = encode_finite(target, fmt, draws)
     after = decode_with_ulp(codes, fmt)[0] if variant.writeback == "momentum" else target
-    return {"weight": unless_special(codes.to(torch.uint8), weight, fmt)}, after
+    return {"weight": unless_special(codes, weight, fmt)}, after
 
 
 def reciprocal_scale(variant: Variant, arrays: dict[str, Tensor]) -> Tensor:
@@ -84,7 +84,7 @@ def _store_with_residual(
     codes, residual = split_codes(fine, fmt, bits)
     stored = {"residual": residual.to(torch.int8)}
     if variant.storage == "codes":
-        return stored | {"weight": unless_special(codes.to(torch.uint8), arrays["weight"], fmt)}, target
+        return stored | {"weight": unless_special(codes, arrays["weight"], fmt)}, target
     value = decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
     weight = arrays["weight"]
     return stored | {"weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))}, target
@@ -112,9 +112,9 @@ def _magnitude_and_sign(signed: Tensor, sign_bit: int) -> Tensor:
 
 
 def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
-    """Codes of NaN stay what they are: the step knows only finite weights."""
-    if not fmt.nan_codes:
-        return codes
-    if len(fmt.nan_codes) == 1:
-        return torch.where(old == fmt.nan_codes[0], old, codes)
-    return torch.where((old & (fmt.sign_bit - 1)) > fmt.max_code, old, codes)
+    """Codes (int32) as bytes, but codes of NaN stay what they are: the step knows only finite weights."""
+    if fmt.nan_codes:
+        old = old.to(torch.int32)
+        special = old == fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else (old & (fmt.sign_bit - 1)) > fmt.max_code
+        codes = torch.where(special, old, codes)
+    return codes.to(torch.uint8)
