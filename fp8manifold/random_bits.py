@@ -150,6 +150,15 @@ def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
     return signed_word(mixed), signed_word(mixed >> 32), signed_word(_mix64(mixed))
 
 
+def round_key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
+    """:func:`round_keys` of many words (seed, step, stream, ``*more``) at position 0: one row of three keys each."""
+    mixed = np.array([_prefix(words) for words in prefixes], dtype=np.uint64)
+    for word in (streams, *more, 0):
+        mixed = _mix64_array(np.bitwise_xor(mixed, np.asarray(word, dtype=np.uint64)))
+    low, high = _mix64_array(mixed).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)
+    return np.stack([mixed.astype(np.uint32), high, low], axis=1).view(np.int32)
+
+
 @lru_cache(maxsize=64)
 def _prefix(words: tuple[int, ...]) -> int:
     mixed = 0
@@ -174,6 +183,13 @@ def _mix64(word: int) -> int:
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % _WORD
     return word ^ (word >> 31)
+
+
+def _mix64_array(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = words + np.uint64(_GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
 
 
 def signed_word(word: int) -> int:

@@ -4,7 +4,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpac
 from fp8manifold.optim._variant import RESIDUAL_BITS
 from fp8manifold.optim._views import StepView, observed_step
 from fp8manifold.tensor import FP8Tensor
+
+if TYPE_CHECKING:
+    from fp8manifold.optim._repeated import RepeatedStep
 
 __all__ = [
     "ManifoldOptimizer",
@@ -40,6 +43,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, T
 class Planned:
     """One parameter's step, ready to be taken."""
 
+    group: dict[str, Any]
     parameter: Tensor
     state: dict[str, Any]
     job: Job
@@ -64,6 +68,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     observer: Callable[[StepView], None] | None = None
     skipped_steps: int = 0
     widened_scales: int = 0
+    _repeated: "RepeatedStep | None" = None
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
 
@@ -99,11 +104,31 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_options()
-        self._check_schedules()
+        repeated = self._repeated
+        done = None if repeated is None else repeated.done()
+        self._check_schedules(self._taken() if repeated is None or done is None else repeated.taken(done))
         self._take_remainders()
         if not self._ready():
             self.skipped_steps += 1
-            return loss
+        elif repeated is not None and done is not None:
+            repeated.take(done)
+        else:
+            planned = self._planned()
+            self._take(planned)
+            self._repeated = self._repeatable(planned)
+        return loss
+
+    def _taken(self) -> list[tuple[dict[str, Any], int]]:
+        """The steps that have been taken for each parameter that has a gradient, with its group."""
+        return [
+            (group, int(self.state[p].get("step", 0)) if p in self.state else 0)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+
+    def _planned(self) -> list[Planned]:
+        """What this step is, with every step count advanced."""
         planned, stream = [], 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -112,8 +137,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                     if (plan := self._plan(group, parameter, state)) is not None:
                         planned.append(plan)
                 stream += 1
-        self._take(planned)
-        return loss
+        return planned
+
+    def _repeatable(self, planned: list[Planned]) -> "RepeatedStep | None":
+        """What takes the next steps if they are like this one; None where they have to be planned."""
+        return None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -125,6 +153,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        self._checked[id(group)] = options_of(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's part, and the counts."""
@@ -176,7 +205,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _check_options(self) -> None:
         """Raise before anything has changed if what somebody set since the last step is not valid."""
-        checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked", {})
+        checked = self._checked
         for group in self.param_groups:
             _check_lr(group)
             if checked.get(id(group)) == (options := options_of(group)):
@@ -187,6 +216,16 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                     stores = self._stores_moments(parameter)
                     check_entry(self.state[parameter], parameter, group, stores_moments=stores)
             checked[id(group)] = options
+
+    @property
+    def _checked(self) -> dict[int, tuple[Any, ...]]:
+        """Options by group, as they were when last found valid; no part of the state."""
+        checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked_options", {})
+        return checked
+
+    def checked_options(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """The options of a group as they were when last found valid: the same object while they are the same."""
+        return self._checked[id(group)]
 
     def _stores_moments(self, parameter: Tensor) -> bool:
         """Whether ``moments`` is for this parameter."""
@@ -249,8 +288,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Whether the step may be taken; asked before anything has changed."""
         return all_finite(self)
 
-    def _check_schedules(self) -> None:
-        """Raise before anything has changed if a schedule has left its range."""
+    def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
+        """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""
 
     def _take(self, planned: list[Planned]) -> None:
         """Take the planned steps; their numbers and keys reach a device in one transfer each."""

@@ -6,7 +6,7 @@ once for every shape, and repeated calls of that shape go straight to the code t
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,12 +14,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold.optim._bitcasts import bitcasts_in_registers
 from fp8manifold.optim._layout import index_in
 from fp8manifold.optim._step import prepare_step, step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
-__all__ = ["Arguments", "CompileUnavailableWarning", "Compiled", "compiled", "is_available", "next_name"]
+__all__ = ["Arguments", "CompileUnavailableWarning", "Compiled", "DirectCall", "compiled", "is_available", "next_name"]
 
 _OPTIONS: Final[dict[str, Any]] = {
     "size_asserts": False,
@@ -61,6 +62,29 @@ def compiled(kind: str, variant: Variant, names: tuple[str, ...], arguments: Arg
     return _state.steps[key]
 
 
+class DirectCall:
+    """Compiled code, and which of its arguments is which of the arrays or a size."""
+
+    def __init__(self, function: Callable[..., Any], template: list[tuple[bool, int]]) -> None:
+        self.function, self._template = function, template
+
+    def __call__(self, arguments: Arguments) -> None:
+        """Call it without guards or look-ups."""
+        self.function(*[arguments[x] if is_array else x for is_array, x in self._template])
+
+    def bound(self, arguments: Arguments, fresh: Mapping[int, int]) -> tuple[list[Any], list[tuple[int, int]]]:
+        """The code's arguments, and where in them (first) what is new in every step (second) belongs.
+
+        Args:
+            arguments: the arrays.
+            fresh: of those that are new in every step, where the new ones will be found.
+        """
+        positions = [(i, fresh[x]) for i, (is_array, x) in enumerate(self._template) if is_array and x in fresh]
+        new = {i for i, _ in positions}
+        kept = [(arguments[x] if is_array else x) for is_array, x in self._template]
+        return [None if i in new else value for i, value in enumerate(kept)], positions
+
+
 class Compiled:
     """One variant's step with a code object of its own: variants that share one would exhaust its cache."""
 
@@ -68,7 +92,7 @@ class Compiled:
         code = function.__code__.replace(co_name=f"{function.__name__}_{len(_state.steps)}")
         own = types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
         self._function = torch.compile(own, dynamic=True, fullgraph=True, backend=_inductor)
-        self._direct: dict[tuple[torch.Size, ...], Callable[[Arguments], Any]] = {}
+        self._direct: dict[tuple[torch.Size, ...], DirectCall] = {}
 
     def __call__(self, arguments: Arguments) -> bool:
         """Take the step."""
@@ -78,7 +102,7 @@ class Compiled:
             return True
         return self._first_call(shapes, arguments)
 
-    def direct(self, arguments: Arguments) -> Callable[[Arguments], Any] | None:
+    def direct(self, arguments: Arguments) -> DirectCall | None:
         """The call for arguments of these shapes without guards or look-ups, once one has been made."""
         return self._direct.get(tuple([a.shape for a in arguments]))
 
@@ -146,7 +170,8 @@ def _noise(variant: Variant, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
 def _inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    function: Any = compile_fx(graph, example_inputs, config_patches=_OPTIONS)
+    with bitcasts_in_registers():
+        function: Any = compile_fx(graph, example_inputs, config_patches=_OPTIONS)
 
     def watched(*arguments: Any) -> Any:
         _state.seen = (function, arguments)
@@ -155,9 +180,7 @@ def _inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Cal
     return watched
 
 
-def _direct_call(
-    function: Callable[..., Any], received: tuple[Any, ...], arguments: Arguments
-) -> Callable[[Arguments], Any] | None:
+def _direct_call(function: Callable[..., Any], received: tuple[Any, ...], arguments: Arguments) -> "DirectCall | None":
     """The call without guards, where it is plain which argument went where; sizes are the shape's own."""
     positions = {id(a): i for i, a in enumerate(arguments)}
     template: list[tuple[bool, int]] = []
@@ -170,7 +193,14 @@ def _direct_call(
             template.append((False, int(value)))
         else:
             return None
-    return lambda given: function(*[given[x] if is_tensor else x for is_tensor, x in template])
+    return DirectCall(_unwrapped(function), template)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled code without the layers that keep a tracer out of it: whoever calls it does that once for all."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
 
 
 @contextmanager

@@ -1,23 +1,25 @@
 """Running a step: compiled in one pass where that pays, eager in blocks that stay in cache elsewhere, same bits."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
-from fp8manifold.optim._compile import Arguments, compiled, is_available, next_name
+from fp8manifold.optim._compile import DirectCall, compiled, is_available, next_name
 from fp8manifold.optim._layout import Layout
 from fp8manifold.optim._moments import BOUNDS, SCALES
 from fp8manifold.optim._step import Outcome, prepare_step, step
 from fp8manifold.optim._variant import Variant
-from fp8manifold.random_bits import round_keys, signed_word, word_range
+from fp8manifold.random_bits import round_key_rows, round_keys, signed_word, word_range
 
-__all__ = ["Job", "key_row", "run", "run_eager", "settle"]
+__all__ = ["Job", "Ready", "key_row", "key_rows", "run", "run_eager", "settle"]
 
 WORTH_COMPILING: Final = 32_768
 """Elements from which a parameter is compiled for when nobody says otherwise: below, eager costs little."""
@@ -49,7 +51,7 @@ class Job:
     #: whether it is one of enough elements, or of enough parameters of its kind, to be compiled for
     worth_compiling: bool = False
     #: the compiled call, once it has been made
-    ready: "_Ready | None" = None
+    ready: "Ready | None" = None
 
     @property
     def blockwise(self) -> bool:
@@ -57,6 +59,7 @@ class Job:
         return self.variant.moments == "8bit" and bool(self.variant.stores)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code is called as it is
 def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> None:  # noqa: A002  # torch's word
     """Take the step in place.
 
@@ -76,7 +79,7 @@ def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     """Whether it could be."""
     arrays = job.arrays | {"numbers": numbers}
     workspace: dict[str, Tensor] = {}
-    calls = []
+    calls: list[tuple[tuple[str, ...], list[Tensor], DirectCall | None]] = []
     if job.blockwise:
         arrays |= _workspace(job)
         names = tuple(name for name in arrays if name in _PREPARES)
@@ -96,48 +99,56 @@ def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     if job.blockwise:
         _advance_bounds(job.arrays, workspace)
     calls.append((tuple(arrays), arguments, take.direct(arguments)))
-    job.ready = _Ready(job, calls)
+    known = [(names, arguments, direct) for names, arguments, direct in calls if direct is not None]
+    job.ready = Ready(job, known) if len(known) == len(calls) else None
     return True
 
 
-class _Ready:
+class Ready:
     """The compiled calls of a job with everything in place but what is new in each step."""
 
-    def __init__(
-        self, job: Job, calls: list[tuple[tuple[str, ...], list[Tensor], Callable[[Arguments], Any] | None]]
-    ) -> None:
+    def __init__(self, job: Job, calls: list[tuple[tuple[str, ...], list[Tensor], DirectCall]]) -> None:
         gradient = job.arrays["gradient"]
-        self._dtype, self._job_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
+        self.dtype, self._job_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
         self._workspace = _workspace_names(job)
-        unpacked = ("residual",) if job.variant.residual_bits == 4 else ()
-        self._new = ("gradient", *unpacked)
-        fresh = (*self._new, "numbers", "keys", *self._workspace)
+        self._unpacked = ("residual",) if job.variant.residual_bits == 4 else ()
+        self._bounds = [
+            (self._workspace.index(next_name(name)), job.arrays[name])
+            for name in dict.fromkeys(BOUNDS.values())
+            if next_name(name) in self._workspace
+        ]
+        fresh = {name: i for i, name in enumerate(("gradient", "numbers", "keys", *self._unpacked, *self._workspace))}
         self._calls = []
         for names, arguments, direct in calls:
-            slots = [(i, name) for i, name in enumerate(names) if name in fresh]
-            kept: list[Tensor | None] = [None if name in fresh else a for name, a in zip(names, arguments, strict=True)]
-            self._calls.append((direct, kept, slots))
-        self._complete = all(direct is not None for direct, _, _ in self._calls)
+            new = {i: fresh[name] for i, name in enumerate(names) if name in fresh}
+            self._calls.append((direct.function, *direct.bound(arguments, new)))
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether an array has to be unpacked before every step."""
+        return bool(self._unpacked)
 
     def fits(self, gradient: Tensor, wanted: bool | None) -> bool:
         """Whether nothing has changed that was compiled for."""
-        return (
-            wanted is not False and gradient.dtype == self._dtype and all(call[0] is not None for call in self._calls)
-        )
+        return wanted is not False and gradient.dtype == self.dtype
 
     def __call__(self, arrays: dict[str, Tensor], numbers: Tensor, keys: Tensor) -> None:
         """Take the step."""
-        fresh = {name: arrays[name] for name in self._new} | {"numbers": numbers, "keys": keys}
-        for name in self._workspace:
-            fresh[name] = torch.empty(self._job_dims, dtype=torch.float32, device=self._device)
-        for direct, kept, slots in self._calls:
-            arguments: list[Any] = kept.copy()
-            for i, name in slots:
-                arguments[i] = fresh[name]
-            assert direct is not None
-            direct(arguments)
+        self.take(arrays["gradient"], numbers, keys, *[arrays[name] for name in self._unpacked])
+
+    def take(self, *fresh: Tensor) -> None:
+        """Take the step with a contiguous gradient of the weight's size, numbers, keys and what is unpacked."""
+        given = len(fresh)
         if self._workspace:
-            _advance_bounds(arrays, fresh)
+            room = [torch.empty(self._job_dims, dtype=torch.float32, device=self._device) for _ in self._workspace]
+            fresh = (*fresh, *room)
+        for function, kept, positions in self._calls:
+            arguments = kept.copy()
+            for i, k in positions:
+                arguments[i] = fresh[k]
+            function(*arguments)
+        for i, bound in self._bounds:
+            bound.copy_(fresh[given + i])
 
 
 def _advance_bounds(arrays: dict[str, Tensor], prepared: dict[str, Tensor]) -> None:
@@ -188,6 +199,12 @@ def key_row(words: tuple[int, int, int], offset: int, *, moments: bool = True) -
         first, second, third = round_keys(key, high)
         keys += [signed_word(first + low), second, third]
     return keys if moments else [*keys, 0, 0, 0]
+
+
+def key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64]) -> Tensor:
+    """:func:`key_row` of many words (seed, step, stream), all at offset 0."""
+    rows = [round_key_rows(prefixes, streams), round_key_rows(prefixes, streams, _FOR_MOMENTS)]
+    return torch.from_numpy(np.concatenate(rows, axis=1))
 
 
 @lru_cache(maxsize=8)

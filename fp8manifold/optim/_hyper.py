@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["HYPER", "KEYS", "Hyper", "row"]
+__all__ = ["FIELD", "HYPER", "KEYS", "Hyper", "row"]
 
 HYPER: Final = (
     "beta1",  # decay of the first average
@@ -29,6 +29,9 @@ HYPER: Final = (
     "floor",  # magnitude below which a multiplicative step becomes additive
 )
 _POSITION: Final = {name: i for i, name in enumerate(HYPER)}
+FIELD: Final = ("inverse_reference", "log_reference", "floor")
+"""Those that follow from S_ref: a parameter's own, and the same until its field is looked at anew."""
+
 KEYS: Final = 6
 """int32 words a row of keys holds: three round keys for the weights' draws, three for the averages'."""
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8manifold._charts import Metric
@@ -10,15 +11,17 @@ from fp8manifold.optim._base import ManifoldOptimizer, Planned, options_of
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
+from fp8manifold.optim._hyper import row
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
+from fp8manifold.optim._repeated import RepeatedStep
 from fp8manifold.optim._rescale import widened
 from fp8manifold.optim._variant import Variant
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["GridOptimizer"]
+__all__ = ["GridOptimizer", "Kept"]
 
 _STATE = ("residual", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "avg_bound", "sq_bound")
 
@@ -26,10 +29,13 @@ _STATE = ("residual", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 class GridOptimizer(ManifoldOptimizer):
     """Plans steps for the engine: subclasses name the traits of the variant and give its numbers."""
 
+    repeats = True
+    """Whether numbers differ within a group, at the same step, in what follows from S_ref alone (:data:`FIELD`)."""
+
     @property
-    def _jobs(self) -> "dict[Tensor, _Kept]":
+    def _jobs(self) -> "dict[Tensor, Kept]":
         """Jobs by parameter; no part of the state."""
-        jobs: dict[Tensor, _Kept] = self.__dict__.setdefault("_kept_jobs", {})
+        jobs: dict[Tensor, Kept] = self.__dict__.setdefault("_kept_jobs", {})
         return jobs
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
@@ -76,11 +82,31 @@ class GridOptimizer(ManifoldOptimizer):
         job.words = words
         numbers = self._numbers(group, parameter, state, job)
         copied = None if kept.grid.in_place else kept.grid.weight
-        return Planned(parameter, state, job, numbers, kept.dtype, group["compile"], copied, is_new)
+        return Planned(group, parameter, state, job, numbers, kept.dtype, group["compile"], copied, is_new)
+
+    def numbers_of(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+        """The row of hyperparameters of a step, by name."""
+        return self._numbers(group, parameter, state, job)
+
+    def _repeatable(self, planned: list[Planned]) -> RepeatedStep | None:
+        """What takes the next steps if they are like this one."""
+        if not self.repeats or not planned or self.observer is not None:
+            return None
+        kept = [self._jobs[plan.parameter] for plan in planned]
+        if len({(each.dtype, each.job.arrays["weight"].device) for each in kept}) > 1:
+            return None
+        if any(
+            each.job.ready is None or each.job.ready.unpacks or plan.compile is False
+            for plan, each in zip(planned, kept, strict=True)
+        ):
+            return None
+        numbers = torch.tensor([row(plan.numbers, plan.dtype) for plan in planned], dtype=torch.float64)
+        members = [(plan.group, plan.parameter, each) for plan, each in zip(planned, kept, strict=True)]
+        return RepeatedStep(self, members, numbers)
 
     def _look_at(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], words: tuple[int, int, int], *, due: bool
-    ) -> "_Kept":
+    ) -> "Kept":
         """Look at the parameter anew: its field, where that is due, its scale, and what a step of it is made of."""
         kept = self._keep(group, parameter, state, due=due)
         if due and isinstance(parameter, FP8Tensor) and widened(parameter, state, kept.job, words):
@@ -89,14 +115,14 @@ class GridOptimizer(ManifoldOptimizer):
         self._jobs[parameter] = kept
         return kept
 
-    def _keep(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], *, due: bool) -> "_Kept":
+    def _keep(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], *, due: bool) -> "Kept":
         grid = grid_of(parameter)
         quantized = grid.storage != "plain"
         if quantized and due:
             self._refresh(group, grid, state)
         traits = self._traits(group, parameter, grid if quantized else None)
         job = self._new_job(group, parameter, state, grid, traits)
-        return _Kept(self._kind(parameter), group, parameter, state, job, grid)
+        return Kept(self._kind(parameter), group, parameter, state, job, grid)
 
     def _new_job(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], grid: Grid, traits: dict[str, Any]
@@ -130,7 +156,7 @@ class GridOptimizer(ManifoldOptimizer):
         state["bounded"] = self._bounded(group, grid, stiffness, state["reference"])
 
 
-class _Kept:
+class Kept:
     """A job, and what it was made of: it holds while all of that is still there."""
 
     def __init__(
@@ -146,12 +172,15 @@ class _Kept:
     def is_current(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> bool:
         """Whether nothing has been replaced or set anew."""
         return (
-            self.grid.in_place
-            and self._address == _address(parameter, self.grid.storage)
+            self.is_in_place(parameter)
             and all(state.get(name) is tensor for name, tensor in self._state)
             and self._reference == state.get("reference")
             and self._options == options_of(group)
         )
+
+    def is_in_place(self, parameter: Tensor) -> bool:
+        """Whether weight and scale lie where they did and are stepped there."""
+        return self.grid.in_place and self._address == _address(parameter, self.grid.storage)
 
 
 def _address(parameter: Tensor, storage: str) -> tuple[Any, ...]:

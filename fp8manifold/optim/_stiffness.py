@@ -48,17 +48,13 @@ class StiffnessOptimizer(GridOptimizer):
                     "use fp8manifold.optim.RiemannianAdam"
                 )
 
-    def _check_schedules(self) -> None:
+    def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
         """Ask for every exponent of the step, once, before anything has changed."""
         self._powers: dict[tuple[int, int], float] = {}
-        for group in self.param_groups:
-            if "stiffness" not in group:
-                continue
-            for parameter in group["params"]:
-                done = int(self.state[parameter].get("step", 0)) if parameter in self.state else 0
-                if parameter.grad is not None and (id(group), done) not in self._powers:
-                    power = scheduled("stiffness", group["stiffness"], done, -_LARGEST_POWER, _LARGEST_POWER)
-                    self._powers[id(group), done] = power
+        for group, done in taken:
+            if "stiffness" in group and (id(group), done) not in self._powers:
+                power = scheduled("stiffness", group["stiffness"], done, -_LARGEST_POWER, _LARGEST_POWER)
+                self._powers[id(group), done] = power
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         shared = {
