@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class _State:
 
     available: bool = True
     steps: dict[tuple[Any, ...], "Compiled"] = field(default_factory=dict)
-    seen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+    #: from the outermost layer of compiled code to the innermost: the code and what it was given
+    seen: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
 
 
 _state = _State()
@@ -63,14 +65,14 @@ def compiled(kind: str, variant: Variant, names: tuple[str, ...], arguments: Arg
 
 
 class DirectCall:
-    """Compiled code, and which of its arguments is which of the arrays or a size."""
+    """Compiled code that takes a list, and which of its arguments is which of the arrays or a size."""
 
     def __init__(self, function: Callable[..., Any], template: list[tuple[bool, int]]) -> None:
         self.function, self._template = function, template
 
     def __call__(self, arguments: Arguments) -> None:
         """Call it without guards or look-ups."""
-        self.function(*[arguments[x] if is_array else x for is_array, x in self._template])
+        self.function([arguments[x] if is_array else x for is_array, x in self._template])
 
     def bound(self, arguments: Arguments, fresh: Mapping[int, int]) -> tuple[list[Any], list[tuple[int, int]]]:
         """The code's arguments, and where in them (first) what is new in every step (second) belongs.
@@ -109,9 +111,9 @@ class Compiled:
     def _first_call(self, shapes: tuple[torch.Size, ...], arguments: Arguments) -> bool:
         if not _state.available:
             return False
-        _state.seen = None
+        _state.seen = []
         try:
-            with _only_sizes_are_dynamic():
+            with _only_sizes_are_dynamic(), _innermost_is_seen():
                 self._function(*arguments)
         except Exception as error:  # whatever a compiler's absence or failure raises
             _state.available = False
@@ -123,9 +125,10 @@ class Compiled:
                 stacklevel=2,
             )
             return False
-        if _state.seen is not None and (direct := _direct_call(*_state.seen, arguments)) is not None:
+        found = (_direct_call(code, received, arguments) for code, received in reversed(_state.seen))
+        if (direct := next((call for call in found if call is not None), None)) is not None:
             self._direct[shapes] = direct
-        _state.seen = None
+        _state.seen = []
         return True
 
 
@@ -173,11 +176,33 @@ def _inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Cal
     with bitcasts_in_registers():
         function: Any = compile_fx(graph, example_inputs, config_patches=_OPTIONS)
 
+    inner = _unwrapped(function)
+
     def watched(*arguments: Any) -> Any:
-        _state.seen = (function, arguments)
+        _state.seen.append((lambda given: inner(*given), arguments))
         return function(*arguments)
 
     return watched
+
+
+@contextmanager
+def _innermost_is_seen() -> Iterator[None]:
+    """Note the code below the layers that take care of gradients and aliases, of which there are none here."""
+    try:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        call = CompiledFxGraph.__call__
+    except (ImportError, AttributeError):
+        yield
+        return
+
+    def watched(graph: Any, arguments: list[Any]) -> Any:
+        if (inner := getattr(graph, "current_callable", None)) is not None:
+            _state.seen.append((inner, tuple(arguments)))
+        return call(graph, arguments)
+
+    with patch.object(CompiledFxGraph, "__call__", watched):
+        yield
 
 
 def _direct_call(function: Callable[..., Any], received: tuple[Any, ...], arguments: Arguments) -> "DirectCall | None":
@@ -193,7 +218,7 @@ def _direct_call(function: Callable[..., Any], received: tuple[Any, ...], argume
             template.append((False, int(value)))
         else:
             return None
-    return DirectCall(_unwrapped(function), template)
+    return DirectCall(function, template)
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:

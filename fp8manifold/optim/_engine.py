@@ -19,7 +19,7 @@ from fp8manifold.optim._step import Outcome, prepare_step, step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import round_key_rows, round_keys, signed_word, word_range
 
-__all__ = ["Job", "Ready", "key_row", "key_rows", "run", "run_eager", "settle"]
+__all__ = ["Job", "Ready", "compiles", "key_row", "key_rows", "note_changes", "run", "run_eager", "settle"]
 
 WORTH_COMPILING: Final = 32_768
 """Elements from which a parameter is compiled for when nobody says otherwise: below, eager costs little."""
@@ -36,6 +36,9 @@ _PREPARES: Final = frozenset(
     {"weight", "gradient", "scale", "residual", "lowest", "highest", "numbers", *SCALES, *_ONLY_PREPARED}
 )
 """Arrays that preparing a step looks at or fills."""
+
+
+_READ_ONLY: Final = frozenset({"gradient", "scale", "lowest", "highest"})
 
 
 @dataclass
@@ -71,8 +74,15 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
     """
     if job.ready is not None and job.ready.fits(job.arrays["gradient"], compile):
         job.ready(job.arrays, numbers, keys)
-    elif not (_compiles(job, numbers, compile) and _run_compiled(job, numbers, keys)):
+    elif not (compiles(job, numbers.dtype, compile) and _run_compiled(job, numbers, keys)):
         run_eager(job, numbers)
+        return
+    note_changes([array for name, array in job.arrays.items() if name not in _READ_ONLY])
+
+
+def note_changes(arrays: Sequence[Tensor]) -> None:
+    """Compiled code changes memory behind autograd's back: say so, for it refuses what was saved before."""
+    torch.autograd.graph.increment_version(arrays)
 
 
 def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
@@ -109,6 +119,7 @@ class Ready:
 
     def __init__(self, job: Job, calls: list[tuple[tuple[str, ...], list[Tensor], DirectCall]]) -> None:
         gradient = job.arrays["gradient"]
+        self.changes = [array for name, array in job.arrays.items() if name not in _READ_ONLY]
         self.dtype, self._job_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
         self._workspace = _workspace_names(job)
         self._unpacked = ("residual",) if job.variant.residual_bits == 4 else ()
@@ -123,11 +134,6 @@ class Ready:
             new = {i: fresh[name] for i, name in enumerate(names) if name in fresh}
             self._calls.append((direct.function, *direct.bound(arguments, new)))
 
-    @property
-    def unpacks(self) -> bool:
-        """Whether an array has to be unpacked before every step."""
-        return bool(self._unpacked)
-
     def fits(self, gradient: Tensor, wanted: bool | None) -> bool:
         """Whether nothing has changed that was compiled for."""
         return wanted is not False and gradient.dtype == self.dtype
@@ -137,7 +143,7 @@ class Ready:
         self.take(arrays["gradient"], numbers, keys, *[arrays[name] for name in self._unpacked])
 
     def take(self, *fresh: Tensor) -> None:
-        """Take the step with a contiguous gradient of the weight's size, numbers, keys and what is unpacked."""
+        """Take the step with a contiguous gradient in the layout's sizes, numbers, keys and what is unpacked."""
         given = len(fresh)
         if self._workspace:
             room = [torch.empty(self._job_dims, dtype=torch.float32, device=self._device) for _ in self._workspace]
@@ -146,7 +152,7 @@ class Ready:
             arguments = kept.copy()
             for i, k in positions:
                 arguments[i] = fresh[k]
-            function(*arguments)
+            function(arguments)
         for i, bound in self._bounds:
             bound.copy_(fresh[given + i])
 
@@ -213,10 +219,11 @@ def columns(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, dtype=torch.int32, device=device)
 
 
-def _compiles(job: Job, numbers: Tensor, wanted: bool | None) -> bool:
+def compiles(job: Job, dtype: torch.dtype, wanted: bool | None) -> bool:
+    """Whether a step of these is compiled."""
     if wanted is False or not is_available() or not job.variant.compiles or not job.layout.compiles:
         return False
-    if numbers.dtype != torch.float32 or job.layout.numel >= 2**31 or job.offset % 2**32 + job.layout.numel > 2**32:
+    if dtype != torch.float32 or job.layout.numel >= 2**31 or job.offset % 2**32 + job.layout.numel > 2**32:
         return False
     return bool(wanted) or job.worth_compiling
 

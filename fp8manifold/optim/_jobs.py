@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8manifold._charts import Metric
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.optim._base import ManifoldOptimizer, Planned, options_of
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._engine import Job, compiles
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
 from fp8manifold.optim._hyper import row
@@ -95,10 +95,7 @@ class GridOptimizer(ManifoldOptimizer):
         kept = [self._jobs[plan.parameter] for plan in planned]
         if len({(each.dtype, each.job.arrays["weight"].device) for each in kept}) > 1:
             return None
-        if any(
-            each.job.ready is None or each.job.ready.unpacks or plan.compile is False
-            for plan, each in zip(planned, kept, strict=True)
-        ):
+        if any(_has_to_be_planned(plan) for plan in planned):
             return None
         numbers = torch.tensor([row(plan.numbers, plan.dtype) for plan in planned], dtype=torch.float64)
         members = [(plan.group, plan.parameter, each) for plan, each in zip(planned, kept, strict=True)]
@@ -154,6 +151,12 @@ class GridOptimizer(ManifoldOptimizer):
         stiffness = stiffness_field(grid, self._metric(group, grid))
         state["reference"] = reference_stiffness(stiffness)
         state["bounded"] = self._bounded(group, grid, stiffness, state["reference"])
+
+
+def _has_to_be_planned(plan: Planned) -> bool:
+    """Whether an array has to be unpacked first, or the compiler's own guards are what a call goes through."""
+    job = plan.job
+    return job.variant.residual_bits == 4 or (job.ready is None and compiles(job, plan.dtype, plan.compile))
 
 
 class Kept:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold.optim._engine import Ready, key_rows
+from fp8manifold.optim._engine import Ready, key_rows, note_changes, run_eager
 from fp8manifold.optim._hyper import FIELD, HYPER, row
 from fp8manifold.tensor import FP8Tensor
 
@@ -34,9 +34,12 @@ class _Entry:
     parameter: Tensor
     state: dict[str, Any]
     kept: "Kept"
-    ready: Ready
+    #: compiled, or None for what is not worth compiling
+    ready: Ready | None
     #: what the state held
     values: list[Any]
+    #: the layout's sizes, in which compiled code takes a gradient
+    dims: tuple[int, ...]
 
     def holds(self) -> bool:
         """Whether parameter and state are those of the last step."""
@@ -44,7 +47,7 @@ class _Entry:
         gradient = parameter.grad
         return (
             gradient is not None
-            and gradient.dtype == self.ready.dtype
+            and (self.ready is None or gradient.dtype == self.ready.dtype)
             and gradient.layout is torch.strided
             and gradient.is_contiguous()
             and len(values) == len(self.values)
@@ -52,6 +55,14 @@ class _Entry:
             and self.kept.is_in_place(parameter)
             and (not isinstance(parameter, FP8Tensor) or parameter.remainder is None)
         )
+
+    def take_eager(self, gradient: Tensor, numbers: Tensor) -> None:
+        """Take the step of a parameter that nothing was compiled for."""
+        job = self.kept.job
+        job.words = (self.group["seed"], int(self.state["step"]), self.state["stream"])
+        job.arrays["gradient"] = gradient.view(self.dims)
+        run_eager(job, numbers)
+        del job.arrays["gradient"]
 
 
 class RepeatedStep:
@@ -69,9 +80,11 @@ class RepeatedStep:
         self._optimizer, self._numbers = optimizer, numbers.clone()
         self._entries = []
         for group, parameter, kept in planned:
-            state = optimizer.state[parameter]
-            assert kept.job.ready is not None
-            self._entries.append(_Entry(group, parameter, state, kept, kept.job.ready, list(state.values())))
+            state, layout = optimizer.state[parameter], kept.job.layout
+            self._entries.append(
+                _Entry(group, parameter, state, kept, kept.job.ready, list(state.values()), layout.dims)
+            )
+        self._changes = [array for entry in self._entries if entry.ready for array in entry.ready.changes]
         self._steps = [entry.state["step"] for entry in self._entries]
         self._streams = np.array([entry.state["stream"] for entry in self._entries], dtype=np.uint64)
         self._groups = list(optimizer.param_groups)
@@ -119,7 +132,11 @@ class RepeatedStep:
         for entry, number_row, key_row in zip(self._entries, rows, keys, strict=True):
             gradient = entry.parameter.grad
             assert gradient is not None
-            entry.ready.take(gradient, number_row, key_row)
+            if entry.ready is not None:
+                entry.ready.take(gradient.view(entry.dims), number_row, key_row)
+            else:
+                entry.take_eager(gradient, number_row)
+        note_changes(self._changes)
 
     def _next_numbers(self, done: list[int]) -> Tensor:
         """Ask for one parameter of each kind: the others' numbers differ in what follows from S_ref alone."""
