@@ -108,10 +108,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         done = None if repeated is None else repeated.done()
         self._check_schedules(self._taken() if repeated is None or done is None else repeated.taken(done))
         self._take_remainders()
+        if repeated is not None and done is not None and repeated.take(done):
+            return loss
         if not self._ready():
             self.skipped_steps += 1
-        elif repeated is not None and done is not None:
-            repeated.take(done)
         else:
             planned = self._planned()
             self._take(planned)

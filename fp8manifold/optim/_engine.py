@@ -1,10 +1,10 @@
 """Running a step: compiled in one pass where that pays, eager in blocks that stay in cache elsewhere, same bits."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -114,47 +114,65 @@ def _run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     return True
 
 
+_Call = tuple[Callable[[list[Any]], Any], list[Any], list[tuple[int, int]]]
+
+
 class Ready:
-    """The compiled calls of a job with everything in place but what is new in each step."""
+    """The compiled calls of a job with everything in place but what is new in each step.
+
+    What is new comes as a sequence: a contiguous gradient in the layout's sizes, numbers, keys, what is unpacked, and
+    room for what :meth:`prepare` fills in, an array of the blocks' sizes for each of ``workspace``.
+    """
 
     def __init__(self, job: Job, calls: list[tuple[tuple[str, ...], list[Tensor], DirectCall]]) -> None:
         gradient = job.arrays["gradient"]
         self.changes = [array for name, array in job.arrays.items() if name not in _READ_ONLY]
-        self.dtype, self._job_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
-        self._workspace = _workspace_names(job)
+        self.dtype, self.block_dims, self._device = gradient.dtype, job.layout.block_dims, gradient.device
+        self.workspace = _workspace_names(job)
         self._unpacked = ("residual",) if job.variant.residual_bits == 4 else ()
-        self._bounds = [
-            (self._workspace.index(next_name(name)), job.arrays[name])
+        #: each bound, and where in the workspace its next value is
+        self.bounds = [
+            (self.workspace.index(next_name(name)), job.arrays[name])
             for name in dict.fromkeys(BOUNDS.values())
-            if next_name(name) in self._workspace
+            if next_name(name) in self.workspace
         ]
-        fresh = {name: i for i, name in enumerate(("gradient", "numbers", "keys", *self._unpacked, *self._workspace))}
-        self._calls = []
+        fresh = {name: i for i, name in enumerate(("gradient", "numbers", "keys", *self._unpacked, *self.workspace))}
+        bound: list[_Call] = []
         for names, arguments, direct in calls:
             new = {i: fresh[name] for i, name in enumerate(names) if name in fresh}
-            self._calls.append((direct.function, *direct.bound(arguments, new)))
+            bound.append((direct.function, *direct.bound(arguments, new)))
+        *self._preparations, self._step = bound
 
     def fits(self, gradient: Tensor, wanted: bool | None) -> bool:
         """Whether nothing has changed that was compiled for."""
         return wanted is not False and gradient.dtype == self.dtype
 
     def __call__(self, arrays: dict[str, Tensor], numbers: Tensor, keys: Tensor) -> None:
-        """Take the step."""
-        self.take(arrays["gradient"], numbers, keys, *[arrays[name] for name in self._unpacked])
+        """Prepare, and take the step."""
+        unpacked = [arrays[name] for name in self._unpacked]
+        room = [torch.empty(self.block_dims, dtype=torch.float32, device=self._device) for _ in self.workspace]
+        fresh = [arrays["gradient"], numbers, keys, *unpacked, *room]
+        self.prepare(fresh)
+        self.take(fresh)
+        for i, bound in self.bounds:
+            bound.copy_(room[i])
 
-    def take(self, *fresh: Tensor) -> None:
-        """Take the step with a contiguous gradient in the layout's sizes, numbers, keys and what is unpacked."""
-        given = len(fresh)
-        if self._workspace:
-            room = [torch.empty(self._job_dims, dtype=torch.float32, device=self._device) for _ in self._workspace]
-            fresh = (*fresh, *room)
-        for function, kept, positions in self._calls:
-            arguments = kept.copy()
-            for i, k in positions:
-                arguments[i] = fresh[k]
-            function(arguments)
-        for i, bound in self._bounds:
-            bound.copy_(fresh[given + i])
+    def prepare(self, fresh: Sequence[Tensor]) -> None:
+        """Fill in the workspace; nothing that is kept changes."""
+        for call in self._preparations:
+            _make(call, fresh)
+
+    def take(self, fresh: Sequence[Tensor]) -> None:
+        """Take the step; the bounds are left as they were."""
+        _make(self._step, fresh)
+
+
+def _make(call: _Call, fresh: Sequence[Tensor]) -> None:
+    function, kept, positions = call
+    arguments = kept.copy()
+    for i, k in positions:
+        arguments[i] = fresh[k]
+    function(arguments)
 
 
 def _advance_bounds(arrays: dict[str, Tensor], prepared: dict[str, Tensor]) -> None:

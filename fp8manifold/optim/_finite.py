@@ -1,11 +1,13 @@
 """Whether a step may be taken at all: every gradient, and its square, has to be finite."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "squares_are_finite"]
+__all__ = ["all_finite", "squares_are_finite", "squares_sum_up"]
 
 
 def all_finite(optimizer: torch.optim.Optimizer) -> bool:
@@ -16,19 +18,28 @@ def all_finite(optimizer: torch.optim.Optimizer) -> bool:
         FloatingPointError: a gradient is not finite and its group has ``on_nonfinite="raise"``.
     """
     pairs = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    sums: dict[torch.device, list[Tensor]] = {}
     for _, parameter in pairs:
-        gradient = parameter.grad
-        if gradient.is_sparse or gradient.is_complex():
+        if parameter.grad.is_sparse or parameter.grad.is_complex():
             raise ValueError(f"{type(optimizer).__name__} takes dense real gradients only")
-        sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
-    if all(bool(torch.stack(each).sum().isfinite()) for each in sums.values()):
+    if squares_sum_up([parameter for _, parameter in pairs]):
         return True
     return all(squares_are_finite(group, parameter) for group, parameter in pairs)
 
 
+def squares_sum_up(parameters: Sequence[Tensor]) -> bool:
+    """Whether the squares of all gradients have a finite sum: then all of them are finite."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        assert gradient is not None
+        sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
+    return all(math.isfinite(torch.stack(each).sum()) for each in sums.values())
+
+
 def _sum_of_squares(gradient: Tensor) -> Tensor:
     flat = gradient.reshape(-1)
+    if flat.dtype is torch.float32:
+        return torch.dot(flat, flat)
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
     return torch.dot(flat, flat).to(torch.float32)

@@ -4,6 +4,7 @@ Planning fifty parameters takes as long as stepping a million elements.  What a 
 one step to the next, and what does (gradients, numbers, random keys) can be had for all parameters at once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import is_not
@@ -14,8 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold.optim._compile import next_name
 from fp8manifold.optim._engine import Ready, key_rows, note_changes, run_eager
+from fp8manifold.optim._finite import squares_sum_up
 from fp8manifold.optim._hyper import FIELD, HYPER, row
+from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.tensor import FP8Tensor
 
 if TYPE_CHECKING:
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RepeatedStep"]
 
+_SQUARES: Final = next_name(BOUNDS["exp_avg_sq"])
 _SHARED: Final = np.array([i for i, name in enumerate(HYPER) if name not in FIELD])
 
 
@@ -56,13 +61,44 @@ class _Entry:
             and (not isinstance(parameter, FP8Tensor) or parameter.remainder is None)
         )
 
-    def take_eager(self, gradient: Tensor, numbers: Tensor) -> None:
+    def take_eager(self, numbers: Tensor) -> None:
         """Take the step of a parameter that nothing was compiled for."""
         job = self.kept.job
         job.words = (self.group["seed"], int(self.state["step"]), self.state["stream"])
-        job.arrays["gradient"] = gradient.view(self.dims)
+        job.arrays["gradient"] = self.gradient()
         run_eager(job, numbers)
         del job.arrays["gradient"]
+
+    def gradient(self) -> Tensor:
+        """The gradient in the layout's sizes."""
+        assert self.parameter.grad is not None
+        return self.parameter.grad.view(self.dims)
+
+
+class _Workspace:
+    """Room for what is prepared of all parameters whose averages are stored in blocks, in one array a name."""
+
+    def __init__(self, entries: list[_Entry]) -> None:
+        self._owners: dict[str, list[int]] = {}
+        for i, entry in enumerate(entries):
+            for name in entry.ready.workspace if entry.ready is not None else ():
+                self._owners.setdefault(name, []).append(i)
+        blocks = [entry.ready.block_dims if entry.ready is not None else (0,) for entry in entries]
+        self._blocks = {name: [blocks[i][0] for i in owners] for name, owners in self._owners.items()}
+        #: whose squares are found finite when their bounds are
+        self.checked = {i for i in self._owners.get(_SQUARES, ()) if len(blocks[i]) == 2}
+        self._count, self._dims = len(entries), blocks
+
+    def empty(self, device: torch.device) -> tuple[list[list[Tensor]], Tensor | None]:
+        """Each parameter's room in the order of its names, and the array of all bounds of squares."""
+        rooms: list[list[Tensor]] = [[] for _ in range(self._count)]
+        squares = None
+        for name, owners in self._owners.items():
+            whole = torch.empty((sum(self._blocks[name]), 1), dtype=torch.float32, device=device)
+            squares = whole if name == _SQUARES else squares
+            for i, part in zip(owners, whole.split(self._blocks[name]), strict=True):
+                rooms[i].append(part if len(self._dims[i]) == 2 else part.view(self._dims[i]))
+        return rooms, squares
 
 
 class RepeatedStep:
@@ -92,6 +128,9 @@ class RepeatedStep:
         self._members = [list(group["params"]) for group in self._groups]
         stepped = {id(parameter) for _, parameter, _ in planned}
         self._others = [p for members in self._members for p in members if id(p) not in stepped and p.numel()]
+        self._workspace = _Workspace(self._entries)
+        ready = [entry.ready for entry in self._entries]
+        self._bounds = [(i, 3 + k, bound) for i, each in enumerate(ready) if each for k, bound in each.bounds]
         self._kinds: list[NDArray[np.intp]] = []
         self._sorted_for: list[int] = []
 
@@ -120,29 +159,45 @@ class RepeatedStep:
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code is called as it is
-    def take(self, done: list[int]) -> None:
-        """Take the step."""
+    def take(self, done: list[int]) -> bool:
+        """Take the step, if every gradient and its square are finite; otherwise nothing has changed."""
         torch._foreach_add_(self._steps, 1)
-        numbers = self._next_numbers(done)
-        prefixes = [(entry.group["seed"], count + 1) for entry, count in zip(self._entries, done, strict=True)]
+        fresh, squares = self._new(done)
+        for entry, given in zip(self._entries, fresh, strict=True):
+            if entry.ready is not None:
+                entry.ready.prepare(given)
+        rest = [entry.parameter for i, entry in enumerate(self._entries) if i not in self._workspace.checked]
+        if not (squares_sum_up(rest) and (squares is None or math.isfinite(squares.sum()))):
+            torch._foreach_sub_(self._steps, 1)
+            return False
+        for entry, given in zip(self._entries, fresh, strict=True):
+            if entry.ready is not None:
+                entry.ready.take(given)
+            else:
+                entry.take_eager(given[1])
+        if self._bounds:
+            torch._foreach_copy_([bound for _, _, bound in self._bounds], [fresh[i][k] for i, k, _ in self._bounds])
+        note_changes(self._changes)
+        self._sorted_for = [count + 1 for count in done]
+        return True
+
+    def _new(self, done: list[int]) -> tuple[list[list[Tensor]], Tensor | None]:
+        """What is new in this step for each parameter, as :class:`Ready` takes it."""
         kept = self._entries[0].kept
         device = kept.job.arrays["weight"].device
-        rows = numbers.to(device, kept.dtype).unbind()
+        numbers = self._next_numbers(done).to(device, kept.dtype).unbind()
+        prefixes = [(entry.group["seed"], count + 1) for entry, count in zip(self._entries, done, strict=True)]
         keys = key_rows(prefixes, self._streams).to(device).unbind()
-        for entry, number_row, key_row in zip(self._entries, rows, keys, strict=True):
-            gradient = entry.parameter.grad
-            assert gradient is not None
-            if entry.ready is not None:
-                entry.ready.take(gradient.view(entry.dims), number_row, key_row)
-            else:
-                entry.take_eager(gradient, number_row)
-        note_changes(self._changes)
+        rooms, squares = self._workspace.empty(device)
+        return [
+            [entry.gradient(), number_row, key_row, *room]
+            for entry, number_row, key_row, room in zip(self._entries, numbers, keys, rooms, strict=True)
+        ], squares
 
     def _next_numbers(self, done: list[int]) -> Tensor:
         """Ask for one parameter of each kind: the others' numbers differ in what follows from S_ref alone."""
         if done != self._sorted_for:
-            self._kinds = self._sorted(done)
-        self._sorted_for = [count + 1 for count in done]
+            self._kinds, self._sorted_for = self._sorted(done), done
         table = self._numbers.numpy()
         for members in self._kinds:
             entry = self._entries[members[0]]
