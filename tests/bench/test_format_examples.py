@@ -1,0 +1,164 @@
+"""The shipped configurations that show what surgery can do: what they quantise, and that they train."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8manifold as fm
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import FIELDS, get, load_config, to_yaml
+from nanogpt_bench.shipped import FOLDER, find_config
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.train import run
+
+OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
+SMALL = {
+    "model.n_layer": 1,
+    "model.n_head": 2,
+    "model.n_embd": 32,
+    "model.block_size": 16,
+    "train.max_steps": 30,
+    "train.batch_size": 4,
+    "eval.interval": 30,
+    "eval.batches": 2,
+    "optimizer.warmup_steps": 2,
+    "optimizer.lr": 0.02,
+    "monitor.interval": 15,
+    "shadow.interval": 15,
+}
+ALL = ("blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc", "blocks.0.mlp.proj", "lm_head")
+ATTENTION, MLP, HEAD = ALL[:2], ALL[2:4], ALL[4:]
+NORMALISED = (ALL[0], ALL[2], ALL[4])
+#: for each file and operand, the layers that have a format; operands and layers left out have none
+EXAMPLES: dict[str, dict[str, dict[tuple[str, ...], str]]] = {
+    "bf16_baseline": {},
+    "e4m3": {"weight": {ALL: "E4M3"}},
+    "e5m2": {"weight": {ALL: "E5M2"}},
+    "e7m0": {"weight": {ALL: "E7M0"}},
+    "e4m3_uniform": {operand: {ALL: "E4M3"} for operand in OPERANDS},
+    "lm_head_e5m2": {"weight": {HEAD: "E5M2"}},
+    "lm_head_e7m0": {"weight": {HEAD: "E7M0"}},
+    "attention_e4m3_mlp_e3m4": {
+        "weight": {ATTENTION: "E4M3", MLP: "E3M4"},
+        "activation": {ATTENTION: "E4M3", MLP: "E3M4"},
+        "activation_gradient": {ATTENTION + MLP: "E5M2"},
+        "weight_gradient": {ATTENTION + MLP: "E5M2"},
+    },
+    "e1m6_normalised": {"activation": {NORMALISED: "E1M6"}},
+}
+
+
+def small(name: str, corpus_dir: Path, *more: str) -> Config:
+    settings = {**SMALL, "data.dir": str(corpus_dir)}
+    return load_config(find_config(name), [*(f"--{key}={value}" for key, value in settings.items()), *more])
+
+
+def trainer_of(config: Config) -> Trainer:
+    config = resolve(config)
+    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
+
+
+def formats_of(model: nn.Module, operand: str) -> dict[str, str]:
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, fm.QuantizedLinear)}
+    found = {name: getattr(layer.spec, operand) for name, layer in layers.items()}
+    return {name: spec.format.name for name, spec in found.items() if spec is not None}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_quantises_what_it_says_and_trains(name: str, corpus_dir: Path, tmp_path: Path) -> None:
+    config = small(name, corpus_dir)
+    model = trainer_of(config).model
+    for operand in OPERANDS:
+        wanted = {layer: fmt for layers, fmt in EXAMPLES[name].get(operand, {}).items() for layer in layers}
+        assert formats_of(model, operand) == wanted, operand
+    summary = run(config, tmp_path / "run")
+    assert summary["status"] == "finished"
+    assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
+
+
+def test_e5m2_is_the_baseline_but_for_format_storage_and_shadow() -> None:
+    baseline, e5m2 = (resolve(load_config(find_config(name))) for name in ("bf16_baseline", "e5m2"))
+    differing = {key for key in FIELDS if get(baseline, key) != get(e5m2, key)}
+    assert differing == {"model.formats", "model.storage", "shadow.enabled"}
+    assert baseline.seed == e5m2.seed == 42
+    assert e5m2.shadow.enabled
+    assert baseline.model.formats == {}
+    assert e5m2.model.formats == {"*": "E5M2"}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "bf16_baseline"])
+def test_every_example_differs_from_the_baseline_in_nothing_else(name: str) -> None:
+    baseline, example = (resolve(load_config(FOLDER / f"{file}.yaml")) for file in ("bf16_baseline", name))
+    differing = {key for key in FIELDS if get(baseline, key) != get(example, key)}
+    assert differing == {"model.formats", "model.storage", "shadow.enabled"}
+
+
+@pytest.mark.parametrize("name", ["e4m3_uniform", "e1m6_normalised"])
+def test_a_resolved_configuration_with_nested_formats_reads_back(name: str, tmp_path: Path) -> None:
+    config = resolve(load_config(find_config(name)))
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    assert resolve(load_config(tmp_path / "config.yaml")) == config
+
+
+#: one of every option that surgery has, on small layers of 32 x n
+OPTIONS: dict[str, Any] = {
+    "gradients of tensors": {"weight": "E4M3", "gradient": "E5M2"},
+    "of activations alone": {"weight": "E4M3", "gradient": {"activation": "E5M2"}},
+    "of weights alone": {"weight": "E4M3", "gradient": {"weight": "E5M2"}},
+    "blocks everywhere": {
+        "weight": {"format": "E4M3", "granularity": "block"},
+        "activation": {"format": "E4M3", "granularity": "block"},
+        "gradient": {"format": "E5M2", "granularity": "block", "rounding": "stochastic"},
+    },
+    "delayed": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed", "history": 16},
+    "static": {"weight": "E4M3", "activation": "E4M3", "policy": "static"},
+    "clipped": {"weight": "E4M3", "activation": "E4M3", "ste": "clipped"},
+    "stochastic": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "stochastic"},
+}
+
+
+@pytest.mark.filterwarnings("ignore::fp8manifold.SaturationWarning")  # static scales: it says so, and trains on
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_trains_and_repeats(option: str, accumulation: int, corpus_dir: Path) -> None:
+    formats = json.dumps({"attn": OPTIONS[option], "mlp": OPTIONS[option]})
+    more = ("--model.formats", formats, f"--train.accumulation={accumulation}", "--optimizer.lr=0.01")
+    losses = []
+    for _ in range(2):
+        trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
+        before = trainer.validate()
+        for number in range(1, 13):
+            trainer.train_step(trainer.new_step(number, last=False), ())
+        losses.append(trainer.validate())
+        assert losses[-1] < before - 0.1
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("storage", ["grid", "fp8", "continuous"])
+def test_gradients_are_quantised_whatever_the_storage(storage: str, corpus_dir: Path) -> None:
+    formats = json.dumps({"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "rounding": "split"}})
+    more = ("--model.formats", formats, f"--model.storage={storage}", "--optimizer.name=stiffness_adamw")
+    trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))
+    trainer.train_step(trainer.new_step(1, last=False), ())
+    layer = trainer.model.lm_head
+    assert layer.weight_gradient_scaler.value != 1
+    assert math.isfinite(trainer.validate())
+
+
+def test_one_magnitude_for_all_gradients_is_a_choice(corpus_dir: Path) -> None:
+    formats = json.dumps({"*": {"weight": "E4M3", "gradient": {"format": "E4M3", "scale": "global"}}})
+    trainer = trainer_of(small("bf16_baseline", corpus_dir, "--model.formats", formats))
+    for number in (1, 2):
+        trainer.train_step(trainer.new_step(number, last=False), ())
+    layers = [layer for layer in trainer.model.modules() if isinstance(layer, fm.QuantizedLinear)]
+    assert len({layer.weight_gradient_scaler.value.item() for layer in layers}) == 1
+    assert sum(layer.shared_amax is not None for layer in layers) == 1
