@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -72,6 +74,66 @@ def test_a_float_run_is_left_alone() -> None:
     assert not quantized_layers(quantized())
 
 
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
+def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
+    options = ("--model.format=E4M3", f"--model.storage={storage}", "--model.tie_weights=true")
+    model = quantized(*options, "--model.tied=untie", tie=True)
+    assert "lm_head" in quantized_layers(model)
+    assert type(model.token_embedding.weight) is nn.Parameter
+    assert model.lm_head.weight is not model.token_embedding.weight
+    model = quantized(*options, "--model.tied=leave", tie=True)
+    assert "lm_head" not in quantized_layers(model)
+    assert model.lm_head.weight is model.token_embedding.weight
+    with pytest.raises(BenchError, match=r"model.formats: .*'lm_head' is shared .*tied='untie'.*tied='leave'"):
+        quantized(*options, tie=True)
+
+
+@pytest.mark.parametrize("options", [("--model.format=E4M3",), ("--model.tie_weights=true",)])
+def test_what_to_do_with_a_tied_head_needs_one_and_a_format(options: tuple[str, ...]) -> None:
+    with pytest.raises(BenchError, match=r"model.tied: 'leave' needs model.tie_weights and a format"):
+        quantized(*options, "--model.tied=leave")
+
+
+def residual_outputs(model: nn.Module) -> list[torch.Tensor]:
+    """What every block gives, and what the first one takes."""
+    seen: list[torch.Tensor] = []
+    handles = [block.register_forward_hook(lambda _b, _i, output: seen.append(output)) for block in model.blocks]
+    model(torch.arange(11).view(1, 11))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("formats", [(), ("--model.format=E4M3",)])
+def test_residual_outputs_are_clipped_at_so_many_standard_deviations(formats: tuple[str, ...]) -> None:
+    free = residual_outputs(quantized(*formats))
+    clipped = residual_outputs(quantized(*formats, "--model.outliers=clip_sigma", "--model.outlier_sigma=1.5"))
+    reach, mean = 1.5 * free[0].std(correction=0), free[0].mean()
+    assert torch.allclose(clipped[0], free[0].clamp(mean - reach, mean + reach))
+    assert not torch.equal(clipped[0], free[0])
+    far = residual_outputs(quantized(*formats, "--model.outliers=clip_sigma", "--model.outlier_sigma=100"))
+    assert all(torch.equal(a, b) for a, b in zip(far, free, strict=True))
+
+
+def test_what_is_clipped_has_no_gradient_and_a_copy_clips_too() -> None:
+    model = copy.deepcopy(quantized("--model.outliers=clip_sigma", "--model.outlier_sigma=0.5"))
+    taken: list[torch.Tensor] = []
+    model.blocks[1].mlp.register_forward_hook(lambda _m, _i, output: taken.append(output))
+    (output,) = residual_outputs(model)[1:]
+    taken[0].retain_grad()
+    output.sum().backward()
+    shares = (taken[0].grad == 0).float().mean().item()
+    assert 0.3 < shares < 0.9
+    assert ((taken[0].grad == 0) | (taken[0].grad == 1)).all()
+
+
+def test_six_standard_deviations_unless_told_otherwise() -> None:
+    assert resolve(load_config(None, ["--model.outliers=clip_sigma"])).model.outlier_sigma == 6.0
+    assert resolve(load_config(None, [])).model.outlier_sigma is None
+    with pytest.raises(BenchError, match=r"model.outlier_sigma: 3.0 needs model.outliers clip_sigma"):
+        resolve(load_config(None, ["--model.outlier_sigma=3"]))
+
+
 def test_a_tied_head_can_be_left_alone_but_not_quantised() -> None:
     left = quantized("--model.formats", "{'*': E4M3, lm_head: none}", tie=True)
     assert "lm_head" not in quantized_layers(left)
@@ -87,6 +149,11 @@ def test_a_tied_head_can_be_left_alone_but_not_quantised() -> None:
         ("{mlp: {weight: E4M3, ste: clip}}", ["clip", "clipped"]),
         ("{mlp: {weight: E4M9}}", ["model.formats.mlp", "E4M9"]),
         ("{mlp: 3}", ["model.formats.mlp", "3"]),
+        ("{mlp: {weight: E4M3, gradient: {wieght: E5M2}}}", ["gradient", "wieght", "weight"]),
+        ("{mlp: {activation: {format: E4M3, policy: delayd}}}", ["delayd", "delayed"]),
+        ("{mlp: {activation: {format: E4M9}}}", ["model.formats.mlp", "E4M9"]),
+        ("{mlp: {gradient: {weight: {rounding: nearest}}}}", ["gradient.weight", "no format"]),
+        ("{mlp: {weight: {format: E4M3, scale: -1}}}", ["scale=-1", "range"]),
     ],
 )
 def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats: str, parts: list[str]) -> None:

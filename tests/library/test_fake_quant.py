@@ -81,6 +81,30 @@ def test_special_values() -> None:
     assert fake_quantize(torch.zeros(4), "E4M3").tolist() == [0.0] * 4
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", ["tensor", "row", "column", "block"])
+def test_pieces_of_a_large_tensor_are_rounded_as_the_whole(scale: str, rounding: Any) -> None:
+    """Division, rounding and multiplication walk over it together; the definition does one after the other."""
+    x = normal(600, 320, std=3.0)
+    shapes = {"tensor": (), "row": (600, 1), "column": (1, 320), "block": (600, 10)}
+    scales = normal(*shapes[scale], seed=1).abs() * 0.1 + 0.01
+    spread = scales.repeat_interleave(32, 1) if scale == "block" else scales
+    key = {"seed": 3, "step": 5, "stream": 7} if rounding == "stochastic" else {}
+    granularity: Any = "block" if scale == "block" else "tensor"
+    y = fake_quantize(x, "E3M4", scales, granularity=granularity, rounding=rounding, **key)  # type: ignore[arg-type]
+    assert torch.equal(y, round_to_grid(x / spread, "E3M4", rounding, **key) * spread)  # type: ignore[arg-type]
+    half = fake_quantize(x.bfloat16(), "E3M4", scales, granularity=granularity, rounding=rounding, **key)  # type: ignore[arg-type]
+    exact = round_to_grid(x.bfloat16().float() / spread, "E3M4", rounding, **key) * spread  # type: ignore[arg-type]
+    assert torch.equal(half, exact.bfloat16())
+
+
+@pytest.mark.parametrize("ste", STES)
+def test_gradients_with_scales_of_blocks(ste: Any) -> None:
+    x, scale = normal(4, 64, std=3.0), torch.full((4, 2), 2.0**-8)
+    passes = gradient_of(x, torch.ones(4, 64), scale=scale, granularity="block", ste=ste)
+    assert torch.equal(passes, gradient_of(x, torch.ones(4, 64), scale=2.0**-8, ste=ste))
+
+
 def test_values_do_not_depend_on_strides() -> None:
     x = normal(4, 5, 6).permute(2, 0, 1)
     assert torch.equal(fake_quantize(x, "E3M4", 0.1), fake_quantize(x.contiguous(), "E3M4", 0.1))

@@ -175,6 +175,59 @@ def test_a_frozen_scale_survives_saving(granularity: Any) -> None:
     assert loaded.value.data_ptr() != scale.value.data_ptr()
 
 
+def delayed_scales(scale: Scale, magnitudes: list[float]) -> list[float]:
+    return [scale(torch.tensor([[m, m / 2]])).max().item() * 448 for m in magnitudes]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_delayed_is_the_largest_of_the_tensors_before(granularity: Any) -> None:
+    scale = Scale("E4M3", granularity, "delayed", history=3)
+    seen = [1.0, 8.0, 2.0, 4.0, 2.0, 2.0, 2.0]
+    assert delayed_scales(scale, seen) == pytest.approx([1.0, 1.0, 8.0, 8.0, 8.0, 4.0, 4.0])
+    assert scale.preview(torch.tensor([[100.0, 1.0]])).max().item() * 448 == pytest.approx(2.0)
+
+
+def test_delayed_leaves_out_what_is_not_finite_or_only_looked_at() -> None:
+    scale = Scale("E4M3", policy="delayed", history=4)
+    assert delayed_scales(scale, [2.0, math.inf, math.nan, 1.0]) == pytest.approx([2.0] * 4)
+    scale.eval()
+    delayed_scales(scale, [1000.0])
+    assert scale.train().preview(torch.ones(1)).item() * 448 == pytest.approx(2.0)
+
+
+def test_delayed_rows_each_have_their_own_past() -> None:
+    scale = Scale("E4M3", "channel", "delayed")
+    scale(torch.tensor([[448.0], [0.0]]))
+    assert scale(torch.tensor([[1.0], [896.0]])).flatten().tolist() == [1.0, 2.0]
+    assert scale(torch.tensor([[1.0], [1.0]])).flatten().tolist() == [1.0, 2.0]
+    loaded = Scale("E4M3", "channel", "delayed")
+    loaded.load_state_dict(through_disk(scale.state_dict()))
+    assert loaded(torch.ones(2, 1)).flatten().tolist() == [1.0, 2.0]
+
+
+def test_blocks_have_scales_that_are_powers_of_two() -> None:
+    x = normal(3, 96, std=0.3)
+    scale = amax_scale(x, "E3M4", "block")
+    assert scale.shape == (3, 3)
+    assert is_power_of_two(scale)
+    assert torch.equal(scale[:, 1], amax_scale(x[:, 32:64], "E3M4", "channel", pow2=True).flatten())
+    quantized = fm.fake_quantize(x, "E3M4", granularity="block")
+    assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale, granularity="block"))
+    assert torch.equal(quantized, fm.fake_quantize(x, "E3M4", scale.repeat_interleave(32, 1)))
+    assert amax_scale(torch.empty(0, 32), "E3M4", "block").shape == (0, 1)
+    for bad in (torch.ones(3, 33), torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="granularity='block' needs a last dimension that 32 divides"):
+            amax_scale(bad, "E3M4", "block")
+    with pytest.raises(ValueError, match=r"scale of shape \(3, 2\) does not fit \(3, 3\), the blocks of x"):
+        fm.fake_quantize(x, "E3M4", torch.ones(3, 2), granularity="block")
+
+
+@pytest.mark.parametrize(("history", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_a_history_is_a_positive_integer(history: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"history={history}"):
+        Scale("E4M3", policy="delayed", history=history)
+
+
 def test_no_gradient_flows_through_a_scale() -> None:
     x = normal(5).requires_grad_()
     assert not Scale("E4M3")(x).requires_grad
