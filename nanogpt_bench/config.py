@@ -329,7 +329,7 @@ class FailureConfig:
         0.02, "rounding_noise: nats by which the plateau is lower at a larger batch size", above=0.0
     )
     overflow: float = setting(0.01, "overflow: share of the values beyond the format's largest", above=0.0, maximum=1.0)
-    kurtosis: float = setting(10.0, "outlier_explosion: raw kurtosis of activations (normal: 3)", above=0.0)
+    kurtosis: float = setting(10.0, "outlier_explosion: raw kurtosis of a block's output (normal: 3)", above=0.0)
     kurtosis_growth: float = setting(3.0, "outlier_explosion: and that kurtosis over its first value", minimum=1.0)
     entropy: float = setting(
         0.1, "attention_collapse: attention's entropy over that of uniform attention", above=0.0, below=1.0

@@ -9,7 +9,7 @@ from typing import Any
 from nanogpt_bench.config import FailureConfig
 from nanogpt_bench.failures import losses, values, weights
 from nanogpt_bench.failures.batches import batch_effect
-from nanogpt_bench.failures.criteria import ABOVE
+from nanogpt_bench.failures.criteria import ABOVE, worst
 from nanogpt_bench.failures.evidence import Evidence, read
 from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
 from nanogpt_bench.report.load import Run
@@ -98,14 +98,29 @@ def _alert_event(alert: Alert) -> Event:
 
 
 def _lead_time(evidence: Evidence, findings: Sequence[Finding]) -> LeadTime | None:
-    alert, failed = evidence.first_alert("kurtosis"), _failure(evidence, findings)
-    if alert is None or failed is None:
+    begin, failed = _warned(evidence), _failure(evidence, findings)
+    if begin is None or failed is None:
         return None
-    begin, (kind, end) = alert.step, failed
+    kind, end = failed
     clock = {int(record["step"]): finite(record.get("time/elapsed_s")) for record in evidence.records}
     times = clock.get(begin), clock.get(end)
     seconds = None if times[0] is None or times[1] is None else times[1] - times[0]
     return LeadTime(begin, end, kind, end - begin, seconds)
+
+
+def _warned(evidence: Evidence) -> int | None:
+    """The first step at which the kurtosis of the blocks' outputs was worth an alert.
+
+    Alerts themselves tell only where those figures are missing: the first of a run is mostly about the gradient of the
+    output layer, whose kurtosis is high by nature, and a cool-down keeps later ones back.
+    """
+    series, limit = worst(evidence, values.KURTOSIS), finite(evidence.setting("alerts.kurtosis"))
+    if series:
+        bound = evidence.limits.kurtosis if limit is None else limit
+        above = (step for step, value in zip(series.steps, series.values, strict=True) if value > bound)
+        return next(above, None)
+    alert = evidence.first_alert("kurtosis")
+    return None if alert is None else alert.step
 
 
 def _failure(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, int] | None:

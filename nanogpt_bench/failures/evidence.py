@@ -76,6 +76,11 @@ class Evidence:
         return value
 
     @property
+    def died(self) -> bool:
+        """Whether the loop gave the run up, so that a series may break off in the middle of a failure."""
+        return self.run.status == "failed"
+
+    @property
     def quantized(self) -> bool:
         """Whether anything has a format, or the config does not say."""
         return self.setting("model.formats") != {} or self.setting("model.torchao_float8") is not None

@@ -84,11 +84,12 @@ class Event:
 
 @dataclass(frozen=True)
 class LeadTime:
-    """How long before the failure the kurtosis alert came: failure_step - alert_step, negative when it came after."""
+    """How long before the failure the blocks' outputs had a kurtosis worth an alert; negative when it came after."""
 
     alert_step: int
     failure_step: int
     failure_kind: str
+    #: failure_step - alert_step
     steps: int
     #: the same by the run's clock; None when it has none
     seconds: float | None

@@ -158,7 +158,7 @@ def divergence(evidence: Evidence) -> Finding:
 
 def _rises(series: Series, evidence: Evidence) -> list[Criterion]:
     """The two rises of the smoothed loss: above the first loss, and above the lowest so far up to the end."""
-    limits, died = evidence.limits, evidence.run.status == "failed"
+    limits = evidence.limits
     smoothed = [value for value in smooth(series.values, limits.smoothing) if value is not None]
     above_first = [value - series.values[0] for value in smoothed]
     above_lowest = [value - low for value, low in zip(smoothed, accumulate(smoothed, min), strict=True)]
@@ -168,7 +168,7 @@ def _rises(series: Series, evidence: Evidence) -> list[Criterion]:
             ABOVE,
             limits.divergence,
             limits.patience,
-            cut_off=died,
+            cut_off=evidence.died,
             lasting=lasting,
         )
         for name, rise, lasting in (("first", above_first, False), ("lowest", above_lowest, True))

@@ -10,6 +10,7 @@ from nanogpt_bench.failures.finding import Criterion, Facts, Finding
 
 OPERANDS = ("weight", "activation", "gradient", "residual")
 ENTROPY = "attention/entropy"
+KURTOSIS = "quant/kurtosis/residual"
 NORM = "grad/norm"
 
 
@@ -38,31 +39,26 @@ def overflow(evidence: Evidence) -> Finding:
 
 
 def outlier_explosion(evidence: Evidence) -> Finding:
-    """Activations whose kurtosis is high and has grown: a few of them dwarf all others."""
-    kind, limits = "outlier_explosion", evidence.limits
-    names = [f"quant/kurtosis/{operand}" for operand in ("residual", "activation")]
-    watched = [series for name in names if (series := worst(evidence, name))]
-    if not watched:
-        return not_judged(kind, *names)
-    if max(map(len, watched)) < 2:
+    """Block outputs whose kurtosis is high and has grown: a few features dwarf all others.
+
+    Other activations tell nothing here: those behind a nonlinearity pass any such bound in runs that are well.
+    """
+    kind, limits, series = "outlier_explosion", evidence.limits, worst(evidence, KURTOSIS)
+    if not series:
+        return not_judged(kind, KURTOSIS)
+    if len(series) < 2:
         return not_judged(kind, why="not judged: one look at the kurtosis does not show it grow")
-    bounds = [max(limits.kurtosis, limits.kurtosis_growth * series.values[0]) for series in watched]
-    criteria = [judge(series, ABOVE, bound, limits.patience) for series, bound in zip(watched, bounds, strict=True)]
-    first = earliest(criteria)
-    shown = first or max(criteria, key=lambda criterion: (criterion.extreme or 0.0) / criterion.threshold)
-    series = watched[criteria.index(shown)]
-    facts: Facts = {
-        "metric": shown.metric,
-        "threshold": shown.threshold,
-        "first": series.values[0],
-        "highest": shown.extreme,
-    }
-    facts |= {"highest_step": shown.extreme_step, "worst_layer": evidence.worst_layer(shown.metric)[0]}
-    what = shown.metric.rsplit("/", 1)[-1]
-    said = f"the {what} kurtosis went from {series.values[0]:.3g} to {shown.extreme:.3g} (step {shown.extreme_step})"
-    if first is None or first.step is None:
-        return clear(kind, said, criteria, **facts)
-    return found(kind, first.step, f"{said}, beyond {shown.threshold:.3g} from step {first.step} on", criteria, **facts)
+    bound = max(limits.kurtosis, limits.kurtosis_growth * series.values[0])
+    criterion = judge(series, ABOVE, bound, limits.patience, cut_off=evidence.died)
+    facts: Facts = {"metric": KURTOSIS, "threshold": bound, "first": series.values[0], "highest": criterion.extreme}
+    facts |= {"highest_step": criterion.extreme_step, "worst_block": evidence.worst_layer(KURTOSIS)[0]}
+    said = f"the kurtosis of the blocks' outputs went from {series.values[0]:.3g} to {criterion.extreme:.3g}"
+    said += f" (step {criterion.extreme_step})"
+    if criterion.step is None:
+        return clear(kind, said, [criterion], **facts)
+    return found(
+        kind, criterion.step, f"{said}, beyond {bound:.3g} from step {criterion.step} on", [criterion], **facts
+    )
 
 
 def attention_collapse(evidence: Evidence) -> Finding:
@@ -136,8 +132,7 @@ def exploding_gradients(evidence: Evidence) -> Finding:
         return not_judged(kind, NORM)
     if not ratios:
         return not_judged(kind, why="not judged: no gradient norm has one above 0 before it")
-    died = evidence.run.status == "failed"
-    criterion = judge(ratios, ABOVE, limits.exploding, limits.patience, cut_off=died)
+    criterion = judge(ratios, ABOVE, limits.exploding, limits.patience, cut_off=evidence.died)
     facts: Facts = {"metric": NORM, "threshold": criterion.threshold, "largest_ratio": criterion.extreme}
     facts |= {"largest_norm": max(norms.values), "median_norm": sorted(norms.values)[len(norms) // 2]}
     said = f"the gradient norm reached {criterion.extreme:.3g} times its median (step {criterion.extreme_step})"

@@ -38,7 +38,7 @@ HEALTHY: dict[str, Any] = {
     "quant/overflow/weight": at_looks(0.0),
     "quant/clamped/activation": at_looks(0.001),
     "quant/kurtosis/residual": at_looks(3.0, 4.0),
-    "quant/kurtosis/activation": at_looks(12.0, 14.0),
+    "quant/kurtosis/activation": at_looks(6.0, 40.0),
     "attention/entropy": at_looks(3.0, 2.0),
     "grad/zero": at_looks(0.1),
     "grad/dead": at_looks(0.0),

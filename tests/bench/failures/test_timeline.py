@@ -46,6 +46,17 @@ def test_an_alert_that_came_too_late_has_a_negative_lead(make: Make) -> None:
     assert lead.steps == -9
 
 
+def test_the_blocks_outputs_tell_before_an_alert_about_something_else(make: Make) -> None:
+    series = {"quant/kurtosis/residual": {20: 3.0, 40: 9.0, 50: 11.0, 60: 30.0}}
+    lead = diagnose(make(loss=[3.0] * 60 + [None], series=series, alerts=[KURTOSIS])).lead_time
+    assert lead is not None
+    assert (lead.alert_step, lead.steps) == (50, 11)
+    strict = make("strict", loss=[3.0] * 60 + [None], series=series, settings={"alerts": {"kurtosis": 8.0}})
+    lead = diagnose(strict).lead_time
+    assert lead is not None
+    assert lead.alert_step == 40
+
+
 def test_without_alert_or_without_failure_there_is_no_lead_time(make: Make) -> None:
     assert diagnose(make(loss=[3.0] * 30 + [None])).lead_time is None
     assert diagnose(make("well", alerts=[KURTOSIS])).lead_time is None
