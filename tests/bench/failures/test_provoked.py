@@ -1,0 +1,179 @@
+"""Every class of failure provoked in a real short run, and none in healthy ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.failures import Finding, classify, diagnose, failures_of, predictions
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+Runs = Callable[[str], Path]
+#: a learning rate that suits the tiny model under AdamW
+GOOD_LR = 0.02
+#: E7M0 under steps so large that its rounding, half a weight at a time, drowns them
+DROWNING: dict[str, Any] = {
+    "rule": "stochastic",
+    "model__format": "E7M0",
+    "optimizer__lr": 10 * GOOD_LR,
+    "optimizer__schedule": "constant",
+    "train__max_steps": 120,
+    "monitor__interval": 10,
+}
+#: wide enough for one feature to stand far above the others
+UNCLIPPED_SGD: dict[str, Any] = {
+    "rule": "sgd",
+    "model__n_embd": 64,
+    "optimizer__lr": 3.0,
+    "optimizer__grad_clip": 0,
+    "optimizer__schedule": "constant",
+    "train__max_steps": 30,
+    "monitor__interval": 1,
+}
+ACTIVATION_SCALE = 0.01  # about what the amax of the tiny model's activations asks for
+
+
+def with_activations(scale: float) -> str:
+    """E4M3 weights and activations, the latter at a fixed scale."""
+    return f"{{'*': {{weight: E4M3, activation: {{format: E4M3, scale: {scale}}}}}}}"
+
+
+#: name -> settings of a run
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float": {"rule": "fp32", "optimizer__lr": GOOD_LR, "train__max_steps": 40},
+    "one byte": {"rule": "stochastic", "model__format": "E4M3", "optimizer__lr": GOOD_LR, "train__max_steps": 40},
+    "frozen": {"rule": "nearest", "model__format": "E7M0", "optimizer__lr": 0.002, "train__max_steps": 30},
+    "lr x 100": {"rule": "fp32", "optimizer__lr": 100 * GOOD_LR, "train__max_steps": 30},
+    "unclipped sgd": UNCLIPPED_SGD,
+    "lr of nothing": {"rule": "fp32", "optimizer__lr": 1e-7, "train__max_steps": 30},
+    "no straight-through": {
+        "rule": "master",
+        "model__formats": "{'*': {weight: E4M3, activation: E4M3, ste: none}}",
+        "train__max_steps": 20,
+    },
+    "scale 2^20 too small": {
+        "rule": "master",
+        "model__formats": with_activations(ACTIVATION_SCALE * 2**-20),
+        "train__max_steps": 20,
+    },
+    "scale as it should be": {
+        "rule": "master",
+        "model__formats": with_activations(ACTIVATION_SCALE),
+        "optimizer__lr": GOOD_LR,
+        "train__max_steps": 20,
+    },
+    "batch of 2": DROWNING | {"train__batch_size": 2},
+    "batch of 64": DROWNING | {"train__batch_size": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return a function from a name to the folder of its run, done once."""
+    folder = tmp_path_factory.mktemp("provoked")
+
+    def of(name: str) -> Path:
+        path = folder / name
+        if not path.exists():
+            run(tiny(**SETTINGS[name]), path)
+        return path
+
+    return of
+
+
+def kinds(path: Path) -> list[str]:
+    return [finding.kind for finding in diagnose(path).found]
+
+
+def the(kind: str, path: Path, **others: Any) -> Finding:
+    return next(finding for finding in classify(path, **others) if finding.kind == kind)
+
+
+@pytest.mark.parametrize("name", ["float", "one byte", "scale as it should be"])
+def test_a_healthy_run_shows_none(runs: Runs, name: str) -> None:
+    assert kinds(runs(name)) == []
+    assert {finding.state for finding in classify(runs(name))} == {"clear"}
+
+
+def test_e7m0_with_nearest_rounding_stalls_from_the_first_look(runs: Runs) -> None:
+    assert kinds(runs("frozen")) == ["stall"]
+    finding = the("stall", runs("frozen"))
+    assert finding.step == 2
+    assert 0.9 < float(finding.evidence["mean"] or 0) <= 1.0
+    assert str(finding.evidence["worst_layer"]).startswith("blocks.0.")
+
+
+def test_e7m0s_predictions_are_answered_with_figures(runs: Runs) -> None:
+    answers = {answer.name: answer for answer in predictions(runs("frozen"))}
+    assert answers["update_sparsity"].confirmed is True
+    assert all(answer.confirmed is not None and answer.figures for answer in answers.values())
+    learning = {answer.name: answer.confirmed for answer in predictions(runs("one byte"))}
+    assert learning == {"plateau": False, "update_sparsity": False, "zero_gradient_zones": False}
+
+
+def test_a_hundred_times_the_learning_rate_diverges_and_attention_collapses(runs: Runs) -> None:
+    assert {"divergence", "attention_collapse"} <= set(kinds(runs("lr x 100")))
+    assert float(the("divergence", runs("lr x 100")).evidence["highest"] or 0) > 10
+    collapse = the("attention_collapse", runs("lr x 100"))
+    assert float(collapse.evidence["lowest"] or 0) < 0.1 * float(collapse.evidence["uniform"] or 0)
+
+
+def test_without_clipping_gradients_explode_until_the_loss_is_not_finite(runs: Runs) -> None:
+    found = {finding.kind: finding.step or 0 for finding in diagnose(runs("unclipped sgd")).found}
+    assert {"divergence", "exploding_gradients", "nan"} <= set(found)
+    assert found["exploding_gradients"] < found["nan"]
+
+
+def test_a_learning_rate_of_nothing_is_a_plateau_from_the_start(runs: Runs) -> None:
+    assert kinds(runs("lr of nothing")) == ["plateau"]
+    assert the("plateau", runs("lr of nothing")).step == 1
+
+
+def test_rounding_without_a_straight_through_estimator_leaves_no_gradient(runs: Runs) -> None:
+    assert "zero_gradients" in kinds(runs("no straight-through"))
+    finding = the("zero_gradients", runs("no straight-through"))
+    assert (finding.step, finding.evidence["grad/norm"]) == (1, 0.0)
+
+
+def test_a_scale_a_million_times_too_small_overflows(runs: Runs) -> None:
+    assert "overflow" in kinds(runs("scale 2^20 too small"))
+    finding = the("overflow", runs("scale 2^20 too small"))
+    assert str(finding.evidence["metric"]).endswith("/activation")
+    assert float(finding.evidence["highest"] or 0) > 0.9
+
+
+def test_steps_that_drown_in_their_rounding_rest_on_a_plateau_that_falls_with_the_batch_size(runs: Runs) -> None:
+    series = [runs("batch of 2"), runs("batch of 64")]
+    assert the("rounding_noise", series[0]).state == "not judged"
+    finding = the("rounding_noise", series[0], siblings=series)
+    assert finding.found
+    assert float(finding.evidence["lowest"] or 0) < 0.5
+    assert float(finding.evidence["batch_fall"] or 0) > 0.5
+
+
+def test_a_few_activations_outgrow_the_others(runs: Runs) -> None:
+    finding = the("outlier_explosion", runs("unclipped sgd"))
+    assert finding.found
+    assert float(finding.evidence["highest"] or 0) > 3 * float(finding.evidence["first"] or 0)
+
+
+def test_the_timeline_has_criteria_alerts_and_the_end_and_the_lead_time_of_the_kurtosis(runs: Runs) -> None:
+    diagnosis = diagnose(runs("unclipped sgd"))
+    assert {event.source for event in diagnosis.timeline} == {"criterion", "alert", "end"}
+    assert diagnosis.timeline[-1].source == "end"
+    assert diagnosis.lead_time is not None
+    assert diagnosis.lead_time.alert_step < diagnosis.timeline[-1].step
+
+
+def test_the_summary_lists_what_the_folder_shows(runs: Runs) -> None:
+    path = runs("unclipped sgd")
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["failures"] == failures_of(path)
+    assert {entry["kind"] for entry in summary["failures"]} == set(kinds(path))
+    assert all(entry["step"] and entry["evidence"]["message"] for entry in summary["failures"])
