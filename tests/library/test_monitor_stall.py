@@ -195,6 +195,10 @@ def test_zones_at_the_edges() -> None:
     assert zero_gradient_zone(w, torch.ones(4, 3), "E4M3", output=torch.float32) == 0
     beyond = torch.full((2,), 1e6)
     assert zero_gradient_zone(w, torch.ones(1, 3), "E4M3", output="E4M3", bias=beyond) == 1
+    for sign in (1.0, -1.0):  # an output of 446 +- 3 rounds to 448, and one of 435 - 6 to 416
+        one, near = sign * torch.ones(1, 1), sign * torch.tensor([398.0])
+        assert zero_gradient_zone(one, torch.tensor([[48.0]]), "E4M3", output="E4M3", bias=near) == 1
+        assert zero_gradient_zone(one, torch.tensor([[96.0]]), "E4M3", output="E4M3", bias=near - sign * 59) == 0
     assert zero_gradient_zone(torch.empty(0, 3), torch.ones(1, 3), "E4M3") == 0
     assert zero_gradient_zone(stored_weight(), torch.ones(2, 2, 7), "E4M3") < 1
     with pytest.raises(ValueError, match=r"\(2, 3\) and \(4, 2\)"):
