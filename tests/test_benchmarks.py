@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -15,8 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.train import Progress
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("_timing", "_contenders", "optimizer_step", "linear_forward")
+NAMES = ("_timing", "_contenders", "optimizer_step", "linear_forward", "harness_overhead")
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
@@ -152,6 +157,7 @@ def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
         ("optimizer_step", ("--markdown", "--json"), "not allowed with"),
         ("linear_forward", ("--sizes", "512"), "'512' is not of the form"),
         ("linear_forward", ("--tokens", "0"), "--tokens 0: at least 1"),
+        ("harness_overhead", ("--steps", "0"), "--steps 0: at least 1"),
     ],
 )
 def test_bad_options_end_with_code_2(
@@ -261,3 +267,66 @@ def test_round_to_grid_from_end_to_end() -> None:
     printed = run("round_to_grid.py", "--elements", "4096", "--repeats", "1")
     assert "round_to_grid E4M3 nearest" in printed
     assert "decode E4M3" in printed
+
+
+def test_harness_overhead_from_end_to_end(
+    modules: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    script = modules["harness_overhead"]
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox. " * 300, encoding="utf-8")
+    monkeypatch.setattr(script, "prepare_stdlib", lambda folder: prepare_text(text, folder, "byte"))
+    sizes = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
+    whole = script.config_of
+    monkeypatch.setattr(script, "config_of", lambda folder, steps, *more: whole(folder, steps, *sizes, *more))
+    monkeypatch.setattr(sys, "argv", ["harness_overhead.py", "--steps", "100", "--markdown"])
+    script.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    names = ["bench / plain loop", "with monitors / step alone", "with monitors / step alone"]
+    assert [row[0].removeprefix("| ") for row in rows[2:]] == names
+    assert [row[1] for row in rows[2:]] == ["float32", "float32", "E4M3 master"]
+    assert [row[4] for row in rows[2:]] == ["100"] * 3
+    for row in rows[2:]:
+        # One layer 8 wide takes less time than the harness around it: the goals are for models of some size.
+        assert float(row[2]) == pytest.approx(float(row[6]) / float(row[5]), abs=0.1)
+
+
+def test_harness_overhead_measures_what_a_step_takes(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = modules["harness_overhead"]
+    clock = iter(range(10**6))
+    monkeypatch.setattr(script.time, "process_time", lambda: float(next(clock)))
+
+    def three_steps(config: object, folder: Path, on_progress: Any) -> None:
+        for number in range(script.WARM_UP + 4):  # the first and the last are not timed
+            next(clock)  # a unit of work of the run's own
+            on_progress(Progress(number, script.WARM_UP + 3, None, None, None, None, 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr(script, "run", three_steps)
+    # From leaving the callback to entering it: one reading and one unit of work; the reference does three units.
+    times = script.paired(None, lambda: [next(clock) for _ in range(3)])
+    assert times == [(2.0, 4.0)] * 2
+    one = script.figure("bench / plain loop", "float32", times)
+    assert (one.ratio, one.median, one.steps, one.step_ms, one.reference_ms) == (2.0, 2.0, 2, 2e3, 4e3)
+    assert script.verdict(one) == "met"
+    assert script.verdict(script.figure("bench / plain loop", "float32", [(1.0, 0.9)])) == "NOT met"
+
+
+def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    script = modules["harness_overhead"]
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox. " * 300, encoding="utf-8")
+    prepare_text(text, tmp_path / "corpus", "byte")
+    sizes = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--optimizer.lr=0.1")
+    config = script.config_of(tmp_path / "corpus", 30, *sizes, "--optimizer.warmup_steps=0")
+    corpus = load_corpus(tmp_path / "corpus", 8)
+    for loop in (script.plain_loop(config, corpus), script.step_alone(config, corpus)):
+        losses = [loop() for _ in range(30)]
+        assert losses[0] == pytest.approx(math.log(257), abs=0.1)
+        assert losses[-1] < losses[0] - 1.5

@@ -84,9 +84,7 @@ def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*should not be instantiated", "ignore::jsonargparse.JsonargparseDeprecationWarning"
-)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # what the compiler looks into
 @pytest.mark.parametrize(
     "settings",
     [

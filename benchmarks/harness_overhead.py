@@ -1,0 +1,200 @@
+"""What the bench's loop costs beside a plain one over the same model, and what its monitors cost.
+
+    python benchmarks/harness_overhead.py [--steps 400] [--format E4M3] [--markdown | --json]
+
+nanoGPT's CPU configuration (nanogpt_cpu.yaml: 4 layers, 128 wide, blocks of 64, batch 12) in float32 on one thread,
+on the standard library's prose by bytes.  Each figure is a ratio of speeds, in tokens/s:
+
+    bench / plain loop           the loop of ``run`` with its files but without monitors, over batch, forward, backward,
+                                 clipping and step written out; goal >= 0.97
+    with monitors / step alone   every monitor that is on by default, at the default interval, over the bench's own
+                                 step without loop, files and monitors; once in float32, once with a master copy
+                                 (--format); goal >= 0.95
+
+The two loops take their steps in turn in one process, so that whatever else the machine does slows both; process CPU
+time.  The ratio is that of the sums over all steps but the first; the median over the pairs stands beside it, which
+the few steps that a monitor looks at do not enter.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nanogpt_bench.config import Config
+from nanogpt_bench.corpus import prepare_stdlib
+from nanogpt_bench.data import Corpus, load_corpus
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.shipped import find_config
+from nanogpt_bench.step import Trainer, initial_model
+from nanogpt_bench.train import Progress, run
+
+Step = Callable[[], object]
+#: steps left out: first allocations
+WARM_UP: Final = 20
+LOOP, MONITORS = "bench / plain loop", "with monitors / step alone"
+GOALS: Final = {LOOP: 0.97, MONITORS: 0.95}
+UNWATCHED: Final = (
+    *(f"--monitor.{name}=false" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")),
+    *("--alerts.enabled=false", "--alerts.save_on_anomaly=false"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio of speeds: of the sums over all pairs of steps, and the median over the pairs."""
+
+    name: str
+    run: str
+    ratio: float
+    median: float
+    steps: int
+    step_ms: float
+    reference_ms: float
+
+
+def config_of(corpus: Path, steps: int, *more: str) -> Config:
+    """The configuration of a run of ``steps`` timed steps that validates only before and after them."""
+    length = WARM_UP + steps + 1
+    settings = (f"--data.dir={corpus}", f"--train.max_steps={length}", f"--eval.interval={length}", "--eval.batches=1")
+    return resolve(load_config(find_config("nanogpt_cpu.yaml"), [*settings, "--runtime.threads=1", *more]))
+
+
+def plain_loop(config: Config, corpus: Corpus) -> Step:
+    """A training step written out, with the bench's model and AdamW's settings."""
+    train, settings, block = config.train, config.optimizer, config.model.block_size or 0
+    model = initial_model(config, corpus)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    betas = (settings.beta1 or 0.0, settings.beta2 or 0.0)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr or 0.0, betas=betas, fused=True)
+    data = torch.from_numpy(corpus.train.astype("int64"))
+
+    def step() -> float:
+        starts = torch.randint(len(data) - block, (train.batch_size,)).tolist()
+        tokens = torch.stack([data[start : start + block] for start in starts])
+        targets = torch.stack([data[start + 1 : start + 1 + block] for start in starts])
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def step_alone(config: Config, corpus: Corpus) -> Step:
+    """The bench's own step, which nobody watches and nothing is written of."""
+    trainer = Trainer(config, corpus, torch.device("cpu"))
+    taken = 0
+
+    def step() -> float:
+        nonlocal taken
+        taken += 1
+        return trainer.train_step(trainer.new_step(taken, last=False), [])
+
+    return step
+
+
+def paired(config: Config, reference: Step) -> list[tuple[float, float]]:
+    """(run, reference) seconds of each step: the reference takes one whenever the run reports one."""
+    times: list[tuple[float, float]] = []
+    left = time.process_time()
+
+    def between(progress: Progress) -> None:
+        nonlocal left
+        entered, begun = time.process_time(), left
+        reference()
+        left = time.process_time()
+        if WARM_UP < progress.step < progress.max_steps:  # the last step validates
+            times.append((entered - begun, left - entered))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(config, Path(folder) / "run", on_progress=between)
+    return times
+
+
+def figure(name: str, what: str, times: list[tuple[float, float]]) -> Figure:
+    """The ratio of speeds: reference time over time of the run."""
+    ours, theirs = (sum(column) for column in zip(*times, strict=True))
+    median = statistics.median(reference / step for step, reference in times)
+    step_ms, reference_ms = (1e3 * total / len(times) for total in (ours, theirs))
+    return Figure(name, what, theirs / ours, median, len(times), step_ms, reference_ms)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[Figure]:
+    """The three figures."""
+    prepare_stdlib(folder)
+    unwatched = config_of(folder, options.steps, *UNWATCHED)
+    corpus = load_corpus(folder, unwatched.model.block_size or 0)
+    figures = [figure(LOOP, "float32", paired(unwatched, plain_loop(unwatched, corpus)))]
+    quantised = ("--rule=master", f"--model.format={options.format}", "--model.tied=leave", "--train.precision=float32")
+    for what, more in (("float32", ()), (f"{options.format} master", quantised)):
+        print(f"{MONITORS}: {what}", file=sys.stderr, flush=True)
+        watched = config_of(folder, options.steps, *more)
+        figures.append(figure(MONITORS, what, paired(watched, step_alone(watched, corpus))))
+    return figures
+
+
+def table(figures: list[Figure], markdown: bool) -> str:
+    """The figures as text or Markdown."""
+    header = ("ratio", "run", "of the sums", "median of the pairs", "steps", "step, ms", "reference, ms", "goal")
+    rows = [header] + [
+        (
+            *(one.name, one.run, f"{one.ratio:.3f}", f"{one.median:.3f}", str(one.steps)),
+            *(f"{one.step_ms:.1f}", f"{one.reference_ms:.1f}", f">= {GOALS[one.name]}: {verdict(one)}"),
+        )
+        for one in figures
+    ]
+    if markdown:
+        rows.insert(1, ("---",) * len(header))
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows)
+
+
+def verdict(one: Figure) -> str:
+    """Whether the goal is met."""
+    return "met" if one.ratio >= GOALS[one.name] else "NOT met"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=400, help="timed steps of each comparison, a multiple of 100")
+    parser.add_argument("--format", default="E4M3", help="format of the run with a master copy")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    return parser
+
+
+def main() -> None:
+    """Print the table."""
+    parser = build_parser()
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: at least 1")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(options, Path(folder) / "corpus")
+    title = f"torch {torch.__version__}, CPU, one thread, process CPU time"
+    if options.json:
+        print(json.dumps({"title": title, "figures": [asdict(one) for one in figures]}, indent=1))
+    else:
+        print(title, table(figures, options.markdown), sep="\n" * (1 + options.markdown))
+
+
+if __name__ == "__main__":
+    main()
