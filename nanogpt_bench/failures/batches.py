@@ -41,12 +41,13 @@ class BatchEffect:
 def batch_effect(evidence: Evidence, others: Iterable[Evidence]) -> BatchEffect | None:
     """Compare a run with those of `others` that differ from it in batch size and seeds only; None without any."""
     setting = _setting(evidence)
+    runs = {run.run.path: run for run in (evidence, *others) if setting is not None and _setting(run) == setting}
     levels: dict[int, list[float]] = {}
-    for run in {other.run.path: other for other in (evidence, *others)}.values():
+    for run in runs.values():
         batch, level = _batch(run), resting_level(run)
-        if batch is not None and level is not None and _setting(run) == setting:
+        if batch is not None and level is not None:
             levels.setdefault(batch, []).append(level)
-    if setting is None or len(levels) < 2:
+    if len(levels) < 2:
         return None
     return BatchEffect(tuple((batch, statistics.fmean(levels[batch])) for batch in sorted(levels)))
 

@@ -80,6 +80,12 @@ class Evidence:
         """Whether the loop gave the run up, so that a series may break off in the middle of a failure."""
         return self.run.status == "failed"
 
+    def ended_by(self, kind: str) -> int | None:
+        """The step at which the loop itself ended the run for this; None when it did not."""
+        ends = (self.run.failure, self.run.summary.get("stop"))
+        steps = (finite(end.get("step")) for end in ends if isinstance(end, Mapping) and end.get("kind") == kind)
+        return next((int(step) for step in steps if step is not None), None)
+
     @property
     def quantized(self) -> bool:
         """Whether anything has a format, or the config does not say."""

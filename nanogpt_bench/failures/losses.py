@@ -103,7 +103,9 @@ def plateau(evidence: Evidence) -> Finding:
     rest = find_rest(series, limits.smoothing, limits.plateau)
     if rest is None:
         return _too_short("plateau", series, SHORTEST)
-    latest = limits.plateau_share * series.steps[-1]
+    # A run that the loop ended on its plateau would have stayed there: however late, it is one.
+    share = limits.plateau_share if evidence.ended_by("plateau") is None else 1.0
+    latest = share * series.steps[-1]
     criterion = _rest_criterion(rest, latest, len(series))
     facts: Facts = {
         "level": rest.level,
@@ -141,7 +143,7 @@ def divergence(evidence: Evidence) -> Finding:
     criteria = _rises(series, evidence)
     alert = evidence.first_alert("early_divergence")
     alert_step = None if alert is None else alert.step
-    starts = [criterion.step for criterion in criteria] + [alert_step]
+    starts = [criterion.step for criterion in criteria] + [alert_step, evidence.ended_by("divergence")]
     step = min((start for start in starts if start is not None), default=None)
     if step is None:
         return clear("divergence", "the training loss did not rise for good", criteria)

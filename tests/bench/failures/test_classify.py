@@ -200,6 +200,16 @@ def test_an_alert_of_early_divergence_counts(make: Make) -> None:
     assert (finding.step, finding.evidence["alert_step"]) == (70, 70)
 
 
+def test_what_the_loop_ended_a_run_for_counts(make: Make) -> None:
+    end = {"kind": "divergence", "message": "the loss is 20% above the baseline's", "step": 190}
+    assert judged(make("up", summary={"status": "failed", "failure": end}), "divergence").step == 190
+    late = [5.0 - 0.02 * step for step in range(150)] + wobble(2.0, 50)
+    rest = {"status": "stopped", "stop": {"kind": "plateau", "message": "no fall in 5 validations", "step": 200}}
+    finding = judged(make("rest", loss=late, summary=rest), "plateau")
+    assert finding.step is not None
+    assert 140 <= finding.step <= 155
+
+
 def test_thresholds_come_from_the_runs_config_unless_given(make: Make) -> None:
     series = {"stall/update_lost": at_looks(0.3)}
     strict = make(series=series, settings={"failure": {"stall": 0.25, "patience": "often"}})
