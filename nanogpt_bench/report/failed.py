@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.rates import flat
-from nanogpt_bench.report.results import SEED_KEYS, Result
+from nanogpt_bench.report.results import SEED_KEYS, Result, flat
 
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Diagnosis, Prediction

@@ -17,6 +17,7 @@ from nanogpt_bench.report.verdict import describe_ending
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Diagnosis, Event, Finding
 
+POINTS = 150  # of a curve: there may be a chart for each of many runs
 OPEN_PAGES = 4  # more failure pages than these begin closed
 CLASS_NAMES = {"nan": "NaN"}
 
@@ -139,7 +140,7 @@ def _loss_chart(place: int, failed: Failed, reference: Row | None, looks: Mappin
     """The run's training loss and the reference's, with a line at every class of failure."""
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
     other = [Row(reference.label, reference.rule, reference.format, reference.runs[:1])] if reference else []
-    drawn = series.lines([own, *other], "train/loss", smoothed=True)
+    drawn = series.lines([own, *other], "train/loss", smoothed=True, points=POINTS)
     if failed.label not in {line.label for line in drawn}:
         return None
     found = [finding for finding in failed.diagnosis.found if finding.step is not None]

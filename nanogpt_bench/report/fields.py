@@ -14,6 +14,8 @@ from nanogpt_bench.report.series import format_value
 
 MOST_PANELS = 12  # more heat maps than these are no longer compared, and each carries a cell a code and layer
 MOST_LAYERS = 48
+MOST_OPERANDS = 4  # rows whose activations and gradients are mapped as well
+OPERANDS = ("activation", "gradient", "residual")
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,27 @@ class Field:
 
 def code_use(results: Sequence[Result]) -> list[Field]:
     """Which codes each layer's weights use, in every row's first run that has weights on a grid."""
-    return _fields(results, _code_columns, lambda layer: dict(zip(_positions(layer), layer.counts, strict=True)))
+    return _fields(results, _code_columns, _code_counts)
 
 
 def stiffness(results: Sequence[Result]) -> list[Field]:
     """How stiff each layer's weights are: the share of them at each stiffness S, by log2 of S over the scale."""
     return _fields(results, _stiffness_columns, _stiffness_counts)
+
+
+def operand_code_use(results: Sequence[Result], operand: str) -> list[Field]:
+    """Which codes each layer's activations or gradients used when last recorded, for the first rows that say so."""
+    prefix = f"bits/code_histogram/{operand}/"
+    found = []
+    for result in results:
+        recorded = result.row.runs[0].distributions if result.row.runs else {}
+        layers = {
+            name.removeprefix(prefix): Histogram(f"{operand}s", one.values, tuple(map(int, one.counts)))
+            for name, one in recorded.items()
+            if name.startswith(prefix) and one.values is not None
+        }
+        found += _fields_of(result.row.label, layers, _code_columns, _code_counts)
+    return found[:MOST_OPERANDS]
 
 
 def fields_left_out(results: Sequence[Result]) -> int:
@@ -47,21 +64,33 @@ def _run_on_grid(result: Result) -> Run | None:
     return next((run for run in result.row.runs if run.weights), None)
 
 
-def _fields(
-    results: Sequence[Result],
-    columns_of: Callable[[Sequence[Histogram]], dict[float, str]],
-    counts_of: Callable[[Histogram], Mapping[float, float]],
-) -> list[Field]:
+Columns = Callable[[Sequence[Histogram]], dict[float, str]]
+Counts = Callable[[Histogram], Mapping[float, float]]
+
+
+def _fields(results: Sequence[Result], columns_of: Columns, counts_of: Counts) -> list[Field]:
     found = []
     for result in results:
         run = _run_on_grid(result)
-        for fmt in dict.fromkeys(layer.format for layer in run.weights.values()) if run else ():
-            layers = {name: layer for name, layer in run.weights.items() if layer.format == fmt} if run else {}
-            shown = dict(list(layers.items())[:MOST_LAYERS])
+        found += _fields_of(result.row.label, run.weights, columns_of, counts_of) if run else []
+    return found[:MOST_PANELS]
+
+
+def _fields_of(label: str, weights: Mapping[str, Histogram], columns_of: Columns, counts_of: Counts) -> list[Field]:
+    """One field for the layers of each format."""
+    found = []
+    for fmt in dict.fromkeys(layer.format for layer in weights.values()):
+        layers = {name: layer for name, layer in weights.items() if layer.format == fmt and layer.values}
+        shown = dict(list(layers.items())[:MOST_LAYERS])
+        if shown:
             ticks = columns_of(list(shown.values()))
             cells = [_shares(counts_of(layer), list(ticks)) for layer in shown.values()]
-            found.append(Field(result.row.label, fmt, list(shown), list(ticks), ticks, cells))
-    return found[:MOST_PANELS]
+            found.append(Field(label, fmt, list(shown), list(ticks), ticks, cells))
+    return found
+
+
+def _code_counts(layer: Histogram) -> dict[float, float]:
+    return dict(zip(_positions(layer), layer.counts, strict=True))
 
 
 def _shares(counts: Mapping[float, float], columns: Sequence[float]) -> list[float | None]:
@@ -76,7 +105,9 @@ def _positions(layer: Histogram) -> list[float]:
 
 
 def _code_columns(layers: Sequence[Histogram]) -> dict[float, str]:
-    return dict(zip(_positions(layers[0]), map(format_value, layers[0].values), strict=True))
+    """The positions of the finest grid among the layers (activations may have several formats)."""
+    finest = max(layers, key=lambda layer: len(layer.values))
+    return dict(zip(_positions(finest), map(format_value, finest.values), strict=True))
 
 
 def stiffness_of(values: Sequence[float]) -> dict[float, float]:

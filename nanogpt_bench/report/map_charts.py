@@ -18,6 +18,12 @@ def code_use_charts(results: Sequence[Result]) -> list[Chart]:
     return [_layer_map(f"codes-{i}", field, "value") for i, field in enumerate(fields.code_use(results))]
 
 
+def operand_charts(results: Sequence[Result]) -> list[Chart]:
+    """The codes that activations and gradients use, where a monitor recorded them."""
+    found = [(o, i, f) for o in fields.OPERANDS for i, f in enumerate(fields.operand_code_use(results, o))]
+    return [_layer_map(f"codes-{operand}-{i}", field, "value") for operand, i, field in found]
+
+
 def stiffness_charts(results: Sequence[Result]) -> list[Chart]:
     maps = [field for field in fields.stiffness(results) if field.columns]
     return [_layer_map(f"stiffness-{i}", field, "stiffness S") for i, field in enumerate(maps)]
@@ -28,14 +34,14 @@ def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
         "type": "heatmap",
         "x": field.columns,
         "y": [escape(layer) for layer in field.layers],
-        "z": field.cells,
-        "customdata": [list(field.ticks.values())] * len(field.layers),
+        "z": [[None if cell is None else round(cell, 2) for cell in line] for line in field.cells],
+        "labels": list(field.ticks.values()),  # of the columns; the page's script gives them to every row
         "colorscale": "@sequential",
         "zmin": -5,
         "zmax": 0,
         "colorbar": _bar([-4, -2, 0], ["0.01%", "1%", "100%"]),
         "hoverongaps": False,
-        "hovertemplate": f"%{{y}}<br>{what} %{{customdata}}: 10^%{{z:.2f}} of the weights<extra></extra>",
+        "hovertemplate": f"%{{y}}<br>{what} %{{customdata}}: 10^%{{z:.2f}} of them<extra></extra>",
     }
     layout = axes(f"{what} in units of the row's scale", "")
     ticks = fields.spread(field.columns, 4)
@@ -47,7 +53,7 @@ def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
     }
     layout["yaxis"] |= _named_rows()
     height = FRAME_HEIGHT + ROW_HEIGHT * max(3, min(len(field.layers), 20))
-    return Chart(name, field.label, f"{field.format}, share of each layer's weights.", [trace], layout, height=height)
+    return Chart(name, field.label, f"{field.format}, share by layer.", [trace], layout, height=height)
 
 
 def _named_rows() -> dict[str, Any]:
@@ -100,15 +106,19 @@ def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
     layout["xaxis"] |= {"type": "category", "side": "top", "showgrid": False, "tickangle": 0}
     layout["yaxis"] |= _named_rows()
     height = FRAME_HEIGHT + 34 * len(study.patterns)
-    words = "Final validation loss above that of the unquantised model, in nats; one pattern quantised at a time."
+    words = (
+        "Final validation loss above that of the unquantised model, in nats; one pattern at a time in a format"
+        f"{f' ({study.operand}s)' if study.operand else ''}{f', under {study.rule}' if study.rule else ''}."
+    )
     return Chart(name, "Which format works where", words, [trace], layout, height=height, wide=True)
 
 
 def _failed_cells(study: Sensitivity) -> list[dict[str, Any]]:
-    """A dash where the run left no loss."""
+    """How the runs ended where they left no loss."""
+    plain = {"showarrow": False, "font": {"size": 11}}
     return [
-        {"x": fmt, "y": pattern, "text": "no loss", "showarrow": False, "font": {"size": 11}}
-        for pattern, line in zip(map(escape, study.patterns), study.gap, strict=True)
-        for fmt, gap in zip(map(escape, study.formats), line, strict=True)
-        if gap is None
+        {"x": escape(fmt), "y": escape(pattern), "text": escape(study.ending(i, j)), **plain}
+        for i, pattern in enumerate(study.patterns)
+        for j, fmt in enumerate(study.formats)
+        if study.gap[i][j] is None
     ]

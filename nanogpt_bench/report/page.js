@@ -1,6 +1,13 @@
 "use strict";
 (() => {
-  const data = JSON.parse(document.getElementById("charts").textContent);
+  const { styles, xs, charts: data } = JSON.parse(document.getElementById("charts").textContent);
+  // What traces share is in the page once: their style, their x, and the labels of a heat map's columns.
+  for (const chart of data) {
+    chart.traces = chart.traces.map(({ style, x, labels, ...own }) => {
+      const trace = { ...styles[style], ...own, x: xs[x] };
+      return labels ? { ...trace, customdata: own.z.map(() => labels) } : trace;
+    });
+  }
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set();
   let round = 0;

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from nanogpt_bench.report.charts import Chart
+from nanogpt_bench.report.packed import packed
 from nanogpt_bench.report.palette import COLOURS, INK, SCALES
 from nanogpt_bench.report.section import Section
 from nanogpt_bench.report.sections import Page, all_sections
@@ -23,7 +21,6 @@ THEMES = {
     "dark": {"page": "#15181D", "shade": "#20242B", "rule": "#3A404A", "muted": "#A3AAB5"},
 }
 STATE_COLOURS = {"good": ("#00694B", "#4CD1A5"), "bad": ("#B03A00", "#FF9A5C"), "doubt": ("#7A5B00", "#E8C54A")}
-DIGITS = 5  # of a number in the charts' data: more than a screen can show
 
 
 def render(page: Page) -> str:
@@ -40,30 +37,10 @@ def render(page: Page) -> str:
             f"<title>{escape(page.title)}</title><style>{_theme()}{_asset('page.css')}</style></head>\n<body><main>",
             _header(page, sections),
             *(section.html() for section in sections),
-            f'</main>\n<script id="charts" type="application/json">{_json(drawn)}</script>\n',
+            f'</main>\n<script id="charts" type="application/json">{packed(drawn)}</script>\n',
             f"<script>{get_plotlyjs()}</script>\n<script>{_asset('page.js')}</script>\n</body></html>\n",
         )
     )
-
-
-def _json(drawn: Iterable[Chart]) -> str:
-    """The charts as JSON that can stand inside a script element: no `<`, `>` or `&` is left in it."""
-    figures = [short(chart.figure()) for chart in drawn]
-    text = json.dumps(figures, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def short(node: Any) -> Any:
-    """Plain data with every float rounded to the digits a chart can show, whole numbers without a point.
-
-    >>> short({"x": [1.0, 0.123456789, None, 1234567.0]})
-    {'x': [1, 0.12346, None, 1234567]}
-    """
-    if isinstance(node, float):
-        return int(node) if node.is_integer() and abs(node) < 2**53 else float(f"{node:.{DIGITS}g}")
-    if isinstance(node, dict):
-        return {key: short(value) for key, value in node.items()}
-    return [short(value) for value in node] if isinstance(node, list | tuple) else node
 
 
 def _asset(name: str) -> str:

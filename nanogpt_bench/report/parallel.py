@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.rates import flat
 from nanogpt_bench.report.read import finite
-from nanogpt_bench.report.results import Row, mean_cosine
+from nanogpt_bench.report.results import Row, flat, mean_cosine
 
 MOST_SETTINGS = 5
 # Settings that follow from format, rule and learning rate, or say where rather than what.

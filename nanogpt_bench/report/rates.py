@@ -7,11 +7,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.read import finite
-from nanogpt_bench.report.results import SEED_KEYS, Row, row_label
+from nanogpt_bench.report.results import SEED_KEYS, Row, flat, row_label
 
 RATE_KEYS = frozenset({"optimizer.lr", "optimizer.float_lr"})
 
@@ -58,19 +57,6 @@ def learning_rate(run: Run) -> float | None:
 def _setting(run: Run) -> str:
     fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS | RATE_KEYS}
     return json.dumps(fixed, sort_keys=True, default=str)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings by dotted key.
-
-    >>> flat({"a": 1, "b": {"c": 2}})
-    {'a': 1, 'b.c': 2}
-    """
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

@@ -18,6 +18,8 @@ COSINE = "grad/cosine"
 # The configuration keys in which the seeds of one row may differ.
 SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 
+MOST_SETTINGS = 3  # that a label names
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -98,26 +100,49 @@ def _setting(run: Run) -> str:
     """A key equal for the seeds of one setting; a run without a config stands alone."""
     if not run.config:
         return f"path:{run.path}"
-    return json.dumps([run.rule, run.format, _without_seeds(run.config)], sort_keys=True, default=str)
-
-
-def _without_seeds(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    return {
-        key: _without_seeds(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if f"{prefix}{key}" not in SEED_KEYS
-    }
+    fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS}
+    return json.dumps([run.rule, run.format, fixed], sort_keys=True, default=str)
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Labels by rule and format, by name where those collide, by path where even the names do."""
-    labels = [row_label(group[0].rule, group[0].format) for group in groups]
-    for name in (lambda run: run.name, lambda run: str(run.path)):
+    """Labels by rule and format; where those collide, with the settings that differ, else with name or path."""
+    labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
+    told = [_told_apart(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
+    named = [f" ({group[0].name})" for group in groups]
+    paths = [f" ({group[0].path})" for group in groups]
+    for endings in (told, named, paths):
         labels = [
-            f"{row_label(group[0].rule, group[0].format)} ({name(group[0])})" if labels.count(label) > 1 else label
-            for label, group in zip(labels, groups, strict=True)
+            base + ending if labels.count(label) > 1 else label
+            for base, ending, label in zip(plain, endings, labels, strict=True)
         ]
     return labels
+
+
+def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:
+    """The few settings in which the groups of one label differ, such as ` lr=0.001`; none if there are many."""
+    own = flat(group[0].config)
+    others = [flat(other[0].config) for other, name in zip(groups, labels, strict=True) if name == label]
+    keys = [k for k in own if k not in SEED_KEYS and any(other.get(k) != own[k] for other in others)]
+    if len(keys) > MOST_SETTINGS:
+        return ""
+    return "".join(f" {key.rsplit('.', 1)[-1]}={_short(own[key])}" for key in keys)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings by dotted key.
+
+    >>> flat({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
 
 
 def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:

@@ -12,6 +12,7 @@ import yaml
 from nanogpt_bench.report import charts, fields, map_charts, monitor_charts, study_charts
 from nanogpt_bench.report.bars import gap_bars
 from nanogpt_bench.report.charts import Chart
+from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
@@ -60,6 +61,7 @@ def all_sections(page: Page) -> list[Section]:
         _studies(page),
         _stall(page),
         *(_watched(page, name) for name in monitor_charts.GROUPS if name != "updates"),
+        _spreads(page),
         _weights(page),
         _alerts(page),
         _endings(page) if ended else None,
@@ -164,12 +166,19 @@ def _watched(page: Page, name: str) -> Section | None:
     return Section(name, title, f"{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
 
 
+def _spreads(page: Page) -> Section | None:
+    drawn = distribution_charts(page.rows, page.looks)
+    words = '<p class="muted">As last recorded in each row\'s first run, over all layers.</p>'
+    return Section("spreads", "Distributions", f"{words}{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
+
+
 def _weights(page: Page) -> Section | None:
     """Where the weights ended: histograms over the grid, code use by layer, stiffness by layer."""
     parts = (
         ("", charts.histogram_charts(page.results, page.looks), True),
         ("Code use by layer", map_charts.code_use_charts(page.results), False),
         ("Stiffness by layer", map_charts.stiffness_charts(page.results), False),
+        ("Code use of activations and gradients", map_charts.operand_charts(page.results), False),
     )
     drawn = [chart for _, found, _ in parts for chart in found]
     if not drawn:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.report.curves import decimate, smooth, smoothing_window
+from nanogpt_bench.report.curves import MAX_POINTS, decimate, smooth, smoothing_window
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.results import Result, Row
 
 BY_STEP = "step"
 BY_TIME = "time/elapsed_s"
+FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
 EARLY_DIVERGENCE = "early_divergence"
 
 
@@ -50,17 +51,23 @@ class GridHistogram:
     weights: int
 
 
-def lines(rows: Sequence[Row], key: str, against: str = BY_STEP, *, smoothed: bool = False) -> list[Line]:
-    """The curve of `key` for every run that has it, thinned; `smoothed` for series that are noisy step by step."""
-    drawn = [_line(row, run, key, against, smoothed) for row in rows for run in row.runs]
+def lines(
+    rows: Sequence[Row], key: str, against: str = BY_STEP, *, smoothed: bool = False, points: int = MAX_POINTS
+) -> list[Line]:
+    """The curve of `key` for every run that has it, thinned; `smoothed` for series that are noisy step by step.
+
+    With more than fifty runs each gets fewer than `points`, so that the whole stays small.
+    """
+    limit = min(points, max(FEWEST_POINTS, MOST_POINTS // max(1, sum(len(row.runs) for row in rows))))
+    drawn = [_line(row, run, key, against, smoothed, limit) for row in rows for run in row.runs]
     return [line for line in drawn if any(y is not None for y in line.ys)]
 
 
-def _line(row: Row, run: Run, key: str, against: str, smoothed: bool) -> Line:
+def _line(row: Row, run: Run, key: str, against: str, smoothed: bool, limit: int) -> Line:
     xs, ys = run.curve(key, against)
     if smoothed:
         ys = smooth(ys, smoothing_window(len(ys)))
-    kept = decimate(len(xs))
+    kept = decimate(len(xs), limit)
     return Line(row.label, run.seed, [xs[i] for i in kept], [ys[i] for i in kept])
 
 

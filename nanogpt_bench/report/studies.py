@@ -17,6 +17,14 @@ class Sensitivity:
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
     gap: tuple[tuple[float | None, ...], ...]
+    operand: str = ""
+    rule: str = ""
+    status: tuple[tuple[str, ...], ...] = ()
+
+    def ending(self, pattern: int, fmt: int) -> str:
+        """How the runs of a cell without a gap ended, in a word or two."""
+        known = self.status[pattern][fmt] if self.status else ""
+        return known or "no loss"
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,18 @@ def _sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
         notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
         return []
     rows = tuple(tuple(finite(cell) for cell in line) for line in gap or ())
-    return [Sensitivity(tuple(map(str, patterns or ())), tuple(map(str, formats or ())), rows)]
+    named = [str(content.get(key) or "") for key in ("operand", "rule")]
+    return [
+        Sensitivity(tuple(map(str, patterns or ())), tuple(map(str, formats or ())), rows, *named, _status(content))
+    ]
+
+
+def _status(content: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """How the runs of every cell ended, where the file says so for the whole table."""
+    table = content.get("status")
+    if not _is_table(content.get("patterns"), content.get("formats"), table):
+        return ()
+    return tuple(tuple(str(cell or "") for cell in line) for line in table or ())
 
 
 def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:

@@ -48,10 +48,7 @@ def test_float_runs_alone_have_no_stall_and_no_grid(tmp_path, write_run):
 
 @pytest.mark.parametrize("name", ["_hidden", "$x$ and $", "<script>alert(1)</script>", "日本語", "n" * 300])
 def test_names_are_drawn_as_text(tmp_path, write_run, name):
-    paths = [
-        write_run(tmp_path / "runs" / str(lr), rule="fp32", lr=lr, name=f"{name}{i}")
-        for i, lr in enumerate((1e-3, 1e-4))
-    ]
+    paths = [write_run(tmp_path / "runs" / str(i), rule=f"{name}{i}") for i in range(2)]
     results, chosen = prepared(paths)
     with drawing():
         loss_curves([result.row for result in results], chosen).savefig(tmp_path / "drawn.svg")

@@ -34,9 +34,12 @@ class Page(HTMLParser):
         self.text.setdefault(self._open, []).append(data)
 
     def charts(self):
-        texts = [text for text in self.text["script"] if text.startswith("[{")]
-        assert len(texts) == 1
-        return json.loads(texts[0])
+        (text,) = [text for text in self.text["script"] if text.startswith('{"styles":')]
+        content = json.loads(text)
+        for chart in content["charts"]:
+            for trace in chart["traces"]:
+                trace |= content["styles"][trace["style"]] | {"x": content["xs"][trace["x"]]}
+        return content["charts"]
 
 
 @pytest.fixture(scope="module")

@@ -100,10 +100,18 @@ def test_a_run_that_ended_early_has_no_gap(tmp_path, write_run):
     assert measure(rows, rows[0])[1].gap is None
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_rows_of_their_own(tmp_path, write_run):
-    paths = [write_run(tmp_path / name, rule="fp32", lr=lr) for name, lr in (("slow", 1e-4), ("fast", 1e-3))]
+def test_runs_that_differ_in_more_than_the_seed_are_rows_named_by_what_differs(tmp_path, write_run):
+    paths = [
+        write_run(tmp_path / f"{lr}-{seed}", rule="fp32", lr=lr, seed=seed) for lr in (1e-4, 1e-3) for seed in (1, 2)
+    ]
     rows = group_rows([load_run(path) for path in paths])
-    assert [row.label for row in rows] == ["fp32 (slow)", "fp32 (fast)"]
+    assert [(row.label, len(row.runs)) for row in rows] == [("fp32 lr=0.0001", 2), ("fp32 lr=0.001", 2)]
+
+
+def test_rows_that_no_few_settings_tell_apart_are_named_by_their_runs(tmp_path, write_run):
+    paths = [write_run(tmp_path / name, rule="fp32") for name in ("old", "new")]
+    (paths[1] / "config.yaml").write_text("{rule: fp32, a: 1, b: 2, c: 3, d: 4}")
+    assert [row.label for row in group_rows([load_run(path) for path in paths])] == ["fp32 (old)", "fp32 (new)"]
 
 
 @pytest.mark.parametrize(

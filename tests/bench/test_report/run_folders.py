@@ -1,0 +1,148 @@
+"""Synthetic run folders that follow the run-folder contract, so that the report is tested without training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import fp8manifold as fm
+
+ROWS = (
+    ("bf16-mixed", "none", 2.10),
+    ("fp32", "none", 2.09),
+    ("master", "E4M3", 2.12),
+    ("nearest", "E4M3", 2.55),
+    ("stochastic", "E4M3", 2.13),
+    ("riemannian", "E4M3", 2.11),
+    ("stiffness-anneal", "E4M3", 2.06),
+    ("nearest", "E7M0", 3.02),
+    ("stochastic", "E7M0", 2.19),
+)
+STALL = {"master": 0.93, "nearest": 0.81, "stochastic": 0.9, "riemannian": 0.7, "stiffness-anneal": 0.86}
+
+
+def loss_at(step: int, steps: int, final: float, jitter: float = 0.0) -> float:
+    """A plausible descent from ln 256 to `final`."""
+    share = (1 - math.exp(-5 * step / steps)) / (1 - math.exp(-5))
+    return math.log(256) + (final - math.log(256)) * share + jitter * math.sin(1.7 * step)
+
+
+def records(rule: str, final: float, steps: int, every: int) -> list[dict[str, Any]]:
+    metric = None if rule not in STALL else "code_unchanged" if rule == "master" else "update_lost"
+    found = []
+    for step in range(steps + 1):
+        record: dict[str, Any] = {
+            "step": step,
+            "train/loss": loss_at(step, steps, final - 0.05, 0.08),
+            "lr": 1e-3 * (1 - step / (steps + 1)),
+            "grad/norm": 0.8,
+            "grad/clipped": 0,
+            "time/elapsed_s": 0.06 * (step + 1) * (1.4 if rule == "bf16-mixed" else 1.0),
+            "time/tokens_per_s": 12000.0,
+            "tokens": 768 * (step + 1),
+        }
+        if step % every == 0 or step == steps:
+            record |= {"val/loss": loss_at(step, steps, final), "val/perplexity": 8.0, "val/bits_per_byte": 3.0}
+            if metric:
+                record[f"stall/{metric}"] = STALL[rule] * (0.7 + 0.3 * step / steps)
+                record[f"stall/{metric}/blocks.0.mlp.fc"] = 0.5
+        found.append(record)
+    return found
+
+
+def histogram(fmt: str, spread: float) -> dict[str, Any]:
+    values = sorted(set(fm.FloatFormat.from_string(fmt).values))
+    middle = len(values) // 2
+    counts = [round(4000 * math.exp(-(((abs(i - middle) - 40) / spread) ** 2))) for i in range(len(values))]
+    return {"format": fmt, "values": values, "counts": counts, "scale_min": 0.25, "scale_max": 1.0}
+
+
+def write_run(
+    folder: Path,
+    *,
+    rule: str = "bf16-mixed",
+    fmt: str = "none",
+    final: float = 2.1,
+    seed: int = 42,
+    steps: int = 200,
+    lr: float = 1e-3,
+    **changes: Any,
+) -> Path:
+    """Write one run folder: write_run(folder, rule="nearest", fmt="E4M3", final=2.5, seed=0, **summary)."""
+    folder.mkdir(parents=True)
+    metrics = records(rule, final, steps, 20)
+    storage = "float32" if fmt == "none" else "master" if rule == "master" else "grid"
+    config = {
+        "rule": rule,
+        "seed": seed,
+        "model": {"formats": {"*": fmt}, "storage": storage},
+        "optimizer": {"lr": lr, "writeback": "nearest" if rule == "nearest" else "stochastic"},
+    }
+    stall = [(key, metrics[-1][key]) for key in ("stall/update_lost", "stall/code_unchanged") if key in metrics[-1]]
+    summary = {
+        "name": folder.name,
+        "rule": rule,
+        "format": fmt,
+        "storage": storage,
+        "seed": seed,
+        "parameters": 820_000,
+        "steps": steps,
+        "steps_planned": steps,
+        "status": "finished",
+        "failure": None,
+        "first_val_loss": metrics[0]["val/loss"],
+        "final_val_loss": final,
+        "best_val_loss": final - 0.01,
+        "bytes_per_parameter": 12.0 if fmt == "none" else 9.3,
+        "stall": stall[0][1] if stall else None,
+        "stall_metric": stall[0][0] if stall else None,
+        "tokens_per_s": 11234.5,
+        "seconds": 12.5,
+        "lr": lr,
+    } | changes
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (folder / "environment.json").write_text(json.dumps({"python": "3.12.1", "torch": "2.13.0"}), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metrics), encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    layers = {} if fmt == "none" else {"blocks.0.mlp.fc": histogram(fmt, 18), "lm_head": histogram(fmt, 12)}
+    (folder / "weights.json").write_text(json.dumps(layers), encoding="utf-8")
+    return folder
+
+
+def write_comparison(folder: Path, seeds: int = 1) -> list[Path]:
+    """Write the nine runs of the demonstration, each for every seed asked for."""
+    return [
+        write_run(folder / f"{place}-{fmt}-{rule}-s{seed}", rule=rule, fmt=fmt, final=final + 0.01 * seed, seed=seed)
+        for place, (rule, fmt, final) in enumerate(ROWS, start=1)
+        for seed in range(seeds)
+    ]
+
+
+def write_metrics(folder: Path, series: Mapping[str, Callable[[int], Any]], every: int = 1) -> None:
+    """Add series to the metrics of a run on disk: write_metrics(folder, {key: value of step}, every=1)."""
+    path = folder / "metrics.jsonl"
+    kept = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for record in kept:
+        if record["step"] % every == 0:
+            record |= {key: value(record["step"]) for key, value in series.items()}
+    path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+
+
+def write_alerts(folder: Path, *alerts: tuple[str, int]) -> None:
+    """Write the alerts of a run on disk, (kind, step) each."""
+    lines = [
+        {"step": step, "level": "WARN", "kind": kind, "message": f"{kind} rose", "value": 12.5, "threshold": 10.0}
+        for kind, step in alerts
+    ]
+    (folder / "alerts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def write_distributions(folder: Path, *distributions: tuple[str, dict[str, list[float]]]) -> None:
+    """Write the distributions of a run on disk, (name, {"values" or "edges": ..., "counts": ...}) each."""
+    lines = [{"step": 200, "name": name, **content} for name, content in distributions]
+    (folder / "histograms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
