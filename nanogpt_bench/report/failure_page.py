@@ -131,9 +131,9 @@ def _lead(failed: Failed) -> str:
     if lead is None:
         return ""
     seconds = "" if lead.seconds is None else f" ({abs(lead.seconds):.3g} s)"
-    when = f"{abs(lead.steps)} steps{seconds} {'before' if lead.steps >= 0 else 'after'}"
-    words = f"The kurtosis alert came at step {lead.alert_step}, {when} the {class_name(lead.failure_kind)}"
-    return f"<p>{escape(words)} at step {lead.failure_step}.</p>"
+    order = "before" if lead.steps >= 0 else "after"
+    words = f"Lead time of the kurtosis alert: at step {lead.alert_step}, {abs(lead.steps)} steps{seconds} {order} the"
+    return f"<p>{escape(words)} {escape(class_name(lead.failure_kind))} at step {lead.failure_step}.</p>"
 
 
 def _loss_chart(place: int, failed: Failed, reference: Row | None, looks: Mapping[str, Look]) -> Chart | None:

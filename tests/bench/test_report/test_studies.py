@@ -1,0 +1,201 @@
+"""What runs say together: heat maps, learning rates, parallel coordinates, and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from nanogpt_bench.report.distributions import distribution_charts, merged
+from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.map_charts import sensitivity_charts
+from nanogpt_bench.report.palette import looks
+from nanogpt_bench.report.parallel import NOTHING, parallel
+from nanogpt_bench.report.rates import rate_curves, rate_ticks
+from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.studies import read_studies
+from nanogpt_bench.report.study_charts import limit_chart, parallel_chart, rate_chart
+from nanogpt_bench.report.watched import Distribution
+
+
+def rows_of(paths):
+    return group_rows([load_run(path) for path in paths])
+
+
+def weights(folder, **layers):
+    """Write the histograms of a run's weights: layer -> (values, counts)."""
+    content = {n: {"format": "E1M1", "values": values, "counts": counts} for n, (values, counts) in layers.items()}
+    (folder / "weights.json").write_text(json.dumps(content))
+
+
+GRID = [-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0]
+
+
+def test_code_use_is_the_share_of_each_layers_weights_at_each_grid_value(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
+    weights(folder, first=(GRID, [0, 0, 90, 0, 0, 9, 1]), second=(GRID, [5, 0, 0, 0, 0, 0, 5]))
+    (field,) = code_use(measure(rows_of([folder]), None))
+    assert (field.label, field.format, field.layers) == ("E1M1 nearest", "E1M1", ["first", "second"])
+    assert field.columns == [-3, -2, -1, 0, 1, 2, 3]
+    assert [None if cell is None else round(10**cell, 6) for cell in field.cells[0]] == [
+        *(None, None, 0.9, None, None),
+        *(0.09, 0.01),
+    ]
+    assert [i for i, cell in enumerate(field.cells[1]) if cell is not None] == [0, 6]
+
+
+def test_stiffness_is_the_distance_to_the_next_value_outwards():
+    assert stiffness_of((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)) == {0.0: 0.5, 0.5: 0.5, 1.0: 0.5, 1.5: 0.5, 2.0: 1.0, 3.0: 1.0}
+    assert stiffness_of((0.0,)) == {0.0: 0.0}
+
+
+def test_the_stiffness_field_gathers_values_of_equal_spacing(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
+    weights(folder, only=([-3.0, -2.0, -1.5, -1.0, 0.0, 1.0, 1.5, 2.0, 3.0], [0, 3, 1, 0, 0, 2, 0, 0, 4]))
+    (field,) = stiffness(measure(rows_of([folder]), None))
+    assert [field.ticks[column] for column in field.columns] == ["2^-1", "2^0"]
+    assert [round(10**cell, 6) for cell in field.cells[0]] == [0.3, 0.7]
+
+
+def test_the_codes_of_activations_come_from_what_was_recorded_last(tmp_path, write_run, write_distributions):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
+    name = "bits/code_histogram/activation/blocks.0.mlp.fc"
+    early, late = ({"values": GRID, "counts": [n, 0, 0, 0, 0, 0, 1]} for n in (1, 3))
+    write_distributions(folder, (name, early), (name, late))
+    results = measure(rows_of([folder]), None)
+    (field,) = operand_code_use(results, "activation")
+    assert field.layers == ["blocks.0.mlp.fc"]
+    assert 10 ** field.cells[0][0] == pytest.approx(0.75)
+    assert operand_code_use(results, "gradient") == []
+
+
+def test_labelled_columns_are_spread_evenly_around_zero():
+    assert spread([float(i) for i in range(-6, 7)], 4) == [-4.0, 0.0, 4.0]
+    assert spread([3.0, 4.0], 4) == [3.0, 4.0]
+
+
+def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, write_distributions):
+    folder = write_run(tmp_path / "a", rule="nearest", fmt="E4M3")
+    bins = {"edges": [0.0, 1.0, 2.0, 4.0]}
+    write_distributions(
+        folder, ("grad/magnitude/x", bins | {"counts": [2, 1, 1]}), ("grad/magnitude/y", bins | {"counts": [0, 0, 4]})
+    )
+    rows = rows_of([folder])
+    (chart,) = distribution_charts(rows, looks(rows, None))
+    (trace,) = chart.traces
+    assert (chart.title, trace["x"], trace["y"]) == ("Gradient magnitudes", [1.0, 2.0], [0.125, 0.625])
+    assert merged([]) == {}
+    assert merged([Distribution(1, (0.0,), values=(1.0,))]) == {}
+
+
+def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):
+    ended = {"status": "failed", "failure": {"kind": "nan", "message": "x", "step": 3}, "final_val_loss": None}
+    runs = [(lr, seed) for lr in (0.1, 0.2) for seed in (0, 1)]
+    paths = [
+        *(write_run(tmp_path / f"{lr}-{s}", rule="sgd", lr=lr, seed=s, final=2 + lr + s) for lr, s in runs),
+        write_run(tmp_path / "diverged", rule="sgd", lr=0.4, seed=0, **ended),
+        write_run(tmp_path / "alone", rule="fp32"),
+    ]
+    rows = rows_of(paths)
+    (curve,) = rate_curves(rows)
+    assert curve.label == "sgd"
+    assert [(p.rate, p.loss, p.failed) for p in curve.points] == [(0.1, 2.6, 0), (0.2, 2.7, 0), (0.4, None, 1)]
+    line, crosses = rate_chart(rows, looks(rows, None)).traces
+    assert line["y"] == [2.6, 2.7, None]
+    assert crosses["x"] == [0.4]
+    assert crosses["y"][0] > 2.7
+
+
+def test_ticks_of_learning_rates_stay_apart():
+    assert rate_ticks([1e-4, 1.1e-4, 1e-3, 1e-2]) == [1e-4, 1e-3, 1e-2]
+    assert rate_ticks([0.5]) == [0.5]
+    assert rate_ticks([]) == []
+
+
+def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path, write_run):
+    failed = {"status": "failed", "final_val_loss": None}
+    paths = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", rule="nearest", fmt="E4M3", final=2.5, lr=1e-1),
+        write_run(tmp_path / "c", rule="nearest", fmt="E7M0", lr=1e-2, **failed),
+    ]
+    found = parallel(rows_of(paths))
+    by_name = {axis.name: axis for axis in found.axes}
+    assert list(by_name) == ["format", "rule", "learning rate", "bytes/param", "final val loss"]
+    assert by_name["format"].places == [0.0, 0.5, 1.0]
+    assert by_name["learning rate"].places == pytest.approx([0.0, 1.0, 0.5])  # logarithmic
+    assert by_name["final val loss"].places == [0.0, 1.0, NOTHING]
+    assert parallel(rows_of(paths[:1])) is None
+
+
+def test_settings_that_differ_within_a_rule_become_axes(tmp_path, write_run):
+    paths = [write_run(tmp_path / str(n), rule="fp32", final=2 + n / 10, tokens_per_s=n) for n in (1, 2)]
+    (paths[0] / "config.yaml").write_text("{rule: fp32, train: {batch_size: 8}}")
+    (paths[1] / "config.yaml").write_text("{rule: fp32, train: {batch_size: 64}}")
+    rows = rows_of(paths)
+    assert [row.label for row in rows] == ["fp32 batch_size=8", "fp32 batch_size=64"]
+    chart = parallel_chart(rows, looks(rows, None))
+    assert chart.layout["xaxis"]["ticktext"] == ["batch_size", "tokens/s", "final val loss"]
+    assert [trace["type"] for trace in chart.traces] == ["scatter", "scatter"]  # and no WebGL
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "study").mkdir()
+    return tmp_path / "study"
+
+
+def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(folder):
+    table = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.5], [-0.25, None]]}
+    (folder / "sensitivity.json").write_text(json.dumps(table | {"status": [[None, None], [None, "nan"]]}))
+    (chart,) = sensitivity_charts(read_studies([folder]).sensitivities)
+    (trace,) = chart.traces
+    assert (trace["x"], trace["y"]) == (["E4M3", "E7M0"], ["attn.qkv", "mlp.fc"])
+    assert trace["text"] == [["+0.010", "+0.500"], ["-0.250", ""]]
+    assert (trace["zmin"], trace["zmax"]) == (-0.5, 0.5)
+    assert [(a["x"], a["y"], a["text"]) for a in chart.layout["annotations"]] == [("E7M0", "mlp.fc", "nan")]
+
+
+def test_learning_rate_limits_are_drawn_as_far_as_they_are_known(folder):
+    rows = [
+        {"format": "E4M3", "rule": "nearest", "largest_stable_lr": 0.01, "smallest_unstable_lr": 0.02},
+        {"format": "none", "rule": "fp32", "largest_stable_lr": 0.5, "smallest_unstable_lr": None},
+        {"format": "E7M0", "rule": "sgd", "largest_stable_lr": None, "smallest_unstable_lr": None},
+    ]
+    (folder / "lr_limits.json").write_text(json.dumps({"rows": rows}))
+    chart = limit_chart(read_studies([folder, folder]).limits)
+    bridge, stable, unstable = chart.traces
+    assert bridge["x"] == [0.01, 0.02]
+    assert (stable["y"], stable["x"]) == (["E4M3 nearest", "fp32"], [0.01, 0.5])
+    assert unstable["x"] == [0.02, None]
+    assert limit_chart(()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("sensitivity.json", "{"),
+        ("sensitivity.json", '{"patterns": ["a"], "formats": ["b"], "gap": [[1, 2]]}'),
+        ("lr_limits.json", "[]"),
+        ("lr_limits.json", '{"rows": "none"}'),
+    ],
+)
+def test_studies_that_do_not_fit_are_named_and_left_out(folder, name, content):
+    (folder / name).write_text(content)
+    studies = read_studies([folder])
+    assert (studies.sensitivities, studies.limits) == ((), ())
+    assert name in studies.notes[0]
+
+
+def test_no_studies_are_no_note(folder):
+    assert read_studies([folder]).notes == ()
+
+
+def test_a_share_of_zero_is_no_cell(tmp_path, write_run, write_comparison):
+    rows = rows_of(write_comparison(tmp_path))
+    fields = code_use(measure(rows, find_reference(rows)))
+    cells = [cell for field in fields for line in field.cells for cell in line if cell is not None]
+    assert len(fields) == 7
+    assert all(math.isfinite(cell) and cell <= 0 for cell in cells)
