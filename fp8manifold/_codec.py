@@ -10,7 +10,16 @@ from torch import Tensor
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import RANDOM_BITS
 
-__all__ = ["decode_bits", "decode_magnitude", "decode_with_ulp", "encode_bits", "encode_finite", "encode_magnitude"]
+__all__ = [
+    "decode_bits",
+    "decode_magnitude",
+    "decode_signed",
+    "decode_with_ulp",
+    "encode_bits",
+    "encode_finite",
+    "encode_magnitude",
+    "encode_signed",
+]
 
 _MANTISSA, _BIAS = 23, 127
 _EXPONENT_MASK, _MAGNITUDE_MASK, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
@@ -36,6 +45,20 @@ def decode_with_ulp(codes: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tup
     value, ulp = decode_magnitude(magnitude, fmt, extra_bits)
     signs = (code << (32 - fmt.bits - extra_bits)) & _SIGN
     return (value.view(torch.int32) | signs).view(torch.float32), ulp
+
+
+def decode_signed(signed: Tensor, fmt: FloatFormat, extra_bits: int) -> tuple[Tensor, Tensor]:
+    """Values and spacing of signed codes (int32): those of a chart, which count up from the lowest value."""
+    value, ulp = decode_magnitude(signed.abs(), fmt, extra_bits)
+    return (value.view(torch.int32) | (signed & _SIGN)).view(torch.float32), ulp
+
+
+def encode_signed(x: Tensor, fmt: FloatFormat, draws: Tensor | None, extra_bits: int) -> Tensor:
+    """Signed codes (int32) of the rounded values of ``x``: :func:`encode_finite` short of the sign bit."""
+    bits = x.view(torch.int32)
+    code = encode_magnitude((bits & _MAGNITUDE_MASK).view(torch.float32), fmt, draws, extra_bits)
+    negative = bits >> 31
+    return (code ^ negative) - negative
 
 
 def decode_magnitude(magnitude: Tensor, fmt: FloatFormat, extra_bits: int = 0) -> tuple[Tensor, Tensor]:

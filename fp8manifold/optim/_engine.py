@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
 from fp8manifold.optim._compile import DirectCall, compiled, is_available, next_name
+from fp8manifold.optim._hyper import KEYS
 from fp8manifold.optim._layout import Layout
 from fp8manifold.optim._moments import BOUNDS, SCALES
 from fp8manifold.optim._step import Outcome, prepare_step, step
@@ -225,10 +226,13 @@ def key_row(words: tuple[int, int, int], offset: int, *, moments: bool = True) -
     return keys if moments else [*keys, 0, 0, 0]
 
 
-def key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64]) -> Tensor:
+def key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64], *, moments: bool) -> Tensor:
     """:func:`key_row` of many words (seed, step, stream), all at offset 0."""
-    rows = [round_key_rows(prefixes, streams), round_key_rows(prefixes, streams, _FOR_MOMENTS)]
-    return torch.from_numpy(np.concatenate(rows, axis=1))
+    rows = np.zeros((len(streams), KEYS), dtype=np.int32)
+    rows[:, :3] = round_key_rows(prefixes, streams)
+    if moments:
+        rows[:, 3:] = round_key_rows(prefixes, streams, _FOR_MOMENTS)
+    return torch.from_numpy(rows)
 
 
 @lru_cache(maxsize=8)

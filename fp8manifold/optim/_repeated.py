@@ -131,7 +131,8 @@ class RepeatedStep:
         self._workspace = _Workspace(self._entries)
         ready = [entry.ready for entry in self._entries]
         self._bounds = [(i, 3 + k, bound) for i, each in enumerate(ready) if each for k, bound in each.bounds]
-        self._kinds: list[NDArray[np.intp]] = []
+        self._draws_for_moments = any(entry.kept.job.variant.draws_for_moments for entry in self._entries)
+        self._kinds: list[tuple[int, NDArray[np.intp]]] = []
         self._sorted_for: list[int] = []
 
     def done(self) -> list[int] | None:
@@ -187,7 +188,7 @@ class RepeatedStep:
         device = kept.job.arrays["weight"].device
         numbers = self._next_numbers(done).to(device, kept.dtype).unbind()
         prefixes = [(entry.group["seed"], count + 1) for entry, count in zip(self._entries, done, strict=True)]
-        keys = key_rows(prefixes, self._streams).to(device).unbind()
+        keys = key_rows(prefixes, self._streams, moments=self._draws_for_moments).to(device).unbind()
         rooms, squares = self._workspace.empty(device)
         return [
             [entry.gradient(), number_row, key_row, *room]
@@ -198,21 +199,21 @@ class RepeatedStep:
         """Ask for one parameter of each kind: the others' numbers differ in what follows from S_ref alone."""
         if done != self._sorted_for:
             self._kinds, self._sorted_for = self._sorted(done), done
-        table = self._numbers.numpy()
-        for members in self._kinds:
-            entry = self._entries[members[0]]
+        table = self._numbers.numpy().reshape(-1)
+        for first, places in self._kinds:
+            entry = self._entries[first]
             values = self._optimizer.numbers_of(entry.group, entry.parameter, entry.state, entry.kept.job)
-            table[np.ix_(members, _SHARED)] = np.array(row(values, entry.kept.dtype))[_SHARED]
+            table[places] = np.array(row(values, entry.kept.dtype))[_SHARED]
         return self._numbers
 
-    def _sorted(self, done: list[int]) -> list[NDArray[np.intp]]:
-        """Positions of the parameters that have all but S_ref in common."""
+    def _sorted(self, done: list[int]) -> list[tuple[int, NDArray[np.intp]]]:
+        """Parameters that have all but S_ref in common: one of them, and the places of the numbers they share."""
         kinds: dict[tuple[Any, ...], list[int]] = {}
         for i, (entry, count) in enumerate(zip(self._entries, done, strict=True)):
             variant = entry.kept.job.variant
             key = (id(entry.group), count, entry.state.get("since", 0), variant.storage == "plain", variant.fmt)
             kinds.setdefault(key, []).append(i)
-        return [np.array(members) for members in kinds.values()]
+        return [(members[0], np.array(members)[:, None] * len(HYPER) + _SHARED) for members in kinds.values()]
 
 
 def _same(now: Sequence[object], then: Sequence[object]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fp8manifold._codec import encode_finite
+from fp8manifold._codec import encode_finite, encode_signed
 from fp8manifold._stored_scale import describe_change
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._layout import row_view
@@ -40,9 +40,10 @@ def widened(parameter: FP8Tensor, state: dict[str, Any], job: Job, words: tuple[
     ratio = row_view(old / new, parameter.shape, job.layout)
     x = load_weights(job.variant, arrays, torch.float32).x * ratio
     draws = draw_of(word_range(0, x.numel(), (*words, _FOR_RESCALING), x.device)).view(x.shape)
-    codes = encode_finite(x, parameter.format, draws, bits)
-    if bits:
-        codes, residual = split_codes(codes, parameter.format, bits)
+    if not bits:
+        codes = encode_finite(x, parameter.format, draws)
+    else:
+        codes, residual = split_codes(encode_signed(x, parameter.format, draws, bits), parameter.format, bits)
         packed = pack_nibbles(residual.to(torch.int8)) if bits == 4 else residual.view(parameter.shape)
         state["residual"].copy_(packed)
     weight = arrays["weight"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._charts import chart_of
-from fp8manifold._codec import decode_with_ulp, encode_finite
+from fp8manifold._codec import decode_signed, decode_with_ulp, encode_finite, encode_signed
 from fp8manifold._rounding import round_block
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._variant import Variant
@@ -41,8 +41,9 @@ def load_weights(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtype
         codes = weight.to(torch.int32)
     bits = variant.residual_bits
     if bits:
-        codes = _joined(codes, arrays["residual"].to(torch.int32), fmt, bits)
-    x, ulp = decode_with_ulp(codes, fmt, bits)
+        x, ulp = decode_signed(_joined(codes, arrays["residual"].to(torch.int32), fmt, bits), fmt, bits)
+    else:
+        x, ulp = decode_with_ulp(codes, fmt)
     return Weights(x.to(dtype), (ulp * 2.0**bits).to(dtype))
 
 
@@ -80,8 +81,7 @@ def _store_with_residual(
     variant: Variant, fmt: FloatFormat, arrays: dict[str, Tensor], target: Tensor, draws: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
     bits = variant.residual_bits
-    fine = encode_finite(target.to(torch.float32), fmt, draws, bits)
-    codes, residual = split_codes(fine, fmt, bits)
+    codes, residual = split_codes(encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits)
     stored = {"residual": residual.to(torch.int8)}
     if variant.storage == "codes":
         return stored | {"weight": unless_special(codes, arrays["weight"], fmt)}, target
@@ -91,24 +91,16 @@ def _store_with_residual(
 
 
 def _joined(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -> Tensor:
-    """Code and residual as one code of the format with that many more mantissa bits."""
+    """Code and residual as one signed code of the format with that many more mantissa bits."""
     negative = -((codes & fmt.sign_bit) >> (fmt.bits - 1))
     signed = ((codes & (fmt.sign_bit - 1)) ^ negative) - negative
-    return _magnitude_and_sign((signed << bits) + residual, fmt.sign_bit << bits)
+    return (signed << bits) + residual
 
 
-def split_codes(fine: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
+def split_codes(signed: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
     """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step."""
-    sign = fmt.sign_bit << bits
-    negative = -((fine & sign) >> (fmt.bits - 1 + bits))
-    signed = ((fine & (sign - 1)) ^ negative) - negative
     nearest = (signed + (1 << (bits - 1))) >> bits
-    return _magnitude_and_sign(nearest, fmt.sign_bit), signed - (nearest << bits)
-
-
-def _magnitude_and_sign(signed: Tensor, sign_bit: int) -> Tensor:
-    negative = signed >> 31
-    return ((signed ^ negative) - negative) | (negative & sign_bit)
+    return nearest.abs() | (nearest & fmt.sign_bit), signed - (nearest << bits)
 
 
 def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
