@@ -41,7 +41,8 @@ class QuantizedLinear(nn.Linear):
     :class:`FP8Parameter`, the same weights in one byte each.
 
     The layer's input, the gradient that arrives at its output and the gradient of its weight are quantised as they
-    come, where the specification gives them a format.
+    come, where the specification gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that
+    no saturation hides it.
 
     Loading a state dict takes the weight of another ``fp8`` layer exactly, scale, counter and seed included; a float
     weight is rounded, at a scale of its own.
@@ -291,8 +292,10 @@ class QuantizedLinear(nn.Linear):
 
 
 def _round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Key) -> Tensor:
+    """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation hides it."""
     blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
-    return rounded_at(gradient, scaler(gradient), operand.format, rounding, key, blocks=blocks)
+    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
+    return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
 
 
 def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:

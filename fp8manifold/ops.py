@@ -62,7 +62,8 @@ def fp8_mm(
         out_dtype: of the result; that of ``a`` if None.
 
     Returns:
-        ``(M, N)``.  NaN in an operand is NaN in what depends on it, Inf saturates; a sum over nothing is 0.
+        ``(M, N)``.  NaN in an operand is NaN in what depends on it, Inf saturates; a sum over nothing is 0.  A G that
+        holds Inf or NaN makes both gradients NaN, so that no saturation hides it.
 
     Raises:
         TypeError: an operand that is no float tensor.
@@ -124,6 +125,12 @@ def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: 
     return amax_scale(x, fmt, granularity, axis=axis, pow2=pow2)
 
 
+def _gradient_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:
+    """NaN for a gradient that holds Inf or NaN, so that no saturation hides it."""
+    zero_or_nan = x.sum(dtype=torch.float32) * 0.0
+    return _measured_scale(x, fmt, granularity, axis, pow2) + zero_or_nan
+
+
 def _given_scale(x: Tensor, scale: Tensor | float, granularity: ProductGranularity, axis: int) -> Tensor:
     shape = [1, 1]
     shape[axis] = x.shape[axis]
@@ -183,9 +190,11 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     options = (g_format, ctx.granularity, ctx.pow2)
     for_a = for_b = None
     if ctx.needs_input_grad[0]:
-        for_a = _product(gradient, b.t(), None, b_scale, g_format, b_format, *options, a.dtype)
+        g_scale = _gradient_scale(gradient, g_format, ctx.granularity, 0, ctx.pow2)
+        for_a = _product(gradient, b.t(), g_scale, b_scale, g_format, b_format, *options, a.dtype)
     if ctx.needs_input_grad[1]:
-        for_b = _product(a.t(), gradient, a_scale, None, a_format, g_format, *options, b.dtype)
+        g_scale = _gradient_scale(gradient, g_format, ctx.granularity, 1, ctx.pow2)
+        for_b = _product(a.t(), gradient, a_scale, g_scale, a_format, g_format, *options, b.dtype)
     return for_a, for_b, *(None,) * 8
 
 

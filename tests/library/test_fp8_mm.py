@@ -104,6 +104,15 @@ def test_special_values() -> None:
     assert fp8_mm(torch.empty(2, 0), torch.empty(0, 3)).tolist() == [[0.0] * 3] * 2
 
 
+@granularities
+def test_a_gradient_that_is_not_finite_is_not_hidden_by_saturation(granularity: Any) -> None:
+    g = normal(4, 3)
+    g[1, 2] = float("inf")
+    _, for_a, for_b = both_gradients(normal(4, 8), normal(8, 3), g, granularity=granularity)
+    assert for_a.isnan().all()
+    assert for_b.isnan().all()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -103,6 +103,18 @@ def test_batches_of_any_shape() -> None:
     assert layer(X[0]).shape == (64,)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_a_gradient_that_is_not_finite_is_not_hidden_by_saturation(granularity: Any, bad: float) -> None:
+    layer = layer_of(LayerSpec("E4M3", gradient={"format": "E5M2", "granularity": granularity}))
+    g = G.clone()
+    g[2, 3] = bad
+    for_x, for_weight, _ = gradients(layer, X, g)
+    assert for_x.isnan().all()
+    assert for_weight.isnan().all()
+    assert gradients(layer)[1].isfinite().all()
+
+
 def test_frozen_parameters_get_no_gradient() -> None:
     layer = layer_of(LayerSpec("E4M3", gradient="E5M2"))
     layer.weight.requires_grad_(False)
