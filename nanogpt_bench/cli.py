@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.arguments import names, positive
+from nanogpt_bench.arguments import names, positive, positives, share
 from nanogpt_bench.errors import BenchError, nearest
 
 #: what a wrong command line or setting ends with
@@ -20,7 +20,7 @@ INTERRUPTED = 130
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "sweep")
+TAKE_SETTINGS = ("run", "evaluate", "sweep", "profile")
 
 
 class Parser(argparse.ArgumentParser):
@@ -146,6 +146,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "evaluate": _add_evaluate(commands),
         "compare": _add_compare(commands),
         "sweep": _add_sweep(commands),
+        "profile": _add_profile(commands),
         "report": _add_report(commands),
     }
     return parser, parsers
@@ -292,6 +293,27 @@ def _add_sweep(commands: Any) -> Parser:
     return parser
 
 
+def _add_profile(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "profile",
+        help="tokens/s and memory over batch sizes; ranges: what a model's tensors need of a format",
+        usage="nanogpt-bench profile [ranges] CONFIG.yaml [--steps N] [--out DIR] [--section.key VALUE ...]",
+        description="Measure tokens/s and memory of a configuration over batch sizes. With the word ranges: train in\n"
+        "bfloat16 for some steps and tabulate what every weight, activation and gradient needs of a format.",
+        epilog="examples:\n  nanogpt-bench profile e4m3.yaml --batch-sizes 8,16,32,64\n"
+        "  nanogpt-bench profile ranges bf16_baseline.yaml --steps 50 --underflow 0.01",
+    )
+    parser.add_argument("words", nargs="+", metavar="[ranges] CONFIG.yaml", help="a file or a shipped configuration")
+    parser.add_argument("--batch-sizes", type=positives, metavar="A,B", help="sequences a batch (default: 8,16,32,64)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps measured (default: 5 a size; ranges: 50)")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="ranges: formats to judge")
+    parser.add_argument("--overflow", type=share, metavar="S", help="ranges: share that may saturate (default: 1e-4)")
+    parser.add_argument("--underflow", type=share, metavar="S", help="ranges: share that may become 0 (default: 0.01)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
+    parser.set_defaults(handler=_profile)
+    return parser
+
+
 def _add_report(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "report",
@@ -351,6 +373,12 @@ def _sweep(args: argparse.Namespace) -> int:
     from nanogpt_bench.sweep import main_sweep
 
     return main_sweep(args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from nanogpt_bench.profile import main_profile
+
+    return main_profile(args)
 
 
 def _report(args: argparse.Namespace) -> int:

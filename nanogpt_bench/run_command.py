@@ -27,7 +27,7 @@ def run_command(config_name: str, name: str | None, overrides: Sequence[str]) ->
     path = find_config(config_name)
     config = resolve(load_config(path, overrides))
     run_dir = RUNS / checked_name(name) if name else free_name(path.stem)
-    _prepare_default(config)
+    prepare_default(config.data.dir)
     with _display(config) as show:
         summary = run(config, run_dir, on_progress=show)
     print(_closing_line(summary, run_dir))
@@ -54,10 +54,10 @@ def free_name(stem: str) -> Path:
     return path
 
 
-def _prepare_default(config: Config) -> None:
+def prepare_default(data_dir: str) -> None:
     """Prepare the standard library's prose if a run asks for the default corpus and it is not there yet."""
     folder = Path(DEFAULT_DATA_DIR)
-    if Path(config.data.dir) == folder and not folder.exists():
+    if Path(data_dir) == folder and not folder.exists():
         from nanogpt_bench.corpus import prepare_stdlib
 
         print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)

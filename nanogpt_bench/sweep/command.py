@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.config import DEFAULT_DATA_DIR
+from nanogpt_bench.run_command import prepare_default
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
@@ -30,16 +30,6 @@ def main_sweep(args: argparse.Namespace) -> int:
     return MODES.get(mode, sweep_grid)(sweep, out, workers)
 
 
-def prepare_default(sweep: SweepFile) -> None:
-    """Prepare the standard library's prose where the runs read it and it is not there yet."""
-    folder = Path(DEFAULT_DATA_DIR)
-    if Path(sweep.base.get("data.dir") or folder) == folder and not folder.exists() and not sweep.axis("data.dir"):
-        from nanogpt_bench.corpus import prepare_stdlib
-
-        print(f"preparing {folder} (the standard library's prose)", file=sys.stderr)
-        prepare_stdlib(folder, progress=sys.stderr.isatty())
-
-
 def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """Train every point of the file and report; the last line is the report's path.
 
@@ -50,16 +40,17 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, sweep.search)
-    _check(sweep, record, planned)
+    _check(record, planned)
     whole = Session(record, workers).train(planned)
     return _finish(record, whole)
 
 
-def _check(sweep: SweepFile, record: SweepRecord, planned: Sequence[PlannedPoint]) -> None:
+def _check(record: SweepRecord, planned: Sequence[PlannedPoint]) -> None:
     """Refuse what can't be trained before anything is written, the default corpus apart."""
     for run in planned:
         record.check(run)
-    prepare_default(sweep)
+    for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
+        prepare_default(folder)
     check_inputs(planned)
 
 
@@ -71,7 +62,7 @@ def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> i
     record = SweepRecord(out, "lr-limits")
     searches = Searches(sweep, record)
     first = searches.first()
-    _check(sweep, record, first)
+    _check(record, first)
     whole = Session(record, workers).train(first, searches.after)
     searches.write()
     return _finish(record, whole, limits_table(searches.rows()))
@@ -84,7 +75,7 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None)
     """
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity")
-    _check(sweep, record, study.planned)
+    _check(record, study.planned)
 
     def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
         write_gaps(study, record)

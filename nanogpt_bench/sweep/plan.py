@@ -13,6 +13,7 @@ from typing import Any
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.reference import reference_settings
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.resolve import format_summary, resolve, rule_name
 from nanogpt_bench.rules import RULES
@@ -23,14 +24,6 @@ from nanogpt_bench.sweep.file import SweepFile
 LONGEST_NAME = 120
 #: settings that a label says through its first words, or leaves to the name
 _SAID = ("rule", "model.format", "seed")
-#: what a rule means; a reference of another rule leaves it behind
-RULE_KEYS = (
-    *("rule", "model.format", "model.formats", "model.storage", "model.headroom", "model.granularity", "model.tied"),
-    *("optimizer.name", "optimizer.lr", "optimizer.float_lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
-    *("optimizer.momentum", "optimizer.weight_decay", "optimizer.writeback", "optimizer.moments"),
-    *("optimizer.stiffness", "optimizer.stiffness_end", "optimizer.representation", "optimizer.refresh"),
-    *("optimizer.damping", "optimizer.compile", "train.precision"),
-)
 
 
 @dataclass(frozen=True)
@@ -71,11 +64,6 @@ def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoi
     seeds = list(dict.fromkeys(point["seed"] for point in points if "seed" in point))
     base = reference_settings(sweep.base, sweep.reference)
     return [plan_point(base, point) for point in ([{"seed": seed} for seed in seeds] or [{}])]
-
-
-def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> Point:
-    """Return the settings of a reference: those of all runs without what belongs to their rule, and its own."""
-    return {key: value for key, value in base.items() if key not in RULE_KEYS} | dict(reference)
 
 
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedPoint:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.reference import float_rule, reference_settings
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import finite
 from nanogpt_bench.resolve import format_name, resolve
 from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile
-from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point, reference_settings
+from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
 
 FILE = "sensitivity.json"
@@ -82,8 +83,7 @@ def _references(
     """The same training with float weights: as the file says, or AdamW at the precision of the others."""
     own = sweep.reference
     if own is None:
-        precision = resolve(build_config({**base, "model.format": fmt})).train.precision
-        own = {"rule": "fp32" if precision == "float32" else "bf16-mixed"}
+        own = {"rule": float_rule(resolve(build_config({**base, "model.format": fmt})).train.precision)}
     settings = reference_settings(base, own)
     return tuple(plan_point(settings, point) for point in points)
 

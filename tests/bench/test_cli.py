@@ -70,7 +70,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [[], ["prepare"], ["run"], ["compare"], ["report"]])
+@pytest.mark.parametrize("command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["profile"], ["report"]])
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
