@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.arguments import names, positive, positives, share
+from nanogpt_bench.arguments import names, positive
 from nanogpt_bench.errors import BenchError, nearest
+from nanogpt_bench.study_commands import add_profile, add_sweep
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
@@ -145,8 +146,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "run": _add_run(commands),
         "evaluate": _add_evaluate(commands),
         "compare": _add_compare(commands),
-        "sweep": _add_sweep(commands),
-        "profile": _add_profile(commands),
+        "sweep": add_sweep(commands),
+        "profile": add_profile(commands),
         "report": _add_report(commands),
     }
     return parser, parsers
@@ -270,50 +271,6 @@ def _add_compare(commands: Any) -> Parser:
     return parser
 
 
-def _add_sweep(commands: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        "sweep",
-        help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--workers N] [--out DIR] "
-        "[--section.key VALUE ...]",
-        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
-        "same command goes on where an interrupted one was.",
-        epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
-        "  nanogpt-bench sweep my_sweep.yaml --workers 4 --out runs/mine --train.max_steps 500\n"
-        "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
-        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
-    )
-    parser.add_argument("file", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
-    mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
-    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
-    parser.set_defaults(handler=_sweep)
-    return parser
-
-
-def _add_profile(commands: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        "profile",
-        help="tokens/s and memory over batch sizes; ranges: what a model's tensors need of a format",
-        usage="nanogpt-bench profile [ranges] CONFIG.yaml [--steps N] [--out DIR] [--section.key VALUE ...]",
-        description="Measure tokens/s and memory of a configuration over batch sizes. With the word ranges: train in\n"
-        "bfloat16 for some steps and tabulate what every weight, activation and gradient needs of a format.",
-        epilog="examples:\n  nanogpt-bench profile e4m3.yaml --batch-sizes 8,16,32,64\n"
-        "  nanogpt-bench profile ranges bf16_baseline.yaml --steps 50 --underflow 0.01",
-    )
-    parser.add_argument("words", nargs="+", metavar="[ranges] CONFIG.yaml", help="a file or a shipped configuration")
-    parser.add_argument("--batch-sizes", type=positives, metavar="A,B", help="sequences a batch (default: 8,16,32,64)")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps measured (default: 5 a size; ranges: 50)")
-    parser.add_argument("--formats", type=names, metavar="A,B", help="ranges: formats to judge")
-    parser.add_argument("--overflow", type=share, metavar="S", help="ranges: share that may saturate (default: 1e-4)")
-    parser.add_argument("--underflow", type=share, metavar="S", help="ranges: share that may become 0 (default: 0.01)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
-    parser.set_defaults(handler=_profile)
-    return parser
-
-
 def _add_report(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "report",
@@ -367,18 +324,6 @@ def _compare(args: argparse.Namespace) -> int:
     from nanogpt_bench.compare import main_compare
 
     return main_compare(args)
-
-
-def _sweep(args: argparse.Namespace) -> int:
-    from nanogpt_bench.sweep import main_sweep
-
-    return main_sweep(args)
-
-
-def _profile(args: argparse.Namespace) -> int:
-    from nanogpt_bench.profile import main_profile
-
-    return main_profile(args)
 
 
 def _report(args: argparse.Namespace) -> int:

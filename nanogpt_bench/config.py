@@ -51,6 +51,9 @@ class DataConfig:
 
     dir: str = setting(DEFAULT_DATA_DIR, "folder with train.bin, val.bin and meta.json (see prepare)")
     seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0)
+    train_tokens: int | None = setting(
+        None, "train on this many tokens, the first of the corpus, only; null: all", minimum=1
+    )
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanogpt_bench.config import Config
 from nanogpt_bench.digest import sha256
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.tokenizers import tokenizer_from_meta
@@ -50,6 +51,24 @@ def load_corpus(folder: Path, block_size: int) -> Corpus:
     meta = _read_meta(folder)
     arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
     return Corpus(folder, arrays["train"], arrays["val"], meta)
+
+
+def open_corpus(config: Config) -> Corpus:
+    """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says.
+
+    Raises:
+        BenchError: as `load_corpus`, or more tokens than there are, or fewer than a block needs.
+    """
+    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+    count, block = config.data.train_tokens, config.model.block_size or 0
+    if count is None:
+        return corpus
+    if not block < count <= len(corpus.train):
+        raise BenchError(
+            f"data.train_tokens: {count} is not allowed with {config.data.dir!r} and a block of {block}; "
+            f"give {block + 1} to {len(corpus.train)}"
+        )
+    return replace(corpus, train=corpus.train[:count])
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

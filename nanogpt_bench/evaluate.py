@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nanogpt_bench.config import Config, OptimizerConfig
-from nanogpt_bench.data import load_corpus
+from nanogpt_bench.data import open_corpus
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import format_name, format_summary, resolve
 from nanogpt_bench.settings import load_config
@@ -53,7 +53,7 @@ def evaluate(
     """
     resolved = resolve(config)
     with runtime(resolved) as device:
-        corpus = load_corpus(Path(resolved.data.dir), resolved.model.block_size or 0)
+        corpus = open_corpus(resolved)
         own = {format_summary(resolved): resolved}
         rows: list[Evaluation] = []
         for name, row in (own if weights else _rows(config, resolved, formats)).items():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
+from nanogpt_bench.data import open_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.failures import failures_of
@@ -41,7 +41,7 @@ def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None
     """
     config = resolve(config)
     with runtime(config) as device:
-        corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+        corpus = open_corpus(config)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
         trainer = Trainer(config, corpus, device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
+from nanogpt_bench.data import open_corpus
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.layers import forward_weight, linear_layers
@@ -190,7 +189,7 @@ def profile_ranges(
     moments = sorted({1 + round(place * (steps - 1) / (LOOKS - 1)) for place in range(LOOKS)})
     say(f"{steps} steps in {config.train.precision}, looking at {', '.join(map(str, moments))}")
     with runtime(config) as device:
-        trainer = Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), device)
+        trainer = Trainer(config, open_corpus(config), device)
         observer = RangeObserver(trainer.model, formats, tolerance.overflow, moments)
         for number in range(1, steps + 1):
             trainer.train_step(trainer.new_step(number, last=number == steps), (observer,))

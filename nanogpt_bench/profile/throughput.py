@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from nanogpt_bench.config import Config
-from nanogpt_bench.data import Corpus, load_corpus
+from nanogpt_bench.data import Corpus, open_corpus
 from nanogpt_bench.memory import held_bytes, plain_tensors
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.resolve import resolve
@@ -41,7 +40,7 @@ def profile_batch_sizes(
     for config in configs:
         say(f"batch size {config.train.batch_size}: {WARMUP_STEPS + steps} steps")
         with runtime(config) as device:
-            corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+            corpus = open_corpus(config)
             try:
                 rows.append(_measure(config, corpus, device, steps))
             except torch.OutOfMemoryError:

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
@@ -138,16 +137,19 @@ def named_once(planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
 
 def check_inputs(planned: Iterable[PlannedPoint]) -> None:
     """Refuse a corpus that a run could not use and patterns that match no layer, before anything is written."""
-    from nanogpt_bench.data import load_corpus
+    from nanogpt_bench.data import open_corpus
 
-    seen: set[str] = set()
+    vocabularies: dict[str, int] = {}
+    models: set[str] = set()
     for run in planned:
         config = resolve(build_config(run.settings))
-        key = json.dumps([config.data.dir, *map(str, vars(config.model).values())], default=str)
-        if key not in seen:
-            seen.add(key)
-            corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
-            _check_patterns(config, corpus.vocab_size)
+        corpus = f"{config.data} {config.model.block_size}"
+        if corpus not in vocabularies:
+            vocabularies[corpus] = open_corpus(config).vocab_size
+        model = f"{config.model} {config.data.dir}"
+        if model not in models:
+            models.add(model)
+            _check_patterns(config, vocabularies[corpus])
 
 
 def _check_patterns(config: Config, vocab_size: int) -> None:

@@ -106,6 +106,12 @@ class SweepRecord:
         self._ended.add(run.name)
         self.write_manifest()
 
+    def interrupt(self) -> None:
+        """Note where the runs stand once all workers have stopped, those included whose end was not yet reported."""
+        self._ended |= {run.name for run in self.planned if self.summary(run).get("status") in OWN_ENDS}
+        self.record.note_interruption()
+        self.write_manifest()
+
     def write_manifest(self) -> None:
         """Write sweep.json and runs.csv as things stand."""
         self.folder.mkdir(parents=True, exist_ok=True)

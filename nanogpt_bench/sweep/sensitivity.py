@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ def _cell_run(
     settings = {**base, "model.formats": {pattern: value}}
     where = {"pattern": pattern, "model.format": fmt}
     run = plan_point(settings, point, f"{fmt} {pattern}")
-    return PlannedPoint(run.label, run.rule, run.format, run.seed, run.name, run.settings, {**where, **run.axes})
+    return replace(run, format=fmt, axes={**where, **run.axes})
 
 
 def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:

@@ -73,8 +73,7 @@ class Session:
             except KeyboardInterrupt:
                 self._board.say("interrupted: stopping the runs; the same command goes on from here")
                 pool.stop()
-                self._record.record.note_interruption()
-                self._record.write_manifest()
+                self._record.interrupt()
                 return False
         return True
 

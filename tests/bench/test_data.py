@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanogpt_bench.data import batch, eval_batches, load_corpus
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import batch, eval_batches, load_corpus, open_corpus
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import resolve
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 
@@ -107,3 +109,16 @@ def test_damage_is_named(tmp_path: Path, corpus_dir: Path, damage: Callable[[Pat
 def test_a_block_longer_than_the_text_is_refused(corpus_dir: Path) -> None:
     with pytest.raises(BenchError, match="a block of 100000 needs 100001"):
         load_corpus(corpus_dir, 100_000)
+
+
+def test_a_run_can_train_on_the_first_tokens_only(tiny: Callable[..., Config]) -> None:
+    config = resolve(tiny())
+    whole = open_corpus(config)
+    config.data.train_tokens = 100
+    part = open_corpus(config)
+    assert np.array_equal(part.train, whole.train[:100])
+    assert len(part.val) == len(whole.val)
+    for count in (16, len(whole.train) + 1):
+        config.data.train_tokens = count
+        with pytest.raises(BenchError, match=rf"data.train_tokens: {count} .* give 17 to {len(whole.train)}"):
+            open_corpus(config)

@@ -23,7 +23,7 @@ from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, LrLimits, find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.lr_limits import limits, next_lr
-from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import divide
 
@@ -43,6 +43,7 @@ def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "train": {"max_steps": 4, "batch_size": 4, "precision": "float32"},
             "eval": {"interval": 2, "batches": 2},
             "optimizer.warmup_steps": 1,
+            "runtime.threads": 1,
         }
         merged = {**content, "settings": {**settings, **content.get("settings", {})}}
         path = tmp_path / "my.yaml"
@@ -400,6 +401,18 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     table = capsys.readouterr().out
     assert "| quantised alone | E3M4 | E7M0 |" in table
     assert "| all layers | " in table
+
+
+@pytest.mark.parametrize("operand", ["activation", "gradient"])
+def test_sensitivity_of_other_operands(write, operand):
+    options = {"patterns": ["mlp.fc"], "blocks": False, "operand": operand}
+    path = write(settings={"rule": "master"}, axes={"model.format": ["E1M6"]}, sensitivity=options)
+    study = plan_study(read_sweep(path))
+    (run,) = study.cells["mlp.fc", "E1M6"]
+    spec = resolve(build_config(run.settings)).model.formats["mlp.fc"]
+    assert spec == {operand: "E1M6"}
+    check_inputs(study.planned)  # and the surgery takes it
+    assert (study.operand, run.format, run.rule) == (operand, "E1M6", "master")
 
 
 def vocabulary(run: Path) -> int:

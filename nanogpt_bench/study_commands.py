@@ -1,0 +1,67 @@
+"""The command lines of `sweep` and `profile`, which study settings; what they need is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.arguments import names, positive, positives, share
+
+
+def add_sweep(commands: Any) -> Any:
+    """Add the command `sweep` and return its parser."""
+    parser = commands.add_parser(
+        "sweep",
+        help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--workers N] [--out DIR] "
+        "[--section.key VALUE ...]",
+        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
+        "same command goes on where an interrupted one was.",
+        epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
+        "  nanogpt-bench sweep my_sweep.yaml --workers 4 --out runs/mine --train.max_steps 500\n"
+        "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
+    )
+    parser.add_argument("file", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
+    mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
+    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
+    parser.set_defaults(handler=_sweep)
+    return parser
+
+
+def add_profile(commands: Any) -> Any:
+    """Add the command `profile` and return its parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="tokens/s and memory over batch sizes; ranges: what a model's tensors need of a format",
+        usage="nanogpt-bench profile [ranges] CONFIG.yaml [--steps N] [--out DIR] [--section.key VALUE ...]",
+        description="Measure tokens/s and memory of a configuration over batch sizes. With the word ranges: train in\n"
+        "bfloat16 for some steps and tabulate what every weight, activation and gradient needs of a format.",
+        epilog="examples:\n  nanogpt-bench profile e4m3.yaml --batch-sizes 8,16,32,64\n"
+        "  nanogpt-bench profile ranges bf16_baseline.yaml --steps 50 --underflow 0.01",
+    )
+    parser.add_argument("words", nargs="+", metavar="[ranges] CONFIG.yaml", help="a file or a shipped configuration")
+    parser.add_argument("--batch-sizes", type=positives, metavar="A,B", help="sequences a batch (default: 8,16,32,64)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps measured (default: 5 a size; ranges: 50)")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="ranges: formats to judge")
+    parser.add_argument("--overflow", type=share, metavar="S", help="ranges: share that may saturate (default: 1e-4)")
+    parser.add_argument("--underflow", type=share, metavar="S", help="ranges: share that may become 0 (default: 0.01)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
+    parser.set_defaults(handler=_profile)
+    return parser
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from nanogpt_bench.sweep import main_sweep
+
+    return main_sweep(args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from nanogpt_bench.profile import main_profile
+
+    return main_profile(args)
