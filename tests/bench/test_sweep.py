@@ -28,6 +28,7 @@ from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import divide
 
 Write = Callable[..., Path]
+ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
 
 @pytest.fixture
@@ -186,6 +187,11 @@ def test_shipped_sweeps_can_be_planned(name):
         ({"axes": {"model.format": ["E4M33"]}}, [], ["E4M33", "E4M3"]),
         ({"axes": {"rule": ["nearest"]}}, [], ["nearest", "model.format", "(at rule 'nearest')"]),
         ({"axes": {"model.formats.mlp.fcc": ["E4M3"]}}, [], ["mlp.fcc", "did you mean 'mlp.fc'"]),
+        (
+            {"axes": {"model.granularity": ["block"]}, "settings": ON_GRID},
+            [],
+            ["model.formats", "granularity", "block"],
+        ),
         ({"axes": {"seed": [1]}, "search": "gird"}, [], ["gird", "did you mean 'grid'"]),
         ({"axes": {"seed": [1]}, "samples": 0}, [], ["samples", "0", ">= 1"]),
         ({"axes": {"seed": [1]}, "workers": "two"}, [], ["workers", "two", "whole number"]),
