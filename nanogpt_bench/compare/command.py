@@ -23,6 +23,8 @@ from nanogpt_bench.errors import BenchError
 
 DEFAULTS = Demonstration()
 SECONDS_BETWEEN_PAGES = 20.0
+# The largest share of one core that goes into rewriting the page: with many long runs it takes seconds.
+PAGE_SHARE = 0.05
 INTERRUPTED = 130
 
 
@@ -128,14 +130,16 @@ def _prepare(folder: Path, board: Board) -> None:
 def _follow(record: Record, pool: Pool, board: Board) -> None:
     """Show and record what the pool reports, and rewrite the page every so often."""
     jobs = [_job(record, run) for run in record.planned]
-    written = time.monotonic()
+    written, pause = time.monotonic(), SECONDS_BETWEEN_PAGES
     for event in pool.run(jobs, longest_first(record.planned)):
         if event.kind == "failed" and event.job is not None:
             record.note_failure(record.planned[event.job], event.data["error"])
         board.show(event)
-        if time.monotonic() - written > SECONDS_BETWEEN_PAGES:
+        begun = time.monotonic()
+        if begun - written > pause:
             record.write(running=True)
             written = time.monotonic()
+            pause = max(SECONDS_BETWEEN_PAGES, (written - begun) / PAGE_SHARE)
 
 
 def _job(record: Record, run: PlannedRun) -> dict[str, object]:
