@@ -47,13 +47,19 @@ class Demonstration:
             "train.max_steps": max_steps,
             "train.batch_size": self.batch_size,
             "optimizer.warmup_steps": min(100, max_steps // 10),
-            # About ten validations and twenty looks at the stall, however long the run.
+            # About ten validations, twenty looks at the stall and six at everything, however long the run.
             "eval.interval": max(1, max_steps // 10),
             "eval.batches": self.eval_batches,
-            "monitor.interval": max(1, max_steps // 20),
+            "monitor.interval": max(1, max_steps // 6),
+            "monitor.stall_interval": max(1, max_steps // 20),
             "runtime.threads": 1,
         }
-        quantized = {"model.format": fmt, "train.precision": self.quantized_precision}
+        quantized = {
+            "model.format": fmt,
+            "train.precision": self.quantized_precision,
+            "shadow.enabled": True,
+            "shadow.interval": max(1, max_steps // 6),
+        }
         return chosen if fmt == "none" else chosen | quantized
 
 

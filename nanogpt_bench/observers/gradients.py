@@ -23,8 +23,6 @@ class Gradients(Observer):
         self._layers, self._monitor = layers, monitor
         self._figures = Figures({"linf": max})
         self._dead = {name: fm.monitor.DeadRuns(monitor.dead_steps, monitor.dead_threshold) for name in layers}
-        #: layers without a run at present
-        self._alive: set[str] = set()
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
@@ -35,19 +33,9 @@ class Gradients(Observer):
             if layer.weight.grad is None:
                 continue
             gradient = plain(layer.weight.grad)
-            self._count(name, gradient)
+            self._dead[name].update(gradient)
             if due:
                 self._measure(step, name, gradient)
-
-    def _count(self, name: str, gradient: torch.Tensor) -> None:
-        """Count runs of dead gradients; most often there is none, and none goes on: that is seen in one pass."""
-        if gradient.device.type == "cpu" and bool(gradient.abs().amin() >= self._monitor.dead_threshold):
-            if name in self._alive:
-                return
-            self._alive.add(name)
-        else:
-            self._alive.discard(name)
-        self._dead[name].update(gradient)
 
     def see(self, step: Step, update: Update) -> None:
         """Compare what a step asked for with the noise that rounding it adds."""
