@@ -8,8 +8,6 @@ from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.config import (
-    ALERT_KINDS,
-    ALERT_LEVELS,
     MANIFOLDS,
     OWN_OPTIMIZERS,
     PEERS,
@@ -23,6 +21,7 @@ from nanogpt_bench.model import SIZES, GPTShape
 from nanogpt_bench.pretrained import find_checkpoint
 from nanogpt_bench.rules import RULES, Rule, check_available, rules_with_format
 from nanogpt_bench.settings import get
+from nanogpt_bench.watch_config import ALERT_KINDS, ALERT_LEVELS
 
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 
-from nanogpt_bench.config import AlertsConfig
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.trend import TrendObserver
+from nanogpt_bench.watch_config import AlertsConfig
 
 NAN_KINDS = ("loss_is_nan", "grad_has_nan")
 #: gradients at a layer's output have heavy tails in every healthy run: most tokens are predicted well, some are not

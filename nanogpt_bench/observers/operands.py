@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.watch_config import MonitorConfig
 
 BLOCK = 32
 

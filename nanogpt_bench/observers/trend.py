@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from nanogpt_bench.config import AlertsConfig
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.watch_config import AlertsConfig
 
 #: weight of a new loss in the smoothed one: it remembers about twenty steps
 SMOOTHING = 0.05

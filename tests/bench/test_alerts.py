@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanogpt_bench.config import AlertsConfig, Config
+from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.train import Progress, run
+from nanogpt_bench.watch_config import AlertsConfig
 
 Tiny = Callable[..., Config]
 NAN = math.nan

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import MonitorConfig
 from nanogpt_bench.model import GPT, GPTShape
 from nanogpt_bench.observers import Observer, Step, UpdateObserver
 from nanogpt_bench.observers.attention import AttentionEntropy
@@ -26,6 +25,7 @@ from nanogpt_bench.observers.zones import Zones
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.surgery import quantized_layers
+from nanogpt_bench.watch_config import MonitorConfig
 
 EVERY = MonitorConfig(interval=1, histogram_interval=1)
 Spec = dict[str, object]
