@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from nanogpt_bench.errors import BenchError
 from nanogpt_bench.model import GPTShape, build_model
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.step import Trainer
+from nanogpt_bench.train import run
 
 Tiny = Callable[..., Config]
 TOKENS = torch.arange(12).view(2, 6) % 11
@@ -97,3 +99,20 @@ def test_traced_runs_have_the_same_losses(tiny: Tiny, monkeypatch: pytest.Monkey
 def test_compiled_runs_have_the_same_losses(tiny: Tiny, settings: Any) -> None:
     plain = losses(tiny(**settings), 4)
     assert losses(tiny(**settings, runtime__compile=True), 4) == pytest.approx(plain, abs=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
+def test_a_compiled_run_is_watched_like_any_other(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiling_with("aot_eager", monkeypatch)
+    records = []
+    for compiled in (False, True):
+        folder = tmp_path / str(compiled)
+        settings = {"rule": "master", "model__format": "E4M3", "train__precision": "float32"}
+        assert run(tiny(**settings, runtime__compile=compiled), folder)["status"] == "finished"
+        records.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    plain, watched = records
+    assert [sorted(record) for record in watched] == [sorted(record) for record in plain]
+    for name in ("train/loss", "val/loss", "quant/amax/activation/blocks.0.mlp.fc", "quant/amax/gradient"):
+        seen = [[record.get(name) for record in run_records] for run_records in records]
+        assert any(value is not None for value in seen[0]), name
+        assert seen[1] == pytest.approx(seen[0], abs=1e-4), name
