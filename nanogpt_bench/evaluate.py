@@ -23,6 +23,9 @@ from nanogpt_bench.surgery import quantized_layers
 from nanogpt_bench.train import runtime, write_json
 from nanogpt_bench.weights import load_weights, save_weights
 
+#: columns of the table where no terminal says how wide it is
+_WIDTH = 120
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -118,6 +121,7 @@ def evaluate_command(
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
     rows = evaluate(config, formats, weights=weights, save=save)
     console = Console()
+    console.width = console.width if console.is_terminal else _WIDTH
     console.print(_table(rows))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,7 @@ def test_formats_with_more_mantissa_bits_lose_less(
     assert [abs(row["gap"]) for row in rows[1:]] == gaps
     printed = capsys.readouterr().out
     assert all(f"{row['val_loss']:.4f}" in printed for row in rows)
+    assert "…" not in printed
 
 
 def test_without_formats_the_file_s_own_stands_beside_float(
