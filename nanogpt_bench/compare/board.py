@@ -83,9 +83,21 @@ class Board:
         table.add_column("", width=12)
         for heading in ("step", "train", "val", "stall", "tokens/s"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for entry in self.entries:
+        shown = self._in_view()
+        for entry in shown:
             table.add_row(*_cells(entry))
+        if len(shown) < len(self.entries):
+            table.caption = f"and {len(self.entries) - len(shown)} runs more"
         return table
+
+    def _in_view(self) -> list[Entry]:
+        """The runs that fit on the terminal: those that go on, the failures, some that ended, what comes next."""
+        room = max(5, self._console.height - 4)
+        if len(self.entries) <= room:
+            return self.entries
+        order = ("running", "failed", "done", "waiting")
+        ranked = sorted(range(len(self.entries)), key=lambda place: order.index(self.entries[place].state))
+        return [self.entries[place] for place in sorted(ranked[:room])]
 
 
 def _apply(entry: Entry, event: Event) -> None:

@@ -30,6 +30,8 @@ class Record:
     planned: Sequence[PlannedRun]
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     title: str = "nanogpt-bench compare"
+    #: label of the row that the others are measured against; None: the first BF16 row
+    baseline: str | None = None
 
     def run_dir(self, run: PlannedRun) -> Path:
         return self.folder / run.name
@@ -52,7 +54,7 @@ class Record:
     def results(self) -> list[Result]:
         """The table as it stands."""
         rows = self.rows()
-        return measure(rows, find_reference(rows))
+        return measure(rows, find_reference(rows, self.baseline))
 
     def write(self, *, running: bool) -> Path:
         """Write compare.json, tables and page, and the figures when nothing is running; returns the page's path."""
@@ -72,7 +74,7 @@ class Record:
         """Write what `write` does, compare.json apart; returns the page's path."""
         rows = self.rows()
         facts = self._facts([run for row in rows for run in row.runs])
-        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
+        return write_report(rows, self.folder, title=self.title, facts=facts, baseline=self.baseline, running=running)
 
     def _facts(self, runs: Sequence[Run]) -> dict[str, str]:
         own = {

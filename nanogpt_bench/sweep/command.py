@@ -39,7 +39,7 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.
     """
     planned = plan_sweep(sweep)
-    record = SweepRecord(out, sweep.search)
+    record = SweepRecord(out, sweep.search, None if sweep.reference is None else planned[0].label)
     _check(record, planned)
     whole = Session(record, workers).train(planned)
     return _finish(record, whole)
@@ -74,7 +74,7 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None)
     Returns and raises as `sweep_grid` does.
     """
     study = plan_study(sweep)
-    record = SweepRecord(out, "sensitivity")
+    record = SweepRecord(out, "sensitivity", study.reference[0].label)
     _check(record, study.planned)
 
     def after(_: PlannedPoint) -> Iterable[PlannedPoint]:

@@ -30,17 +30,17 @@ OWN_ENDS = ("finished", "failed")
 class SweepRecord:
     """Everything a sweep writes lies in `folder`: a folder a run, sweep.json, runs.csv and the report.
 
-    `mode` is grid, random, lr-limits or sensitivity. Runs are added one by one, since some are planned by what others
-    found out.
+    `mode` is grid, random, lr-limits or sensitivity, `baseline` the label that gaps are measured against. Runs are
+    added one by one, since some are planned by what others found out.
 
     Raises:
         BenchError: `folder` can't be used, or holds something else than a sweep of this mode.
     """
 
-    def __init__(self, folder: Path, mode: str) -> None:
+    def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
         self.folder, self.mode = folder, mode
         self.planned: list[PlannedPoint] = []
-        self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})")
+        self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})", baseline=baseline)
         self._known = self._entries_of_before()
         self._ended: set[str] = set()
 

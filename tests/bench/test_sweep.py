@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import os
 import signal
@@ -15,9 +16,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import pool as pool_module
+from nanogpt_bench.compare.board import Board
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
@@ -332,6 +335,20 @@ def test_other_settings_under_the_same_names_are_refused(write, capsys):
     assert [path.name for path in Path("other").iterdir()] == ["mine.txt"]
 
 
+def test_the_board_of_a_large_sweep_fits_on_the_terminal():
+    board = Board([], Console(height=12, width=100, force_terminal=True, file=io.StringIO()))
+    for number in range(30):
+        board.add(f"run {number}")
+    board.entries[29].state, board.entries[28].state = "running", "failed"
+    table = board.table()
+    assert table.row_count == 8
+    shown = list(table.columns[0].cells)
+    assert [str(name) for name in shown[-2:]] == ["run 28", "run 29"]
+    assert table.caption == "and 22 runs more"
+    del board.entries[8:]
+    assert (board.table().row_count, board.table().caption) == (8, None)
+
+
 # Learning rate limits
 
 
@@ -395,6 +412,9 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     assert len(summaries) == 11
     reference = summaries["fp32-seed=42"]["final_val_loss"]
     assert found["reference_loss"] == reference
+    table = {line["run"]: line for line in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
+    assert table["fp32"]["verdict"] == "reference"
+    assert float(table["E7M0 lm_head"]["gap"]) == pytest.approx(found["gap"][1][1])
     entry = next(run for run in runs_of(Path("out")).values() if run["label"] == "E7M0 lm_head")
     assert found["gap"][1][1] == pytest.approx(summaries[entry["name"]]["final_val_loss"] - reference)
     assert entry["axes"] == {"pattern": "lm_head", "model.format": "E7M0"}
