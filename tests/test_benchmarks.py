@@ -250,6 +250,7 @@ def test_linear_forward_figures(modules: dict[str, ModuleType], storage: str) ->
     assert 3 <= cell.pairs <= 50
 
 
+@pytest.mark.filterwarnings("ignore")  # what torchao's import announces is its own business
 def test_fake_quantized_linear_from_end_to_end() -> None:
     pytest.importorskip("torchao.float8", reason="torchao is not installed")
     options = ("--sizes", "32x48", "--tokens", "16", "--pairs", "2", "--json")

@@ -158,11 +158,11 @@ def differing(one: object, other: object, prefix: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["e4m3.yaml", "e5m2.yaml"])
-def test_the_shipped_8_bit_configs_differ_from_the_baseline_in_format_and_storage_only(name: str) -> None:
+def test_the_shipped_8_bit_configs_differ_from_the_baseline_in_format_storage_and_shadow_only(name: str) -> None:
     baseline = resolve(load_config(find_config("bf16_baseline.yaml")))
     other = resolve(load_config(find_config(name)))
     assert baseline.seed == other.seed == 42
-    assert differing(baseline, other) == {"model.formats", "model.storage"}
+    assert differing(baseline, other) == {"model.formats", "model.storage", "shadow.enabled"}
 
 
 def test_the_anchor_has_nanogpt_s_settings() -> None:
