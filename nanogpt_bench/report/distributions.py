@@ -13,6 +13,8 @@ from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.watched import Distribution
 
+FEW = 8  # bins that would hardly show as a line alone
+
 
 @dataclass(frozen=True)
 class Family:
@@ -66,12 +68,13 @@ def _traces(family: Family, row: Row, looks: Mapping[str, Look]) -> list[dict[st
     return [
         {
             "type": "scatter",
-            "mode": "lines",
+            "mode": "lines" if len(xs) > FEW else "lines+markers",
             "x": xs,
             "y": [shares[x] for x in xs],
             "name": escape(row.label),
             "meta": {"row": row.label},
             "line": {"color": colour(look), "dash": look.dash, "width": look.width, "shape": "hvh"},
+            "marker": {"color": colour(look), "symbol": look.marker, "size": 5},
             "hovertemplate": "%{fullData.name}<br>%{x:.4~g}: %{y:.2%}<extra></extra>",
         }
     ]

@@ -44,7 +44,7 @@ def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
         "hovertemplate": f"%{{y}}<br>{what} %{{customdata}}: 10^%{{z:.2f}} of them<extra></extra>",
     }
     layout = axes(f"{what} in units of the row's scale", "")
-    ticks = fields.spread(field.columns, 4)
+    ticks = fields.spread(field.columns, 3)
     layout["xaxis"] |= {
         "tickvals": ticks,
         "ticktext": [field.ticks[c] for c in ticks],

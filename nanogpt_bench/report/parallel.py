@@ -99,7 +99,11 @@ def _number_axis(name: str, values: Sequence[float | None]) -> ParallelAxis:
     bend: Callable[[float], float] = math.log if logarithmic else float
     width = bend(high) - bend(low)
     middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
-    marks = [((bend(value) - bend(low)) / width, f"{value:.3g}") for value in (low, middle, high)]
+    marks = [((bend(value) - bend(low)) / width, _shown(value)) for value in (low, middle, high)]
     return ParallelAxis(
         name, marks, [NOTHING if value is None else (bend(value) - bend(low)) / width for value in values]
     )
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from html.parser import HTMLParser
 
 import pytest
 
+from nanogpt_bench.cli import main
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report import report, write_report
+from nanogpt_bench.report.charts import Chart
 from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.packed import packed
 from nanogpt_bench.report.results import Row
 
 SAME = ("weights", "configs")
@@ -132,3 +136,57 @@ def test_an_output_that_is_a_file_is_refused(tmp_path, write_run):
     with pytest.raises(BenchError, match="out"):
         report([write_run(tmp_path / "a")], out=tmp_path / "out")
     assert (tmp_path / "out").read_text() == "x"
+
+
+def test_another_baseline_is_chosen_by_its_row_and_a_wrong_one_is_refused(tmp_path, write_run):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.0)]
+    with pytest.raises(BenchError, match=r"'fp23'; did you mean 'fp32'\? allowed: bf16-mixed, fp32"):
+        report(paths, out=tmp_path / "out", baseline="fp23")
+    assert not (tmp_path / "out").exists()
+    page = Page(report(paths, out=tmp_path / "out", baseline="fp32").read_text(encoding="utf-8"))
+    assert "+0.100 (+5.0%)" in page.text["td"]
+
+
+def test_thresholds_come_from_the_command_line(tmp_path, write_run, write_alerts, capsys):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", final=2.2)]
+    write_alerts(paths[1], ("kurtosis", 7))
+    words = ["report", *map(str, paths), "--out", str(tmp_path / "out")]
+    assert main([*words, "--within", "0.04"]) == 0
+    assert "outside 4%" in (tmp_path / "out" / "table.md").read_text()
+    assert main([*words, "--alerts", "0"]) == 0
+    assert "within 10%; 1 alert" in (tmp_path / "out" / "table.md").read_text()
+    assert main([*words, "--cosine", "2"]) == 2
+    assert "cosine = 2.0" in capsys.readouterr().err
+
+
+def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
+    folder = write_run(tmp_path / "a")
+    write_alerts(folder, ("kurtosis", 7), ("overflow", 8), ("kurtosis", 9))
+    cells = Page(report([folder], out=tmp_path / "out").read_text(encoding="utf-8")).text["td"]
+    assert [cells[cells.index(kind) :][1:5] for kind in ("kurtosis", "overflow")] == [
+        ["WARN", "7", "2", "kurtosis rose"],
+        ["WARN", "8", "1", "overflow rose"],
+    ]
+
+
+def test_what_traces_share_is_in_the_page_once():
+    style = {"type": "scatter", "line": {"color": "@1"}}
+    charts = [Chart(name, name, "", [style | {"x": [1.0, 2.0], "y": [0.1234567, None]}], {}) for name in ("a", "b")]
+    content = json.loads(packed(charts))
+    assert content["styles"] == [style]
+    assert content["xs"] == [[1, 2]]
+    assert [chart["traces"] for chart in content["charts"]] == [[{"x": 0, "y": [0.12346, None], "style": 0}]] * 2
+
+
+@pytest.mark.slow
+def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_run, write_metrics):
+    layers = [f"blocks.{block}.{name}" for block in range(4) for name in ("qkv", "proj", "fc", "out")]
+    keys = [f"{key}/{layer}" for key in ("quant/overflow", "bits/uniformity", "grad/l2") for layer in layers]
+    watched = ["grad/cosine", "grad/snr", "stall/update_success", "attention/entropy", "quant/kurtosis/residual"]
+    for i in range(50):
+        folder = write_run(tmp_path / "runs" / str(i), rule="nearest", fmt="E4M3", steps=2000, lr=1e-4 * (i + 1))
+        write_metrics(folder, {key: lambda step, i=i: 1 / (step + i + 1) for key in [*keys, *watched]}, every=100)
+    begun = time.process_time()
+    built = report([tmp_path / "runs"], out=tmp_path / "out")
+    assert time.process_time() - begun < 30
+    assert built.stat().st_size < 8e6
