@@ -223,7 +223,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked_options", {})
         return checked
 
-    def checked_options(self, group: dict[str, Any]) -> tuple[Any, ...]:
+    def _options_checked(self, group: dict[str, Any]) -> tuple[Any, ...]:
         """The options of a group as they were when last found valid: the same object while they are the same."""
         return self._checked[id(group)]
 

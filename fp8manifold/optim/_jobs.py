@@ -29,8 +29,7 @@ _STATE = ("residual", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 class GridOptimizer(ManifoldOptimizer):
     """Plans steps for the engine: subclasses name the traits of the variant and give its numbers."""
 
-    repeats = True
-    """Whether numbers differ within a group, at the same step, in what follows from S_ref alone (:data:`FIELD`)."""
+    _repeats = True  # numbers differ within a group, at the same step, in what follows from S_ref alone
 
     @property
     def _jobs(self) -> "dict[Tensor, Kept]":
@@ -84,13 +83,9 @@ class GridOptimizer(ManifoldOptimizer):
         copied = None if kept.grid.in_place else kept.grid.weight
         return Planned(group, parameter, state, job, numbers, kept.dtype, group["compile"], copied, is_new)
 
-    def numbers_of(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
-        """The row of hyperparameters of a step, by name."""
-        return self._numbers(group, parameter, state, job)
-
     def _repeatable(self, planned: list[Planned]) -> RepeatedStep | None:
         """What takes the next steps if they are like this one."""
-        if not self.repeats or not planned or self.observer is not None:
+        if not self._repeats or not planned or self.observer is not None:
             return None
         kept = [self._jobs[plan.parameter] for plan in planned]
         if len({(each.dtype, each.job.arrays["weight"].device) for each in kept}) > 1:

@@ -124,7 +124,7 @@ class RepeatedStep:
         self._steps = [entry.state["step"] for entry in self._entries]
         self._streams = np.array([entry.state["stream"] for entry in self._entries], dtype=np.uint64)
         self._groups = list(optimizer.param_groups)
-        self._options = [optimizer.checked_options(group) for group in self._groups]
+        self._options = [optimizer._options_checked(group) for group in self._groups]
         self._members = [list(group["params"]) for group in self._groups]
         stepped = {id(parameter) for _, parameter, _ in planned}
         self._others = [p for members in self._members for p in members if id(p) not in stepped and p.numel()]
@@ -155,7 +155,7 @@ class RepeatedStep:
         """Whether groups, options and lists of parameters are those of the last step."""
         groups = self._optimizer.param_groups
         return _same(groups, self._groups) and all(
-            self._optimizer.checked_options(group) is options and _same(group["params"], members)
+            self._optimizer._options_checked(group) is options and _same(group["params"], members)
             for group, options, members in zip(groups, self._options, self._members, strict=True)
         )
 
@@ -202,7 +202,7 @@ class RepeatedStep:
         table = self._numbers.numpy().reshape(-1)
         for first, places in self._kinds:
             entry = self._entries[first]
-            values = self._optimizer.numbers_of(entry.group, entry.parameter, entry.state, entry.kept.job)
+            values = self._optimizer._numbers(entry.group, entry.parameter, entry.state, entry.kept.job)
             table[places] = np.array(row(values, entry.kept.dtype))[_SHARED]
         return self._numbers
 

@@ -28,7 +28,7 @@ class Riemannian(GridOptimizer):
     """Groups of mixed parameters, the bounded chart, and the write-back, shared by the two optimizers."""
 
     direction: str
-    repeats = False  # eps is in units of S_ref
+    _repeats = False  # eps is in units of S_ref
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""

@@ -109,7 +109,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     direction = "adam"
     preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
 
-    repeats = False  # natural gradients are new tensors in every step
+    _repeats = False  # natural gradients are new tensors in every step
 
     def __init__(
         self,
