@@ -161,7 +161,7 @@ class FakeWandb:
         self.exit_code: int | None = None
         self.id, self.project = "abc123", "p"
         monkeypatch.setattr(wandb, "init", self.init)
-        monkeypatch.setattr(type(wandb.api), "api_key", key)
+        monkeypatch.setattr(wandb, "login", lambda *, prompt, verify: key is not None and not prompt and not verify)
 
     def init(self, **given: Any) -> FakeWandb:
         self.given = given
