@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from nanogpt_bench.report import map_figures, series
+from nanogpt_bench.report.figure_legend import legend_below
 from nanogpt_bench.report.files import replacing
 from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look, figure_label
 from nanogpt_bench.report.results import COSINE, Result, Row
@@ -112,7 +113,7 @@ def loss_curves(rows: Sequence[Row], looks: Mapping[str, Look], reference: str |
     panels = [("Validation loss", val, series.loss_range(val))]
     panels += [("Validation loss near the reference", val, close)] if close else []
     panels += [("Training loss, smoothed", train, series.loss_range(train))]
-    drawn = Figure(figsize=(5.2 * len(panels), 5.0), layout="constrained")
+    drawn = Figure(figsize=(5.2 * len(panels), 4.5), layout="constrained")
     for axes, (title, lines, limits) in zip(drawn.subplots(1, len(panels)), panels, strict=True):
         _plot(axes, lines, looks, markers=lines is val)
         axes.set(title=title, xlabel="step", ylabel="nats per token")
@@ -127,7 +128,7 @@ def stall_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure |
     lines = series.stall_lines(rows)
     if not lines:
         return None
-    drawn = Figure(figsize=(9, 5.2), layout="constrained")
+    drawn = Figure(figsize=(9, 4.7), layout="constrained")
     axes = drawn.subplots()
     _plot(axes, lines, looks, markers=True)
     axes.set(title="Stall: weights a requested update did not move", xlabel="step", ylabel="share of weights")
@@ -142,7 +143,7 @@ def cosine_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure 
     lines = series.lines(rows, COSINE)
     if not lines:
         return None
-    drawn = Figure(figsize=(9, 5.2), layout="constrained")
+    drawn = Figure(figsize=(9, 4.7), layout="constrained")
     axes = drawn.subplots()
     _plot(axes, lines, looks, markers=True)
     axes.set(title="Gradient cosine against the float32 shadow", xlabel="step", ylabel="cosine, mean over layers")
@@ -166,13 +167,7 @@ def _legend(drawn: Figure, lines: Sequence[series.Line], looks: Mapping[str, Loo
     """One legend under the axes, a row once however many seeds it has."""
     labels = list(dict.fromkeys(line.label for line in lines))
     keys = [Line2D([], [], linestyle=MATPLOTLIB_DASHES[looks[label].dash], **_pen(looks[label])) for label in labels]
-    drawn.legend(
-        keys,
-        [figure_label(label) for label in labels],
-        loc="outside lower center",
-        ncols=3 if drawn.get_figwidth() < 12 else 5,
-        handlelength=3.2,
-    )
+    legend_below(drawn, keys, [figure_label(label) for label in labels])
 
 
 def gap_bars(results: Sequence[Result], looks: Mapping[str, Look]) -> Figure | None:

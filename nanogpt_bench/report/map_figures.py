@@ -11,6 +11,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from nanogpt_bench.report import fields
+from nanogpt_bench.report.figure_legend import legend_below
 from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, SCALES, Look, figure_label
 from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
 from nanogpt_bench.report.results import Result, Row
@@ -93,7 +94,7 @@ def learning_rates(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | N
     if not losses:
         return None
     top = max(losses) + 0.1 * ((max(losses) - min(losses)) or 1.0)
-    drawn = Figure(figsize=(9, 5.6), layout="constrained")
+    drawn = Figure(figsize=(9, 4.9), layout="constrained")
     axes = drawn.subplots()
     for curve in curves:
         _rate_curve(axes, curve, looks[curve.row], top)
@@ -102,7 +103,7 @@ def learning_rates(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | N
     axes.set_xticks(marked, [f"{rate:.3g}" for rate in marked])
     axes.set_xticks([], minor=True)
     axes.set(title="Loss by learning rate", xlabel="learning rate", ylabel="final val loss, nats per token")
-    drawn.legend(loc="outside lower center", ncols=3, handlelength=3.2)
+    legend_below(drawn, *axes.get_legend_handles_labels())
     return drawn
 
 

@@ -116,3 +116,16 @@ def test_rows_differ_in_colour_or_dash(tmp_path, write_comparison):
 def test_rows_of_one_rule_and_format_differ_too(tmp_path, write_run):
     _, chosen = prepared([write_run(tmp_path / str(i), rule="sgd", lr=10.0**-i) for i in range(1, 9)])
     assert len({(look.colour, look.dash) for look in chosen.values()}) == 8
+
+
+def test_a_long_legend_makes_room_for_itself(tmp_path, write_run):
+    results, chosen = prepared([write_run(tmp_path / str(i), rule=f"a rule with a long name, {i}") for i in range(40)])
+    with drawing():
+        drawn = loss_curves([result.row for result in results], chosen)
+        drawn.savefig(tmp_path / "drawn.png")
+    box = drawn.legends[0].get_window_extent()
+    assert len(drawn.legends[0].texts) == 40
+    assert box.x0 >= 0
+    assert box.x1 <= drawn.bbox.x1
+    assert box.y0 >= 0
+    assert min(axes.bbox.height for axes in drawn.axes) > 0.3 * drawn.bbox.height
