@@ -23,7 +23,8 @@ def all_finite(optimizer: torch.optim.Optimizer) -> bool:
             raise ValueError(f"{type(optimizer).__name__} takes dense real gradients only")
     if squares_sum_up([parameter for _, parameter in pairs]):
         return True
-    return all(squares_are_finite(group, parameter) for group, parameter in pairs)
+    each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
+    return all(each)
 
 
 def squares_sum_up(parameters: Sequence[Tensor]) -> bool:

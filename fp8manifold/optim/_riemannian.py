@@ -82,12 +82,15 @@ class Riemannian(GridOptimizer):
 
     def _ready(self) -> bool:
         """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
-        return super()._ready() and all(
+        if not super()._ready():
+            return False
+        each = [
             squares_are_finite(group, p, self._largest_stiffness(group, p))
             for group in self.param_groups
             for p in group["params"]
             if p.grad is not None and p.numel() and is_quantized(p)
-        )
+        ]
+        return all(each)
 
     def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
         """An upper bound of the stiffness in this step's chart; exact before the first one."""

@@ -122,3 +122,18 @@ def test_a_code_gradient_whose_square_overflows_does_not_stick(name: str) -> Non
     assert all(x.isfinite().all() for x in state)
     assert p.isfinite().all()
     assert optimizer.skipped_steps <= 1
+
+
+@by_name
+def test_a_run_that_diverges_stays_finite(name: str) -> None:
+    """Steps far too long in formats of few and of many binades: codes of numbers, at scales that hold them."""
+    for fmt in ("E7M0", "E4M3", "E5M2", "E1M6", "E4M3FNUZ", "P3109_8P3", "E2M1"):
+        p = fm.FP8Parameter(normal(6, 7, std=0.1), fmt, headroom=1.0)
+        q = on(fm.FP8Manifold(fmt, p.scale.clone(), "stochastic"), normal(6, 7, std=0.1))
+        optimizer = make(name, [p, q], lr=1e5 * OPTIONS[name]["lr"], refresh_every=2)
+        for t in range(6):
+            put_gradients([p, q], t, 10.0 ** (3 * t - 3))
+            optimizer.step()
+            assert all(x.isfinite().all() for x in values([p, q])), (fmt, t)
+            assert not (p.codes > 2 * p.format.sign_bit - 1).any()
+        assert all(x.isfinite().all() for w in (p, q) for x in optimizer.state[w].values() if isinstance(x, Tensor))

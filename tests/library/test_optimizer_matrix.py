@@ -256,6 +256,22 @@ def test_raising_leaves_everything_as_it_was(name: str) -> None:
     assert optimizer.skipped_steps == 0
 
 
+@by_name
+@pytest.mark.parametrize("order", [("skip", "raise"), ("raise", "skip")], ids="-".join)
+def test_one_group_that_raises_is_enough(name: str, order: tuple[str, str]) -> None:
+    """Where gradients of both groups are bad, whichever comes first; that of a group that skips never raises."""
+    weights = [stored_weight(seed=1), stored_weight(seed=2)]
+    groups = [{"params": [w], "on_nonfinite": how} for w, how in zip(weights, order, strict=True)]
+    optimizer = make(name, groups)
+    put_gradients(weights, 0, 0.1)
+    weights[order.index("skip")].grad[0, 0] = math.nan
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    weights[order.index("raise")].grad[0, 0] = math.nan
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+
+
 # ------------------------------------------------------------------------------------- one result, whatever is around
 @valid
 def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moments: str) -> None:
