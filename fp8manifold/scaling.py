@@ -151,8 +151,7 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
         headroom: as in :func:`storage_scale`.
 
     Returns:
-        float32 powers of two of the shape of ``scale``; unchanged where ``amax`` is 0 or NaN, and never so large that
-        the format's largest value would overflow.
+        float32 powers of two of the shape of ``scale``; unchanged where ``amax`` is 0 or NaN.
 
     Raises:
         ValueError: a headroom below 1.
@@ -163,8 +162,7 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
         [4.0, 0.5, 0.0078125]
     """
     fmt = as_format(fmt)
-    largest = 2.0 ** (127 - math.floor(math.log2(fmt.max)))  # under it the format's largest value is a float32
-    fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom)).clamp(max=largest)
+    fresh = _placing_scale(amax.float(), _placed_at(fmt, headroom))
     saturated = amax >= scale * fmt.max
     shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
     return torch.where(saturated | shrunk, fresh, scale)

@@ -1,6 +1,7 @@
 """Widening the scale of one-byte weights that have reached the end of their range: rare, explicit, unbiased."""
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def widened(parameter: FP8Tensor, state: dict[str, Any], job: Job, words: tuple[
     holds.  Scales are never narrowed here: that is :meth:`FP8Tensor.adapt_scale_`.
     """
     old = parameter.scale
-    new = torch.maximum(widened_scale(parameter.largest(), old, parameter.format), old)
+    widest = 2.0 ** (127 - math.floor(math.log2(parameter.format.max)))  # the format's max is still a float32
+    new = widened_scale(parameter.largest(), old, parameter.format).clamp(max=widest).maximum(old)
     if torch.equal(old, new):
         return False
     change = describe_change(old, new)
