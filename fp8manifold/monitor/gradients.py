@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8manifold._blocks import BLOCK, runs_in_blocks
 from fp8manifold._checks import check_int, check_number
+from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, unit_blocks
 from fp8manifold.monitor._position import inside, spacing
@@ -211,6 +213,7 @@ class DeadRuns:
         check_number("threshold", threshold, 0.0)
         self.patience, self.threshold = patience, threshold
         self.runs: Tensor | None = None
+        self._bound = 0  # no run is longer
 
     @torch.no_grad()
     def update(self, g: Tensor, steps: int = 1) -> None:
@@ -228,11 +231,20 @@ class DeadRuns:
             self.runs = torch.zeros(g.shape, dtype=torch.int16, device=g.device)
         if self.runs.shape != g.shape:
             raise ValueError(f"g has shape {tuple(g.shape)}, but runs are counted for {tuple(self.runs.shape)}")
-        flat, start = self.runs.view(-1), 0
-        for (part,) in blocks(g):
-            runs = flat[start : start + part.numel()]
-            runs.clamp_(max=_LONGEST - steps).add_(steps).mul_(part.abs() < self.threshold)
-            start += part.numel()
+        if self._bound + steps > _LONGEST:
+            self.runs.clamp_(max=_LONGEST - steps)
+        self._bound = min(self._bound + steps, _LONGEST)
+        if not runs_in_blocks(g.device, g.numel()):
+            self._count(self.runs, g.to(working_dtype(g)), steps)
+            return
+        for runs, (part,) in zip(self.runs.view(-1).split(BLOCK), blocks(g), strict=True):
+            self._count(runs, part, steps)
+
+    def _count(self, runs: Tensor, g: Tensor, steps: int) -> None:
+        small = g.abs().lt_(self.threshold).to(runs.dtype)  # a comparison into a mask costs four times as much
+        if steps > 1:
+            runs.add_(steps - 1)
+        torch.addcmul(small, runs, small, out=runs)
 
     @property
     def dead(self) -> float:

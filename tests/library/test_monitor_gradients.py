@@ -183,6 +183,20 @@ def test_runs_of_steps_that_were_not_looked_at_and_long_ones() -> None:
     assert runs.lengths().edges[-1] == 2.0**15
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (300, 500)])
+def test_runs_of_transposed_half_precision_and_of_several_steps(shape: tuple[int, int]) -> None:
+    runs, counts = DeadRuns(threshold=0.5), torch.zeros(shape, dtype=torch.int64)
+    for seed, steps in enumerate((1, 30000, 1, 5000, 2)):
+        g = normal(*reversed(shape), seed=seed).bfloat16().T
+        if seed < 2:
+            g = g * 0.01
+        runs.update(g, steps)
+        counts = (counts + steps).clamp(max=32767) * (g.float().abs() < 0.5)
+    assert runs.runs is not None
+    assert torch.equal(runs.runs.long(), counts)
+    assert counts.max() == 32767
+
+
 def test_runs_before_anything_and_of_nothing() -> None:
     runs = DeadRuns()
     assert (runs.dead, runs.lengths()) == (0, Histogram((0.0, 1.0), (0,)))
