@@ -19,7 +19,7 @@ from nanogpt_bench.report import map_figures, series
 from nanogpt_bench.report.figure_legend import legend_below
 from nanogpt_bench.report.files import replacing
 from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look, figure_label
-from nanogpt_bench.report.results import COSINE, Result, Row
+from nanogpt_bench.report.results import COSINE, Result, Row, reference_name
 from nanogpt_bench.report.studies import Studies
 
 NO_STUDIES = Studies()
@@ -183,7 +183,8 @@ def gap_bars(results: Sequence[Result], looks: Mapping[str, Look]) -> Figure | N
     axes.set_yticks(range(len(others)), [figure_label(result.row.label) for result in others])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(title="Final validation loss above the BF16 reference", xlabel="nats per token")
+    reference = figure_label(reference_name(results))
+    axes.set(title=f"Final validation loss above that of {reference}", xlabel="nats per token")
     axes.margins(x=0.2)
     return drawn
 

@@ -152,6 +152,12 @@ def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
     return next((row for row in rows if row.rule == REFERENCE_RULE), None)
 
 
+def reference_name(results: Sequence[Result]) -> str:
+    """What gaps are measured against: BF16, or the label of the row that stands in for it."""
+    rows = (result.row for result in results if result.reference)
+    return next((row.label for row in rows if row.rule != REFERENCE_RULE), "BF16")
+
+
 def measure(
     rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS, *, running: bool = False
 ) -> list[Result]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from nanogpt_bench.report.results import Figure, Result
+from nanogpt_bench.report.results import Figure, Result, reference_name
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,12 @@ class Column:
     optional: bool = False
 
 
+GAP = "gap"
 COLUMNS = (
     Column("run", lambda r: r.row.label, numeric=False),
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
-    Column("gap to BF16", lambda r: format_gap(r)),
+    Column(GAP, lambda r: format_gap(r)),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
@@ -40,8 +41,13 @@ NOTHING = "-"
 
 
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
-    """The columns of a table of these rows: all but the optional ones that would hold dashes only."""
-    return tuple(c for c in COLUMNS if not c.optional or any(c.cell(result) != NOTHING for result in results))
+    """The columns of a table of these rows: all but the optional ones that would hold dashes only.
+
+    The heading of the gap says what it is measured against.
+    """
+    gap = f"{GAP} to {reference_name(results)}"
+    shown = (c for c in COLUMNS if not c.optional or any(c.cell(result) != NOTHING for result in results))
+    return tuple(replace(c, heading=gap) if c.heading == GAP else c for c in shown)
 
 
 def format_figure(value: Figure | None, digits: int = 3) -> str:

@@ -29,14 +29,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def divide(workers: int | None, runs: int) -> tuple[int, int]:
+def divide(workers: int | None, runs: int, threads: int | None = None) -> tuple[int, int]:
     """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
+
+    With `threads` given there are, unless `workers` says otherwise, as many workers as have that many cores each.
 
     >>> divide(2, 1)[0]
     1
     """
-    count = max(1, min(workers or cores(), runs))
-    return count, max(1, cores() // count)
+    count = max(1, min(workers or cores() // (threads or 1), runs))
+    return count, threads or max(1, cores() // count)
+
+
+def threads_asked(runs: Iterable[PlannedPoint]) -> int | None:
+    """Return the most threads that a run's own settings ask for, None where none does."""
+    return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
 
 def nothing_follows(_: PlannedPoint) -> Iterable[PlannedPoint]:
@@ -62,7 +69,7 @@ class Session:
         self._record.write_manifest()
         if not todo:
             return True
-        size, self._threads = divide(self._workers, len(todo))
+        size, self._threads = divide(self._workers, len(todo), threads_asked(todo))
         todo.sort(key=lambda run: -run.cost)  # so that no long run is left for the end
         with Pool(size, self._threads) as pool, self._board:
             self._announce(len(todo), size)

@@ -28,7 +28,7 @@ from nanogpt_bench.sweep.file import FOLDER, LrLimits, find_sweep, read_sweep, s
 from nanogpt_bench.sweep.lr_limits import limits, next_lr
 from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 from nanogpt_bench.sweep.sensitivity import plan_study
-from nanogpt_bench.sweep.session import divide
+from nanogpt_bench.sweep.session import divide, threads_asked
 
 Write = Callable[..., Path]
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
@@ -242,6 +242,19 @@ def test_cores_are_divided_among_the_workers():
     assert divide(None, 1000) == (cores, 1)
     assert divide(None, 1) == (1, cores)
     assert divide(cores + 3, 1000) == (cores + 3, 1)
+    assert divide(None, 1000, 2) == (max(1, cores // 2), 2)
+    assert divide(None, 1000, 10 * cores) == (1, 10 * cores)
+    assert divide(3, 1000, 2) == (3, 2)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, None), (1, 1), ([1, 3], 3)])
+def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
+    key = "runtime.threads"
+    axes = {"seed": [1, 2], **({key: asked} if isinstance(asked, list) else {})}
+    path = write(axes=axes, settings={} if key in axes else {key: asked})
+    if key in axes:
+        path.write_text(path.read_text().replace("runtime.threads: 1\n", "", 1))
+    assert threads_asked(plan_sweep(read_sweep(path))) == found
 
 
 # Sessions, with workers that only write what a training would have found

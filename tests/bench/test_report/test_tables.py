@@ -13,9 +13,9 @@ from nanogpt_bench.report.results import find_reference, findings, group_rows, m
 from nanogpt_bench.report.tables import COLUMNS, shown_columns, to_csv, to_latex, to_markdown, to_text
 
 
-def measured(paths):
+def measured(paths, baseline=None):
     rows = group_rows([load_run(path) for path in paths])
-    return measure(rows, find_reference(rows))
+    return measure(rows, find_reference(rows, baseline))
 
 
 @pytest.fixture
@@ -70,6 +70,13 @@ def test_optional_columns_come_with_the_first_row_that_has_them(tmp_path, write_
     assert "alerts" in [column.heading for column in shown_columns(results)]
     assert "grad cosine" not in [column.heading for column in shown_columns(results)]
     assert list(csv.DictReader(io.StringIO(to_csv(results))))[1]["alert_kinds"] == "kurtosis:1"
+
+
+@pytest.mark.parametrize(("baseline", "said"), [(None, "gap to BF16"), ("fp32", "gap to fp32")])
+def test_the_gap_says_what_it_is_measured_against(tmp_path, write_run, baseline, said):
+    results = measured([write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")], baseline)
+    for text in (to_text(results), to_markdown(results), to_latex(results)):
+        assert text.count("gap to ") == text.count(said) == 1
 
 
 def test_findings_tell_the_measured_gap_of_nearest_rounding(results):
