@@ -12,7 +12,7 @@ from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike
 from fp8manifold.scaling import GRANULARITIES, Granularity
 
-__all__ = ["LAYER_ROUNDINGS", "Formats", "LayerRounding", "LayerSpec", "read_formats"]
+__all__ = ["LAYER_ROUNDINGS", "Formats", "LayerRounding", "LayerSpec", "check_options_are_taken", "read_formats"]
 
 LayerRounding = Literal["nearest", "stochastic", "split"]
 LAYER_ROUNDINGS: Final = ("nearest", "stochastic", "split")
@@ -31,13 +31,16 @@ class LayerSpec:
         activation: of the layer's input.
         granularity: of the weight's scale: one for the ``tensor``, for each ``channel`` (row), or for each ``block``
             of 32 along a row.  Activations and gradients have one scale a tensor, unless they say otherwise.
-        policy: of the measured scales, as in :class:`Scale`.  Stored weights always have a static power-of-two scale.
-        ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`.
+        policy: of the measured scales, as in :class:`Scale`; None takes ``dynamic``.  Stored weights always have a
+            static power-of-two scale.
+        ste: the straight-through gradient of weight and activation, as in :func:`fake_quantize`; None takes
+            ``identity``.
         gradient: of both gradients, or a mapping with the keys ``activation`` (the gradient that arrives at the
             layer's output, which both products of the backward pass take) and ``weight`` (the weight's gradient of
             one backward pass: quantised, and added up in float32).
-        rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward.
-        history: of the policy ``delayed``; None takes 16.
+        rounding: ``nearest``, ``stochastic``, or ``split``: nearest in the forward pass, stochastic in the backward;
+            None takes ``nearest``.  Stored weights are rounded when they are written.
+        history: of the policy ``delayed``, usually 16 to 100 tensors; None takes 16.
 
     What ``gradient`` says is in the attributes ``activation_gradient`` and ``weight_gradient``.
 
@@ -57,9 +60,9 @@ class LayerSpec:
     activation_gradient: OperandSpec | None
     weight_gradient: OperandSpec | None
     granularity: Granularity
-    policy: Policy
-    ste: STE
-    rounding: LayerRounding
+    policy: Policy | None
+    ste: STE | None
+    rounding: LayerRounding | None
     history: int | None
 
     def __init__(
@@ -67,16 +70,16 @@ class LayerSpec:
         weight: OperandLike = None,
         activation: OperandLike = None,
         granularity: Granularity = "channel",
-        policy: Policy = "dynamic",
-        ste: STE = "identity",
+        policy: Policy | None = None,
+        ste: STE | None = None,
         gradient: GradientLike = None,
-        rounding: LayerRounding = "nearest",
+        rounding: LayerRounding | None = None,
         history: int | None = None,
     ) -> None:
         check_choice("granularity", granularity, GRANULARITIES)
-        check_choice("policy", policy, POLICIES)
-        check_choice("ste", ste, STES)
-        check_choice("rounding", rounding, LAYER_ROUNDINGS)
+        for name, given in (("policy", policy), ("ste", ste), ("rounding", rounding)):
+            if given is not None:
+                check_choice(name, given, _CHOICES[name])
         if history is not None:
             check_int("history", history, 1, 2**20)
         operands = (read_operand("weight", weight), read_operand("activation", activation), *_read_gradients(gradient))
@@ -99,10 +102,10 @@ class LayerSpec:
         split = "stochastic" if backward else "nearest"
         return spec.filled(
             granularity=self.granularity if name == "weight" else "tensor",
-            policy=self.policy,
+            policy=self.policy or "dynamic",
             history=self.history or HISTORY,
-            rounding=split if self.rounding == "split" else self.rounding,
-            ste=None if backward else self.ste,
+            rounding=split if self.rounding == "split" else self.rounding or "nearest",
+            ste=None if backward else self.ste or "identity",
         )
 
     def _check(self) -> None:
@@ -117,6 +120,7 @@ class LayerSpec:
 Formats = FormatLike | LayerSpec | Mapping[str, FormatLike | LayerSpec | Mapping[str, Any] | None]
 _KEYS: Final = tuple(inspect.signature(LayerSpec).parameters)
 _GRADIENTS: Final = ("activation", "weight")
+_CHOICES: Final[dict[str, tuple[str, ...]]] = {"policy": POLICIES, "ste": STES, "rounding": LAYER_ROUNDINGS}
 
 
 def _check_operand(name: str, spec: OperandSpec) -> None:
@@ -129,6 +133,26 @@ def _check_operand(name: str, spec: OperandSpec) -> None:
             f"{name} has granularity={spec.granularity!r} with policy={spec.policy!r}: its rows change from batch to "
             "batch, so take policy='dynamic' or granularity='tensor'"
         )
+
+
+def check_options_are_taken(spec: LayerSpec, storage: str) -> None:
+    """Raise ValueError for an option of the layer that none of its operands takes under this storage."""
+    stored = {"weight"} if storage != "master" else set()
+    operands = {name: getattr(spec, name) for name in OPERANDS if name not in stored and getattr(spec, name)}
+    for option in _CHOICES:
+        value = getattr(spec, option)
+        if value is not None and not any(_takes(name, operand, option) for name, operand in operands.items()):
+            raise ValueError(
+                f"the layer has {option}={value!r}, which no operand takes: with storage={storage!r} those that are "
+                f"quantised in the passes are {', '.join(operands) or 'none'}; leave {option} out"
+            )
+
+
+def _takes(name: str, operand: OperandSpec, option: str) -> bool:
+    """Whether a layer's option is that of its operand."""
+    if option == "policy" and operand.scale is not None:
+        return False
+    return getattr(operand, option) is None and not (option == "ste" and name.endswith("gradient"))
 
 
 def _read_gradients(gradient: GradientLike) -> tuple[OperandSpec | None, OperandSpec | None]:
@@ -165,4 +189,10 @@ def _read_spec(pattern: str, value: object, granularity: Granularity) -> LayerSp
     if not isinstance(value, Mapping):
         raise TypeError(f"formats[{pattern!r}] must be a format, a LayerSpec or a dict, not {type(value).__name__}")
     check_keys(f"formats[{pattern!r}]", value, _KEYS)
-    return LayerSpec(**{"granularity": granularity, **value})
+    spec = LayerSpec(**{"granularity": granularity, **value})
+    if "granularity" in value and (spec.weight is None or spec.weight.granularity or spec.weight.scale is not None):
+        raise ValueError(
+            f"formats[{pattern!r}] has granularity={value['granularity']!r}, which is that of a weight without one of "
+            "its own, or a scale: leave it out, or give it to the operand it is meant for"
+        )
+    return spec

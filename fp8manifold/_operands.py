@@ -40,7 +40,7 @@ class OperandSpec:
         granularity: one scale for the ``tensor``, for each ``channel`` (row: an output of a weight, a token of an
             activation or gradient), or for each ``block`` of 32 along a row, a power of two (E8M0).
         policy: of the scale, as in :class:`Scale`.
-        history: of the policy ``delayed``.
+        history: of the policy ``delayed``, usually 16 to 100 tensors.
         rounding: ``nearest`` or ``stochastic``.
         scale: None measures it.  A number is the scale itself; ``global``, for gradients, takes one magnitude for all
             gradients of the model (the control that fails).

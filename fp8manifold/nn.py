@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8manifold._checks import check_choice, check_number
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
-from fp8manifold._layer_spec import LayerSpec
+from fp8manifold._layer_spec import LayerSpec, check_options_are_taken
 from fp8manifold._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
 from fp8manifold._scaled_rounding import Key, rounded_at
 from fp8manifold._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
@@ -316,6 +316,11 @@ def _check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> N
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
     if keep_remainder and storage != "fp8":
         raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
+    _check_stored(storage, spec)
+    check_options_are_taken(spec, storage)
+
+
+def _check_stored(storage: Storage, spec: LayerSpec) -> None:
     if storage == "master" or spec.weight is None:
         return
     for option in ("policy", "history", "rounding", "scale", "ste"):

@@ -15,6 +15,7 @@ from nanogpt_bench.config import Config, OptimizerConfig
 from nanogpt_bench.data import open_corpus
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import format_name, format_summary, resolve
+from nanogpt_bench.run_command import prepare_default
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.step import Trainer
@@ -119,6 +120,7 @@ def evaluate_command(
     config = load_config(find_config(config_name), overrides)
     if weights and formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
+    prepare_default(resolve(config).data.dir)
     rows = evaluate(config, formats, weights=weights, save=save)
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH

@@ -9,6 +9,7 @@ from nanogpt_bench.declare import allowed, setting
 
 #: what a shadow's weights are copied from
 SHADOW_OF = ("dequantised", "master")
+FISHER_MATRICES = ("kfac", "diagonal")
 WANDB_MODES = ("off", "auto", "offline", "online")
 #: what an alert can be about, and how loud it is
 ALERT_KINDS = (
@@ -31,6 +32,7 @@ class MonitorConfig:
         True, "stiffness, distances in ULPs and the warp of the chart, where weights have a format"
     )
     fisher: bool = setting(False, "trace and largest eigenvalues of the Fisher matrix (extra fisher)")
+    fisher_matrix: str = setting("kfac", "what stands for a layer's Fisher matrix", choices=FISHER_MATRICES)
     interval: int = setting(100, "steps between two looks", minimum=1)
     stall_interval: int | None = setting(
         None, "steps between two looks at the stall; null: monitor.interval", minimum=1

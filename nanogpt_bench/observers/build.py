@@ -110,7 +110,8 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
 
 def _fisher(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> Fisher:
     current = None if shadow is None else shadow.current
-    return Fisher(trainer.eval_batch, current, config.monitor.interval, config.seed)
+    monitor = config.monitor
+    return Fisher(trainer.eval_batch, current, monitor.interval, monitor.fisher_matrix, config.seed)
 
 
 def _alerts(config: Config, run_dir: Path, trend: TrendObserver, tell: Callable[[Alert], None]) -> AlertObserver | None:

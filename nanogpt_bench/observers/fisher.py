@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from nanogpt_bench.observers.base import Observer, Step
 class Fisher(Observer):
     """Records `geometry/fisher_trace`, `fisher_top` and, with a shadow, `fisher_ratio` every `interval` steps.
 
-    `shadow` gives the float32 model with the weights of this moment.
+    `matrix` is `kfac` or `diagonal`; `shadow` gives the float32 model with the weights of this moment.
     """
 
     def __init__(
@@ -22,9 +23,12 @@ class Fisher(Observer):
         batches: Callable[[], Sequence[tuple[Tensor, Tensor]]],
         shadow: Callable[[Step], nn.Module] | None,
         interval: int,
+        matrix: str,
         seed: int,
     ) -> None:
-        self._batches, self._shadow, self._interval, self._seed = batches, shadow, interval, seed
+        self._batches, self._shadow, self._interval = batches, shadow, interval
+        self._matrix: Any = matrix
+        self._seed = seed
 
     def after_step(self, step: Step) -> None:
         if not step.due(self._interval):
@@ -39,7 +43,9 @@ class Fisher(Observer):
     def _measure(self, model: nn.Module, step: Step) -> dict[str, fm.monitor.FisherFigures]:
         gradients = {parameter: parameter.grad for parameter in model.parameters()}
         with buffers_kept(model):
-            found = fm.monitor.fisher_figures(model, self._batches(), seed=self._seed, step=step.number)
+            found = fm.monitor.fisher_figures(
+                model, self._batches(), representation=self._matrix, seed=self._seed, step=step.number
+            )
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import gpt2_checkpoints
 import pytest
 
+from nanogpt_bench import corpus
 from nanogpt_bench.cli import main
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import load_corpus
@@ -83,6 +85,19 @@ def test_saved_weights_come_back_with_their_loss(tiny: Tiny, checkpoint: Path, t
     random.model.n_embd = 32
     with pytest.raises(BenchError, match="are of another model"):
         evaluate(random, weights=tmp_path / "E3M4.safetensors")
+
+
+def test_the_default_corpus_is_prepared(
+    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(corpus, "prepare_stdlib", lambda folder, **_: shutil.copytree(corpus_dir, folder))
+    sizes = ["--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2", "--model.block_size=16", "--eval.batches=1"]
+    assert main(["evaluate", "e4m3", "--formats", "E4M33", *sizes]) == 2
+    assert main(["evaluate", "e4m3", "--model.n_heads=2", *sizes]) == 2
+    assert main(["evaluate", "e4m3", *sizes]) == 0
+    assert "preparing data/stdlib" in capsys.readouterr().err
+    assert (tmp_path / "data" / "stdlib" / "meta.json").is_file()
 
 
 def test_nothing_to_compare_is_an_error(tiny: Tiny) -> None:

@@ -154,6 +154,7 @@ def test_a_tied_head_can_be_left_alone_but_not_quantised() -> None:
         ("{mlp: {activation: {format: E4M9}}}", ["model.formats.mlp", "E4M9"]),
         ("{mlp: {gradient: {weight: {rounding: nearest}}}}", ["gradient.weight", "no format"]),
         ("{mlp: {weight: {format: E4M3, scale: -1}}}", ["scale=-1", "range"]),
+        ("{mlp: {gradient: E5M2, ste: relu}}", ["model.formats", "ste='relu'", "no operand takes"]),
     ],
 )
 def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats: str, parts: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -304,6 +305,32 @@ def test_stored_weights_refuse_what_they_would_ignore(storage: Any, option: dict
     with pytest.raises(ValueError, match=rf"weight has {next(iter(option))}=.* needs storage='master'"):
         layer_of(LayerSpec(OperandSpec("E4M3", **option)), storage)
     layer_of(LayerSpec(OperandSpec("E4M3"), activation=OperandSpec("E4M3", **option)), storage)
+
+
+@pytest.mark.parametrize("option", [{"policy": "delayed"}, {"rounding": "nearest"}, {"ste": "identity"}])
+def test_options_of_a_layer_need_an_operand_that_takes_them(option: dict[str, Any]) -> None:
+    name, gradient = next(iter(option)), {"gradient": "E5M2"}
+    refused = pytest.raises(ValueError, match=f"the layer has {name}=.*which no operand takes")
+    for storage in ("grid", "fp8"):
+        with refused:
+            layer_of(LayerSpec("E4M3", **option), storage)
+        layer_of(LayerSpec("E4M3", "E4M3", **option), storage)
+    with refused:
+        layer_of(LayerSpec(OperandSpec("E4M3", **option), **option))
+    with refused if name == "ste" else nullcontext():
+        layer_of(LayerSpec("E4M3", **gradient, **option), "fp8")
+    with refused if name == "policy" else nullcontext():
+        layer_of(LayerSpec(OperandSpec("E4M3", scale=1.0), **option))
+    layer_of(LayerSpec("E4M3", **option))
+
+
+@pytest.mark.parametrize("power", [0.25, 0.3])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_a_gradient_at_its_own_scale_is_rounded_alike_before_and_after_clipping(granularity: Any, power: float) -> None:
+    """Powers of two to the last bit; other factors but for float32's own rounding, which may tip a tie."""
+    rounded, clipped = (fake_quantize(x, "E5M2", granularity=granularity) for x in (G, power * G))
+    assert not torch.equal(rounded, G)
+    assert torch.equal(clipped, power * rounded) if power == 0.25 else close(clipped, power * rounded, 1e-6)
 
 
 @pytest.mark.parametrize("operand", OPERANDS)

@@ -134,7 +134,7 @@ def test_state_dict_round_trip(storage: Any) -> None:
     first, second = Model(), Model()
     for p in second.parameters():
         p.data *= 3.7
-    formats = {"*": LayerSpec("E4M3", policy="static"), "lm_head": "E7M0"}
+    formats = {"*": LayerSpec("E4M3", policy="static" if storage == "master" else None), "lm_head": "E7M0"}
     for model in (first, second):
         quantize_model(model, formats, storage)
     expected = first(TOKENS)

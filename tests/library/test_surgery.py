@@ -150,6 +150,8 @@ def test_subclasses_of_linear_are_left_as_they_are() -> None:
         ({"attn": "E9M9"}, ValueError, "E9M9"),
         ({"attn": {"weights": "E4M3"}}, ValueError, "unknown key 'weights'.*did you mean 'weight'"),
         ({"attn": {"weight": "E4M3", "ste": "clip"}}, ValueError, "ste='clip'.*'clipped'"),
+        ({"attn": {"weight": "E4M3", "ste": "clipped"}}, ValueError, "ste='clipped', which no operand takes"),
+        ({"attn": {"activation": "E4M3", "granularity": "tensor"}}, ValueError, "granularity='tensor'.* of a weight"),
         ({"attn": {"weight": "E4M3", "policy": "late"}}, ValueError, "policy='late'"),
         ({"attn": 4}, TypeError, r"formats\['attn'\].*int"),
         ({4: "E4M3"}, TypeError, "key 4"),

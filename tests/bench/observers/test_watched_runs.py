@@ -167,6 +167,8 @@ def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_pa
     assert last["geometry/fisher_trace/lm_head"] >= last["geometry/fisher_top/lm_head"] > 0
     assert 0.2 < last["geometry/fisher_ratio"] < 5
     assert last["geometry/fisher_ratio"] != 1.0
+    diagonal = records_of(tiny(**settings, **shadow, monitor__fisher_matrix="diagonal"), tmp_path / "d")[-1]
+    assert 0 < diagonal["geometry/fisher_top/lm_head"] != last["geometry/fisher_top/lm_head"]
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
