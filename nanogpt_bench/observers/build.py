@@ -27,7 +27,7 @@ from nanogpt_bench.observers.stall import Stall
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.observers.zones import Zones
-from nanogpt_bench.surgery import quantized_layers
+from nanogpt_bench.surgery import clip_residual_outputs, quantized_layers
 
 if TYPE_CHECKING:
     from nanogpt_bench.step import Trainer
@@ -105,6 +105,8 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
     shape: GPTShape = trainer.model.shape
     tied = trainer.model.lm_head.weight is trainer.model.token_embedding.weight
     model: GPT = build_model(replace(shape, tie_weights=tied), 0).to(trainer.device)
+    if config.model.outliers == "clip_sigma":  # part of the function that is trained, not of its rounding
+        clip_residual_outputs(model, config.model.outlier_sigma or 0.0)
     return ShadowObserver(model, config.shadow.interval, config.shadow.of)
 
 

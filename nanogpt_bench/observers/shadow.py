@@ -40,7 +40,7 @@ class ShadowObserver(Observer):
             return
         if step.micro_step == 0:
             self._take(self._copy, step)
-        self._random = torch.get_rng_state()  # so that dropout drops the same
+        self._random = _random_state(_device(step))  # so that dropout drops the same
 
     def after_backward(self, step: Step) -> None:
         if not step.due(self._interval):
@@ -82,9 +82,11 @@ class ShadowObserver(Observer):
 
     def _accumulate(self, step: Step) -> None:
         assert step.batch is not None
-        with torch.random.fork_rng(devices=[]), torch.autocast(step.batch[0].device.type, enabled=False):
+        device = _device(step)
+        forked = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=forked), torch.autocast(device.type, enabled=False):
             if self._random is not None:
-                torch.set_rng_state(self._random)
+                _set_random_state(self._random, device)
             loss = self.model.loss(*step.batch) / step.micro_steps
             loss.backward()
 
@@ -103,3 +105,20 @@ class ShadowObserver(Observer):
         known = [value for value in cosines.values() if value is not None]
         if known:
             step.record["grad/cosine_min"] = min(known)
+
+
+def _device(step: Step) -> torch.device:
+    assert step.batch is not None
+    return step.batch[0].device
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """That of the generator which dropout on a device draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

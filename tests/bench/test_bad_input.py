@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,16 @@ def another_token(folder: Path) -> None:
     (folder / "train.bin").write_bytes(b"\xff\xff" + data[2:])
 
 
+def same_length(folder: Path) -> None:
+    data = (folder / "val.bin").read_bytes()
+    (folder / "val.bin").write_bytes(data[2:] + data[:2])
+
+
+def smaller_vocabulary(folder: Path) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "vocab_size": 5}))
+
+
 def swap_splits(folder: Path) -> None:
     (folder / "val.bin").write_bytes((folder / "train.bin").read_bytes())
 
@@ -41,6 +52,8 @@ def swap_splits(folder: Path) -> None:
         (one_byte_more, "an odd number"),
         (another_token, "holds token 65535"),
         (swap_splits, "tokens, meta.json says"),
+        (same_length, "does not have the sha256 that meta.json gives"),
+        (smaller_vocabulary, "gives a vocabulary of 5"),
         (lambda folder: (folder / "meta.json").unlink(), "has no meta.json"),
     ],
 )
