@@ -19,7 +19,7 @@ from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.observers import Alert, Step, baseline_curve
-from nanogpt_bench.observers.build import build_observers
+from nanogpt_bench.observers.build import build_observers, check_monitors
 from nanogpt_bench.outcome import Outcome, Progress
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import to_yaml
@@ -44,6 +44,7 @@ def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None
         corpus = open_corpus(config)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
+        check_monitors(config)
         trainer = Trainer(config, corpus, device)
         _start_folder(run_dir, config, environment(corpus, config.runtime.threads))
         return _Run(config, trainer, run_dir, baseline, on_progress).go()

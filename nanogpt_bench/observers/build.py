@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanogpt_bench.config import ROUNDED, Config
+from nanogpt_bench.errors import BenchError
 from nanogpt_bench.model import GPT, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
@@ -45,6 +47,16 @@ class Observers:
     shadow: ShadowObserver | None
     alerts: AlertObserver | None
     all: list[Observer]
+
+
+def check_monitors(config: Config) -> None:
+    """Refuse a monitor whose package is missing.
+
+    Raises:
+        BenchError: names the extra that brings it.
+    """
+    if config.monitor.fisher and find_spec("nngeometry") is None:
+        raise BenchError("monitor.fisher needs nngeometry; get it with pip install 'fp8manifold[fisher]'")
 
 
 def build_observers(

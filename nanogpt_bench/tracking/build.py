@@ -16,11 +16,14 @@ TRACKING_FILE = "tracking.json"
 
 
 def check_trackers(config: Config) -> None:
-    """Refuse a tracker whose package is missing.
+    """Refuse a tracker whose package is missing, and a run to resume without one.
 
     Raises:
-        BenchError: names the extra that brings it.
+        BenchError: names the extra that brings it, or the setting that is missing.
     """
+    tracking = config.tracking
+    if tracking.wandb_id is not None and tracking.wandb == "off":
+        raise BenchError(f"tracking.wandb_id: {tracking.wandb_id!r} needs tracking.wandb online; leave it out")
     for name in _wanted(config):
         if find_spec(name) is None:
             raise BenchError(f"tracking.{name} needs {name}; get it with pip install 'fp8manifold[{name}]'")

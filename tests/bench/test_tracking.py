@@ -211,6 +211,12 @@ def test_wandb_is_told_its_mode_and_resumes_online_only(
     }  # fmt: skip
 
 
+def test_a_run_to_resume_needs_wandb(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"tracking\.wandb_id: 'abc123' needs tracking\.wandb online"):
+        run(tiny(rule="fp32", tracking__wandb_id="abc123"), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
 def test_wandb_offline_writes_its_files(tiny: Tiny, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     summary = run(tiny(rule="fp32", tracking__wandb="offline"), tmp_path / "r")

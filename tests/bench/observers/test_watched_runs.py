@@ -12,6 +12,8 @@ import torch
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import load_corpus
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.observers import build
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.step import Trainer
@@ -172,6 +174,15 @@ def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_pa
     assert last["geometry/fisher_ratio"] != 1.0
     diagonal = records_of(tiny(**settings, **shadow, monitor__fisher_matrix="diagonal"), tmp_path / "d")[-1]
     assert 0 < diagonal["geometry/fisher_top/lm_head"] != last["geometry/fisher_top/lm_head"]
+
+
+def test_fisher_without_its_package_is_refused_before_the_run_begins(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"monitor\.fisher needs nngeometry; .*fp8manifold\[fisher\]"):
+        run(tiny(rule="fp32", monitor__fisher=True), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
