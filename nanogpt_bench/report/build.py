@@ -128,12 +128,23 @@ def _dates(runs: Sequence[Run]) -> str:
     return (" to ".join(dict.fromkeys((different[0], different[-1]))) + " UTC") if different else ""
 
 
+def _words(value: Any) -> str:
+    """A fact of the source; of files their names and the beginning of their sha256."""
+    if not isinstance(value, Mapping):
+        return str(value)
+    return " ".join(f"{name} ({str(digest)[:8]}…)" for name, digest in value.items())
+
+
 def _corpus(environment: Mapping[str, Any]) -> str:
     corpus = environment.get("corpus")
     if not isinstance(corpus, Mapping):
         return ""
     source = corpus.get("source")
-    text = ", ".join(f"{k}: {v}" for k, v in source.items()) if isinstance(source, Mapping) else str(source or "")
+    text = (
+        ", ".join(f"{k}: {_words(v)}" for k, v in source.items() if v is not None)
+        if isinstance(source, Mapping)
+        else str(source or "")
+    )
     splits = corpus.get("splits")
     sizes = [
         f"{name} {part['tokens']:,} tokens"

@@ -190,3 +190,15 @@ def test_fifty_runs_of_two_thousand_steps_are_small_and_quick(tmp_path, write_ru
     built = report([tmp_path / "runs"], out=tmp_path / "out")
     assert time.process_time() - begun < 30
     assert built.stat().st_size < 8e6
+
+
+def test_a_source_of_many_files_is_named_shortly() -> None:
+    from nanogpt_bench.report.build import _corpus
+
+    source = {
+        "kind": "copy",
+        "files": {"a.parquet": "715e920aa9985689", "b.parquet": "22576ea2c159107b"},
+        "limit": None,
+    }
+    text = _corpus({"corpus": {"source": source, "splits": {"train": {"tokens": 1200}}}})
+    assert text == "kind: copy, files: a.parquet (715e920a…) b.parquet (22576ea2…); train 1,200 tokens"
