@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -10,10 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 
+from nanogpt_bench.errors import nearest
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.watch_config import AlertsConfig
 
+_LOG = logging.getLogger("nanogpt_bench")
 NAN_KINDS = ("loss_is_nan", "grad_has_nan")
 #: gradients at a layer's output have heavy tails in every healthy run: most tokens are predicted well, some are not
 _HEAVY_ANYWAY = "/gradient/"
@@ -52,14 +55,26 @@ class AlertObserver(Observer):
         self._settings, self._path, self._trend, self._stall = settings, path, trend, stall
         self._tell, self._clock = tell, clock
         self._at_most = {**AT_MOST, **settings.at_most}
+        self._budgets_given = {**settings.at_most, **settings.at_least}
+        self._recorded: set[str] = set()
         self._last: dict[str, float] = {}
         self._streak = 0
         #: how many were raised, by kind
         self.counts: Counter[str] = Counter()
 
     def written(self, step: Step) -> None:
+        if self._budgets_given:
+            self._recorded.update(step.record)
         for alert in self._found(step):
             self._raise(alert)
+
+    def close(self) -> None:
+        """Say which budgets no record was ever compared with: a misspelt metric would go unnoticed."""
+        for metric, limit in self._budgets_given.items():
+            if self._recorded and limit is not None and metric not in self._recorded:
+                guess = nearest(metric, self._recorded)
+                hint = f"; did you mean {guess!r}?" if guess else ""
+                _LOG.warning("alerts: the run recorded no %r, which has a budget%s", metric, hint)
 
     def _raise(self, alert: Alert) -> None:
         level = str(self._settings.levels.get(alert.kind, alert.level))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -121,6 +122,24 @@ def test_budgets_hold_by_default_and_can_be_given_and_taken_away(watch: Callable
     assert seen.see(2, {"grad/norm": 2.5, "grad/cosine": None}) == ["budget"]
     assert seen.see(3, {"grad/norm": 1.0, "grad/cosine": 0.5}, seconds=999.0) == ["budget"]
     assert "grad/cosine is 0.5, below its budget of 0.9" in seen.alerts[-1].message
+
+
+def test_a_budget_of_what_is_not_recorded_is_said_at_the_end(
+    watch: Callable[..., Watch], caplog: pytest.LogCaptureFixture
+) -> None:
+    budgets = {"grad/cosin": 0.9, "grad/cosine": 0.5, "mfu": None}
+    seen = watch(at_most={"geometry/off_gird": 0, "grad/norm": 2}, at_least=budgets)
+    with caplog.at_level(logging.WARNING, "nanogpt_bench"):
+        seen.observer.close()
+        assert not caplog.records  # a run that ended before its first record
+        seen.see(1, {"grad/norm": 1.0, "geometry/off_grid": 0.0})
+        seen.see(2, {"grad/cosine": None})
+        seen.observer.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "alerts: the run recorded no 'geometry/off_gird', which has a budget; did you mean 'geometry/off_grid'?",
+        "alerts: the run recorded no 'grad/cosin', which has a budget; did you mean 'grad/cosine'?",
+    ]
 
 
 def test_divergence_is_measured_against_the_baseline(watch: Callable[..., Watch]) -> None:
