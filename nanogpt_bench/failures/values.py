@@ -8,7 +8,7 @@ from nanogpt_bench.failures.criteria import ABOVE, BELOW, clear, earliest, found
 from nanogpt_bench.failures.evidence import Evidence
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding
 
-OPERANDS = ("weight", "activation", "gradient", "residual")
+OPERANDS = ("weight", "activation", "gradient", "weight_gradient", "residual")
 ENTROPY = "attention/entropy"
 KURTOSIS = "quant/kurtosis/residual"
 NORM = "grad/norm"
@@ -30,7 +30,7 @@ def overflow(evidence: Evidence) -> Finding:
     layer, share = evidence.worst_layer(shown.metric)
     facts: Facts = {"metric": shown.metric, "threshold": limits.overflow, "highest": shown.extreme}
     facts |= {"worst_layer": layer, "worst_share": share}
-    operand = shown.metric.rsplit("/", 1)[-1]
+    operand = shown.metric.rsplit("/", 1)[-1].replace("_", " ")
     said = f"up to {shown.extreme:.2%} of the {operand} values of a layer lay beyond the format"
     if first is None or first.step is None:
         return clear("overflow", said, criteria, **facts)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+import fp8manifold as fm
 from nanogpt_bench.model import Block
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.layers import linear_layers
@@ -22,10 +23,13 @@ class Capture(Observer):
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._handles: list[RemovableHandle] = []
+        self._backward_handles: list[RemovableHandle] = []
         #: inputs of the linear layers by the layer's name
         self.inputs: dict[str, Tensor] = {}
         #: gradients of the loss with respect to their outputs
         self.gradients: dict[str, Tensor] = {}
+        #: gradients with respect to their weights, where these are quantised
+        self.weight_gradients: dict[str, Tensor] = {}
         #: outputs of the blocks, by the block's name
         self.residuals: dict[str, Tensor] = {}
         #: dtypes of the layers' outputs
@@ -36,6 +40,9 @@ class Capture(Observer):
             return
         for name, layer in linear_layers(step.model).items():
             self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
+            if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
+                hook = self._keep_weight_gradient(name)
+                self._backward_handles.append(layer.weight_gradient_scaler.register_forward_pre_hook(hook))
         for name, module in step.model.named_modules():
             if isinstance(module, Block):
                 self._handles.append(module.register_forward_hook(self._keep_residual(name)))
@@ -46,10 +53,13 @@ class Capture(Observer):
         self._handles = []
 
     def after_backward(self, step: Step) -> None:
-        """Nothing: observers that come later read the tensors here."""
+        """Observers that come later read the tensors here."""
+        for handle in self._backward_handles:
+            handle.remove()
+        self._backward_handles = []
 
     def written(self, step: Step) -> None:
-        for kept in (self.inputs, self.gradients, self.residuals, self.output_dtypes):
+        for kept in (self.inputs, self.gradients, self.weight_gradients, self.residuals, self.output_dtypes):
             kept.clear()
 
     def _keep_layer(self, name: str) -> Callable[..., None]:
@@ -60,6 +70,12 @@ class Capture(Observer):
 
         def keep_gradient(gradient: Tensor) -> None:
             self.gradients[name] = gradient.detach()
+
+        return keep
+
+    def _keep_weight_gradient(self, name: str) -> Callable[..., None]:
+        def keep(scaler: nn.Module, measured: tuple[Tensor, ...]) -> None:
+            self.weight_gradients[name] = measured[0].detach()
 
         return keep
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -11,16 +12,24 @@ import fp8manifold as fm
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.watch_config import MonitorConfig
 
+Own = Literal["activation", "activation_gradient", "weight_gradient"]
 BLOCK = 32
+#: what a layer calls them
+_OWN: dict[str, Own] = {
+    "activation": "activation",
+    "gradient": "activation_gradient",
+    "weight_gradient": "weight_gradient",
+}
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand in one step: weight, activation, gradient or residual, of one layer; `format` is None without one."""
+    """One operand of one layer in one step: weight, activation, gradient, weight_gradient or residual."""
 
     kind: str
     layer: str
     values: Tensor
+    #: None where it has none and is measured against none
     format: fm.FloatFormat | None = None
     scale: Tensor | float = 1.0
     #: whether the layer quantises it, or it is only measured
@@ -28,12 +37,18 @@ class Operand:
 
 
 def flowing(layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> Iterator[Operand]:
-    """Yield the layers' inputs, the gradients at their outputs, and the blocks' outputs, before they are quantised."""
+    """Yield what flows through the layers, before it is quantised.
+
+    These are their inputs, the gradients at their outputs, those of their weights where they are quantised, and the
+    blocks' outputs.
+    """
     for name, layer in layers.items():
         if name in capture.inputs:
             yield _operand("activation", name, layer, capture.inputs[name], monitor.activation_format)
         if name in capture.gradients:
             yield _operand("gradient", name, layer, capture.gradients[name], monitor.gradient_format)
+        if name in capture.weight_gradients:
+            yield _operand("weight_gradient", name, layer, capture.weight_gradients[name], monitor.gradient_format)
     for name, output in capture.residuals.items():
         yield _measured("residual", name, _rows(output), monitor.activation_format)
 
@@ -46,7 +61,7 @@ def of_weight(name: str, layer: nn.Linear, values: Tensor) -> Operand:
 
 
 def _operand(kind: str, name: str, layer: nn.Linear, values: Tensor, otherwise: str | None) -> Operand:
-    own = "activation" if kind == "activation" else "activation_gradient"
+    own = _OWN[kind]
     spec = layer.spec.operand(own) if isinstance(layer, fm.QuantizedLinear) else None
     rows = _rows(values)
     if spec is None:

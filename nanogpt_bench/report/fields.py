@@ -15,7 +15,7 @@ from nanogpt_bench.report.series import format_value
 MOST_PANELS = 12  # more heat maps than these are no longer compared, and each carries a cell a code and layer
 MOST_LAYERS = 48
 MOST_OPERANDS = 4  # rows whose activations and gradients are mapped as well
-OPERANDS = ("activation", "gradient", "residual")
+OPERANDS = ("activation", "gradient", "weight_gradient", "residual")
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ def stiffness(results: Sequence[Result]) -> list[Field]:
 
 def operand_code_use(results: Sequence[Result], operand: str) -> list[Field]:
     """Which codes each layer's activations or gradients used when last recorded, for the first rows that say so."""
-    prefix = f"bits/code_histogram/{operand}/"
+    prefix, shown = f"bits/code_histogram/{operand}/", f"{operand.replace('_', ' ')}s"
     found = []
     for result in results:
         recorded = result.row.runs[0].distributions if result.row.runs else {}
         layers = {
-            name.removeprefix(prefix): Histogram(f"{operand}s", one.values, tuple(map(int, one.counts)))
+            name.removeprefix(prefix): Histogram(shown, one.values, tuple(map(int, one.counts)))
             for name, one in recorded.items()
             if name.startswith(prefix) and one.values is not None
         }

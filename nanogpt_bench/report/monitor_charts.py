@@ -11,7 +11,7 @@ from nanogpt_bench.report.charts import Chart, axes, line_traces
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 
-OPERANDS = ("weight", "activation", "gradient", "residual")
+OPERANDS = ("weight", "activation", "gradient", "weight_gradient", "residual")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Watched:
 
 
 def _by_operand(key: str, title: str, unit: str, caption: str, *, logarithmic: bool = False) -> tuple[Watched, ...]:
-    return tuple(Watched(f"{key}/{o}", f"{title}, {o}s", unit, caption, logarithmic) for o in OPERANDS)
+    return tuple(
+        Watched(f"{key}/{o}", f"{title}, {o.replace('_', ' ')}s", unit, caption, logarithmic) for o in OPERANDS
+    )
 
 
 SHARE, NATS = "share", "nats"

@@ -106,6 +106,23 @@ def test_activations_and_gradients_are_measured_before_they_are_quantised() -> N
     assert record["quant/scale/gradient/0"] == pytest.approx(1 / 57344)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_gradients_of_weights_are_measured_where_they_are_quantised(granularity: str) -> None:
+    fixed = {"scale": 1.0} if granularity == "tensor" else {"granularity": granularity}
+    model = layer_of({"gradient": {"weight": {"format": "E5M2", **fixed}}}, torch.ones(2, 32))
+    inputs = torch.ones(1, 32)
+    inputs[0, :3] = torch.tensor([1e6, 1e-9, 0.0])
+    capture = Capture(1)
+    observers = [capture, Ranges(linear_layers(model), capture, EVERY), Bits(linear_layers(model), capture, EVERY)]
+    record = one_step(model, observers, inputs).record
+    assert record["quant/amax/weight_gradient/0"] == 1e6
+    assert record["quant/underflow/weight_gradient/0"] == 1 / 32
+    assert record["quant/overflow/weight_gradient/0"] == (1 / 32 if granularity == "tensor" else 0.0)
+    assert record["bits/codes_used/weight_gradient/0"] == 3 / 248
+    assert not capture.weight_gradients
+    assert not model[0].weight_gradient_scaler._forward_pre_hooks
+
+
 def test_what_has_no_format_is_measured_without_one_or_as_asked() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     inputs = torch.tensor([[1.0, 2.0, 3.0, 1e-9]])

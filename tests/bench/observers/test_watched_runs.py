@@ -105,9 +105,10 @@ def test_distributions_are_written_at_the_last_step(tiny: Tiny, tmp_path: Path) 
     found = histograms_in(tmp_path / "r")
     assert {histogram["step"] for histogram in found} == {6}
     kinds = {histogram["name"].rsplit("/", 1)[0] for histogram in found}
+    operands = ("weight", "activation", "gradient", "weight_gradient")
     assert kinds == {
-        *(f"bits/code_histogram/{operand}" for operand in ("weight", "activation", "gradient")),
-        *(f"bits/gap_lengths/{operand}" for operand in ("weight", "activation", "gradient")),
+        *(f"bits/code_histogram/{operand}" for operand in operands),
+        *(f"bits/gap_lengths/{operand}" for operand in operands),
         *("grad/magnitude", "grad/dead_runs", "geometry/stiffness", "stall/weight_residual"),
     }
     for histogram in found:
