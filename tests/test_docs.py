@@ -46,6 +46,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def bench_commands() -> list[str]:
     """Every nanogpt-bench command line of the pages and the README."""
     text = "\n".join("\n".join(blocks(page, "(?:console|sh)")) for page in PAGES if page.suffix == ".md")
+    text = text.replace("\\\n", " ")  # a command may go on in the next line
     return sorted(set(re.findall(r"nanogpt-bench [^&\n]+|nanogpt-bench$", text, re.MULTILINE)))
 
 
@@ -171,7 +172,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("command", bench_commands())
 def test_commands_of_the_pages_are_understood(command: str) -> None:
-    words, overrides = split_overrides(shlex.split(command)[1:])
+    words, overrides = split_overrides(shlex.split(command, comments=True)[1:])
     parser, _ = build_parser()
     args, unknown = parser.parse_known_args(words)
     assert unknown == []
