@@ -30,7 +30,7 @@ def widened(parameter: FP8Tensor, state: dict[str, Any], job: Job, words: tuple[
     holds.  Scales are never narrowed here: that is :meth:`FP8Tensor.adapt_scale_`.
     """
     old = parameter.scale
-    widest = 2.0 ** (127 - math.floor(math.log2(parameter.format.max)))  # the format's max is still a float32
+    widest = 2.0 ** min(127, 127 - math.floor(math.log2(parameter.format.max)))  # its max is still a float32
     new = widened_scale(parameter.largest(), old, parameter.format).clamp(max=widest).maximum(old)
     if torch.equal(old, new):
         return False
