@@ -44,7 +44,10 @@ WARM_UP: Final = 20
 LOOP, MONITORS = "bench / plain loop", "with monitors / step alone"
 GOALS: Final = {LOOP: 0.97, MONITORS: 0.95}
 UNWATCHED: Final = (
-    *(f"--monitor.{name}=false" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")),
+    *(
+        f"--monitor.{name}=false"
+        for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry", "resources")
+    ),
     *("--alerts.enabled=false", "--alerts.save_on_anomaly=false"),
 )
 

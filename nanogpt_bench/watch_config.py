@@ -31,6 +31,7 @@ class MonitorConfig:
     geometry: bool = setting(
         True, "stiffness, distances in ULPs and the warp of the chart, where weights have a format"
     )
+    resources: bool = setting(True, "memory, and the share of the machine's speed, at every validation")
     fisher: bool = setting(False, "trace and largest eigenvalues of the Fisher matrix (extra fisher)")
     fisher_matrix: str = setting("kfac", "what stands for a layer's Fisher matrix", choices=FISHER_MATRICES)
     interval: int = setting(100, "steps between two looks", minimum=1)

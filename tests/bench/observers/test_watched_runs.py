@@ -20,7 +20,7 @@ from nanogpt_bench.step import Trainer
 from nanogpt_bench.train import run
 
 Tiny = Callable[..., Config]
-FLAGS = ("stall", "ranges", "bits", "attention", "gradients", "geometry")
+FLAGS = ("stall", "ranges", "bits", "attention", "gradients", "geometry", "resources")
 OFF = {f"monitor__{flag}": False for flag in FLAGS}
 ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
 GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
@@ -64,6 +64,7 @@ NAMESPACES = {
     "attention": "attention/",
     "gradients": "grad/l2",
     "geometry": "geometry/",
+    "resources": "memory/",
 }
 
 
