@@ -27,12 +27,22 @@ def find_config(name: str) -> Path:
     Raises:
         BenchError: neither exists; names the nearest shipped file.
     """
+    return find_shipped(name, FOLDER, "config")
+
+
+def find_shipped(name: str, folder: Path, kind: str) -> Path:
+    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package.
+
+    Raises:
+        BenchError: neither exists; names the nearest shipped file.
+    """
     path = Path(name)
     if path.is_file():
         return path
     last = path.name if path.suffix else f"{path.name}.yaml"
-    if path.parent.as_posix() in (".", "configs") and (FOLDER / last).is_file():
-        return FOLDER / last
-    guess = nearest(last, shipped_configs())
+    if path.parent.as_posix() in (".", folder.name) and (folder / last).is_file():
+        return folder / last
+    shipped = sorted(each.name for each in folder.glob("*.yaml"))
+    guess = nearest(last, shipped)
     hint = f"; did you mean {guess!r}?" if guess else ";"
-    raise BenchError(f"config {name!r} does not exist{hint} shipped: {', '.join(shipped_configs())}")
+    raise BenchError(f"{kind} {name!r} does not exist{hint} shipped: {', '.join(shipped)}")

@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 import yaml
 
 from nanogpt_bench.config import allowed
-from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.errors import BenchError, one_line, unknown
 from nanogpt_bench.settings import bounds, inside, parse_overrides, read_yaml
-from nanogpt_bench.shipped import find_config
+from nanogpt_bench.shipped import find_config, find_shipped
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 
 FOLDER = Path(__file__).parent.parent / "sweeps"
@@ -85,15 +85,7 @@ def find_sweep(name: str) -> Path:
     Raises:
         BenchError: neither exists; names the nearest shipped file.
     """
-    path = Path(name)
-    if path.is_file():
-        return path
-    last = path.name if path.suffix else f"{path.name}.yaml"
-    if path.parent.as_posix() in (".", "sweeps") and (FOLDER / last).is_file():
-        return FOLDER / last
-    guess = nearest(last, shipped_sweeps())
-    hint = f"; did you mean {guess!r}?" if guess else ";"
-    raise BenchError(f"sweep file {name!r} does not exist{hint} shipped: {', '.join(shipped_sweeps())}")
+    return find_shipped(name, FOLDER, "sweep file")
 
 
 def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
