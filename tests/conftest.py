@@ -1,0 +1,41 @@
+"""What every test may ask for: the full tier of the reliability tests, and a tally that is printed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+_TALLY = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="reliability tests: every fault, not a sample (takes hours)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLY] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = config.stash[_TALLY]
+    if lines:
+        terminalreporter.section("what was tried")
+        for line in lines:
+            terminalreporter.line(line)
+
+
+@pytest.fixture(scope="session")
+def full(pytestconfig: pytest.Config) -> bool:
+    """Whether every fault is tried, not a sample of them."""
+    return bool(pytestconfig.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
+    """Return a function that takes what was tried, how often, and a note, for the end of the session's output."""
+
+    def count(what: str, number: int, note: str = "") -> None:
+        pytestconfig.stash[_TALLY].append(f"{what}: {number:,}{f' ({note})' if note else ''}")
+
+    return count
