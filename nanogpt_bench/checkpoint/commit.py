@@ -1,0 +1,157 @@
+"""A checkpoint onto the disk, whole or not at all, and those before it that are no longer needed away."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from nanogpt_bench.checkpoint.contents import CheckpointNotWritten, Contents
+from nanogpt_bench.checkpoint.disk import Disk
+from nanogpt_bench.checkpoint.layout import (
+    CHECKPOINTS,
+    MANIFEST,
+    STATE,
+    aside_folder,
+    clean,
+    partial_folder,
+    step_folder,
+    steps,
+)
+from nanogpt_bench.checkpoint.manifest import Entry, Manifest, compose
+from nanogpt_bench.checkpoint.read import STATE_LIMIT, read_manifest, verify
+from nanogpt_bench.checkpoint.space import bytes_of, check_room
+from nanogpt_bench.checkpoint.tensor_file import to_bytes
+from nanogpt_bench.errors import BenchError, one_line
+
+
+def commit(run_dir: Path, contents: Contents, *, keep_last: int, disk: Disk | None = None) -> Path:
+    """Write a checkpoint and return its folder, `run_dir`/checkpoints/step-N; then remove older ones.
+
+    The files are written to a temporary sibling, read back against their hashes, and get their name at once when all of
+    them are on the disk: whatever happens on the way, the checkpoints before are as they were. Kept are the `keep_last`
+    newest, this one included, and the newest whose `facts["best"]` is true. A checkpoint of the same step is replaced;
+    those of later steps are left alone.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> with TemporaryDirectory() as run_dir:
+        ...     for step in (1, 2, 3):
+        ...         facts = {"best": step == 1}
+        ...         contents = Contents(step, {"model": {"w": torch.ones(2)}}, facts=facts)
+        ...         folder = commit(Path(run_dir), contents, keep_last=1)
+        ...     sorted(path.name for path in folder.parent.iterdir())
+        ['step-1', 'step-3']
+
+    Raises:
+        CheckpointNotWritten: the disk is full, can't be written or fails otherwise; no litter is left if that can be.
+        ValueError: `keep_last` below 1, or contents that no file can hold.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} is not allowed; give 1 or more")
+    disk = disk or Disk()
+    folder = step_folder(run_dir, contents.step)
+    state = _state(contents)
+    try:
+        clean(run_dir)
+        _make_parent(run_dir, disk)
+        check_room(folder.parent, bytes_of(contents) + len(state), "it", disk)
+        _write(folder, contents, state, disk)
+        with suppress(OSError):  # this checkpoint is safe; the next commit tries again
+            _prune(run_dir, contents.step, keep_last, disk)
+    except (OSError, BenchError) as error:
+        reason = f"{error.strerror or error}" if isinstance(error, OSError) else str(error)
+        raise CheckpointNotWritten(
+            f"checkpoint of step {contents.step} can't be written to {str(folder.parent)!r}: {one_line(reason)}; "
+            "those before it are as they were"
+        ) from None
+    return folder
+
+
+def _state(contents: Contents) -> bytes:
+    facts = {**contents.facts, "step": contents.step}
+    data = json.dumps(facts, allow_nan=False, indent=1).encode() + b"\n"
+    if len(data) > STATE_LIMIT:
+        raise ValueError(f"facts take {len(data):,} bytes, more than the {STATE_LIMIT:,} of {STATE}")
+    return data
+
+
+def _make_parent(run_dir: Path, disk: Disk) -> None:
+    parent = run_dir / CHECKPOINTS
+    if not parent.is_dir():
+        disk.make_folder(parent)
+        disk.sync_folder(run_dir)
+        disk.sync_folder(run_dir.parent)
+
+
+def _write(folder: Path, contents: Contents, state: bytes, disk: Disk) -> None:
+    partial = partial_folder(folder)
+    try:
+        disk.make_folder(partial)
+        _fill(partial, contents, state, disk)
+        verify(partial)
+        _put_in_place(partial, folder, disk)
+    except BaseException:
+        # What failed may fail again; the next start removes what is left.
+        with suppress(OSError):
+            clean(folder.parent.parent)
+        raise
+
+
+def _fill(partial: Path, contents: Contents, state: bytes, disk: Disk) -> None:
+    entries = {}
+    for name, data in _files(contents, state):
+        entries[name] = Entry(len(data), hashlib.sha256(data).hexdigest())
+        disk.write_file(partial / name, data)
+    manifest = Manifest(contents.step, contents.facts.get("best") is True, entries)
+    disk.write_file(partial / MANIFEST, compose(manifest))
+    disk.sync_folder(partial)
+
+
+def _files(contents: Contents, state: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of every file, one at a time: a checkpoint may fill much of the memory."""
+    for stem in sorted(contents.tensors.keys() | contents.metadata.keys()):
+        tensors, metadata = contents.tensors.get(stem, {}), contents.metadata.get(stem, {})
+        if tensors or metadata:
+            yield f"{stem}.safetensors", to_bytes(tensors, metadata)
+    yield STATE, state
+
+
+def _put_in_place(partial: Path, folder: Path, disk: Disk) -> None:
+    aside = aside_folder(folder)
+    if folder.exists():
+        # A folder with content can't be overwritten. Until the new one is in place, `clean` puts the old one back.
+        disk.rename(folder, aside)
+    disk.rename(partial, folder)
+    disk.sync_folder(folder.parent)
+    if aside.exists():
+        _remove(aside, disk)
+
+
+def _remove(folder: Path, disk: Disk) -> None:
+    """Remove what is no longer needed; what can't be removed now is litter, which the next commit must remove."""
+    with suppress(OSError):
+        disk.remove(folder)
+
+
+def _prune(run_dir: Path, step: int, keep_last: int, disk: Disk) -> None:
+    """Remove the checkpoints before the one of `step`, which has just been verified, but the best and the last."""
+    before = [number for number in steps(run_dir) if number <= step]
+    kept = {*before[-keep_last:], *_best(run_dir, before)}
+    for number in before:
+        if number not in kept:
+            folder = step_folder(run_dir, number)
+            # Out of sight at once: a checkpoint half removed would look like a broken one.
+            disk.rename(folder, partial_folder(folder))
+            _remove(partial_folder(folder), disk)
+
+
+def _best(run_dir: Path, numbers: list[int]) -> list[int]:
+    for number in reversed(numbers):
+        with suppress(OSError, ValueError):
+            if read_manifest(step_folder(run_dir, number)).best:
+                return [number]
+    return []

@@ -1,0 +1,185 @@
+"""Checkpoints from disk: every byte is checked against the manifest before any of it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+
+from nanogpt_bench.checkpoint import tensor_file
+from nanogpt_bench.checkpoint.bounded_json import parse
+from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, Contents
+from nanogpt_bench.checkpoint.layout import MANIFEST, STATE, step_folder, step_of, steps
+from nanogpt_bench.checkpoint.manifest import LIMIT, Entry, Manifest, decompose
+from nanogpt_bench.errors import one_line
+
+#: bytes hashed at a time
+CHUNK = 1 << 20
+#: bytes of state.json
+STATE_LIMIT = 1 << 25
+
+
+def newest(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return a run's newest checkpoint that verifies, and one line for each newer one that does not, newest first.
+
+    Example:
+        >>> newest(Path("no such run"))
+        (None, [])
+    """
+    skipped: list[str] = []
+    for step in reversed(steps(run_dir)):
+        folder = step_folder(run_dir, step)
+        try:
+            verify(folder)
+        except BrokenCheckpoint as error:
+            skipped.append(str(error))
+        else:
+            return folder, skipped
+    return None, skipped
+
+
+def verify(folder: Path) -> None:
+    """Check that every byte of a checkpoint is the one that was written; takes little memory, whatever its size.
+
+    Raises:
+        BrokenCheckpoint: a file is missing, added, changed, cut off or unreadable, or no checkpoint of ours.
+    """
+    with _named(folder):
+        manifest = read_manifest(folder)
+        for name, entry in manifest.files.items():
+            with _about(name), _opened(folder / name, entry.size) as file:
+                if name == STATE:
+                    _check_state(_whole(file, entry), manifest)
+                else:
+                    _check_tensors(file, entry, folder / name)
+
+
+def read(folder: Path) -> Contents:
+    """Return what a checkpoint holds, parsed from the very bytes that were checked.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> from nanogpt_bench.checkpoint import commit
+        >>> with TemporaryDirectory() as run_dir:
+        ...     folder = commit(Path(run_dir), Contents(3, {"model": {"w": torch.ones(2)}}), keep_last=1)
+        ...     read(folder).tensors
+        {'model': {'w': tensor([1., 1.])}}
+
+    Raises:
+        BrokenCheckpoint: as `verify` does.
+    """
+    with _named(folder):
+        manifest = read_manifest(folder)
+        contents = Contents(manifest.step, {})
+        for name, entry in manifest.files.items():
+            with _about(name), _opened(folder / name, entry.size) as file:
+                data = _whole(file, entry)
+                if name == STATE:
+                    contents.facts = _check_state(data, manifest)
+                    continue
+                stem = name.partition(".")[0]
+                contents.tensors[stem], metadata = tensor_file.from_bytes(data)
+                contents.metadata |= {stem: metadata} if metadata else {}
+        return contents
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a folder's manifest if the folder has exactly its files and is named after its step.
+
+    Raises:
+        ValueError, OSError: it has not.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        raise ValueError("is a symbolic link" if folder.is_symlink() else "is no folder")
+    with _about(MANIFEST), _opened(folder / MANIFEST) as file:
+        manifest = decompose(file.read(LIMIT + 1))
+    with os.scandir(folder) as items:
+        extra = next((item.name for item in items if item.name not in manifest.files and item.name != MANIFEST), None)
+    if extra is not None:
+        raise ValueError(f"{extra[:80]!r} is not in its manifest")
+    if step_of(folder.name) not in (None, manifest.step):
+        raise ValueError(f"it is that of step {manifest.step}")
+    return manifest
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Turn whatever is wrong with a checkpoint into one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{Path(error.filename).name}: " if error.filename else ""
+        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: {what}{error.strerror or error}") from None
+    except MemoryError:
+        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: more than this machine's memory") from None
+    except ValueError as error:
+        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: {one_line(error)}") from None
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+
+
+@contextmanager
+def _opened(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
+    """Open a file, neither through a link nor waiting for a pipe's other end, if it has the size it should have."""
+    if path.is_symlink():
+        raise ValueError("is a symbolic link")
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise ValueError("is no ordinary file")
+        if size is not None and facts.st_size != size:
+            raise ValueError(f"has {facts.st_size:,} bytes, its manifest says {size:,}")
+        yield file
+
+
+def _whole(file: BinaryIO, entry: Entry) -> bytes:
+    if entry.size > _memory():
+        raise ValueError(f"has {entry.size:,} bytes, more than this machine's memory")
+    data = file.read(entry.size)
+    _check_digest(hashlib.sha256(data), entry)
+    return data
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check_digest(digest: Any, entry: Entry) -> None:
+    if digest.hexdigest() != entry.sha256:
+        raise ValueError("does not have the sha256 that its manifest gives")
+
+
+def _check_state(data: bytes, manifest: Manifest) -> dict[str, Any]:
+    facts = parse(data, limit=STATE_LIMIT)
+    if not isinstance(facts, dict) or facts.get("step") != manifest.step:
+        raise ValueError(f"is not that of step {manifest.step}")
+    return facts
+
+
+def _check_tensors(file: BinaryIO, entry: Entry, path: Path) -> None:
+    """Hash a file piece by piece and check that its header fits its length."""
+    data = file.read(CHUNK)
+    digest, begun = hashlib.sha256(data), data
+    while data := file.read(CHUNK):
+        digest.update(data)
+        begun += data if len(begun) < tensor_file.PREFIX + tensor_file.HEADER else b""
+    _check_digest(digest, entry)
+    tensor_file.read_header(begun)
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(one_line(error)) from None

@@ -1,0 +1,159 @@
+"""A checkpoint goes to disk whole, comes back bit for bit, and takes the place of those that are no longer needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanogpt_bench.checkpoint import (
+    BrokenCheckpoint,
+    CheckpointNotWritten,
+    Contents,
+    clean,
+    commit,
+    newest,
+    read,
+    steps,
+    verify,
+)
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.complex64),
+    *(torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def contents(step: int, best: bool = False) -> Contents:
+    """A checkpoint of three small files, the tensors different at every step."""
+    random = torch.Generator().manual_seed(step)
+    weights = {f"blocks.{i}.w": torch.randn(3, 5, generator=random) for i in range(3)}
+    codes = {"w/codes": torch.randint(0, 256, (7,), dtype=torch.uint8, generator=random)}
+    facts = {"best": best, "config": {"seed": 42}, "scalars": [1, 2.5, None, "ü"]}
+    return Contents(step, {"model": weights, "optimizer": codes, "random": {}}, {"model": {"w": "E4M3"}}, facts)
+
+
+def assert_same(found: Contents, wanted: Contents) -> None:
+    assert found.step == wanted.step
+    assert found.facts == {**wanted.facts, "step": wanted.step}
+    assert found.metadata == wanted.metadata
+    assert found.tensors.keys() == {stem for stem, tensors in wanted.tensors.items() if tensors}
+    for stem, tensors in found.tensors.items():
+        assert tensors.keys() == wanted.tensors[stem].keys()
+        for name, tensor in tensors.items():
+            other = wanted.tensors[stem][name]
+            assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+            assert tensor.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
+
+
+def test_what_was_committed_comes_back(tmp_path: Path) -> None:
+    folder = commit(tmp_path, contents(7, best=True), keep_last=2)
+    assert folder == tmp_path / "checkpoints" / "step-7"
+    assert sorted(os.listdir(folder)) == ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert os.listdir(folder.parent) == ["step-7"]
+    verify(folder)
+    assert_same(read(folder), contents(7, best=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_for_bit_and_may_be_written_to(tmp_path: Path, dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2, (64,), dtype=torch.uint8).repeat(4) if dtype is torch.bool else torch.arange(256).byte()
+    tensors = {
+        "filled": bits.view(dtype),
+        "empty": torch.empty(0, 3, dtype=dtype),
+        "scalar": bits.view(dtype)[1].clone(),
+    }
+    wanted = Contents(1, {"model": tensors}, facts={})
+    found = read(commit(tmp_path, wanted, keep_last=1))
+    assert_same(found, wanted)
+    found.tensors["model"]["filled"].zero_()
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        commit(tmp_path, contents(step, best=step in (1, 3)), keep_last=2)
+    assert steps(tmp_path) == [3, 6, 7]
+    commit(tmp_path, contents(8, best=True), keep_last=2)
+    assert steps(tmp_path) == [7, 8]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_and_later_ones_are_left(tmp_path: Path) -> None:
+    for step in (5, 9):
+        commit(tmp_path, contents(step), keep_last=3)
+    other = contents(5)
+    other.facts["seconds"] = 1.5
+    commit(tmp_path, other, keep_last=1)
+    assert steps(tmp_path) == [5, 9]
+    assert read(tmp_path / "checkpoints" / "step-5").facts["seconds"] == 1.5
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-5", "step-9"]
+
+
+def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
+    assert newest(tmp_path) == (None, [])
+    clean(tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(BrokenCheckpoint, match="step-3': is no folder"):
+        verify(tmp_path / "checkpoints" / "step-3")
+
+
+def test_the_newest_that_verifies_is_found_and_the_others_are_named(tmp_path: Path) -> None:
+    for step in (1, 2, 10):
+        commit(tmp_path, contents(step), keep_last=3)
+    folder = tmp_path / "checkpoints"
+    (folder / "step-10" / "model.safetensors").unlink()
+    (folder / "step-2" / "state.json").write_text("{}")
+    found, skipped = newest(tmp_path)
+    assert found == folder / "step-1"
+    assert len(skipped) == 2
+    assert "step-10': model.safetensors: No such file" in skipped[0]
+    assert "step-2': state.json has 2 bytes, its manifest says" in skipped[1]
+
+
+def test_litter_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder = commit(tmp_path, contents(1), keep_last=1).parent
+    for name in (".step-2.partial", ".step-1.aside", "notes"):
+        (folder / name).mkdir()
+        (folder / name / "file").write_text("x")
+    (folder / ".step-3.partial").write_text("a file")
+    clean(tmp_path)
+    assert sorted(os.listdir(folder)) == ["notes", "step-1"]
+
+
+def test_a_checkpoint_that_had_stepped_aside_steps_back(tmp_path: Path) -> None:
+    folder = commit(tmp_path, contents(4), keep_last=1)
+    folder.rename(folder.with_name(".step-4.aside"))
+    assert newest(tmp_path) == (None, [])
+    clean(tmp_path)
+    assert newest(tmp_path) == (folder, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"facts": {"loss": float("nan")}}, "JSON compliant"),
+        ({"facts": {"class": torch.nn.Linear}}, None),
+        ({"tensors": {"model": {"w": torch.ones(4, 6).T}}}, "contiguous"),
+        ({"tensors": {"model": {"w": torch.ones(2).to(torch.float8_e8m0fnu)}}}, "'w' of type 'F8_E8M0'"),
+        ({"tensors": {"model": {"w": torch.ones(2).to_sparse()}}}, "sparse"),
+    ],
+)
+def test_what_no_file_can_hold_is_refused_and_leaves_nothing(
+    tmp_path: Path, change: dict[str, object], words: str | None
+) -> None:
+    bad = contents(3)
+    for key, value in change.items():
+        setattr(bad, key, value)
+    commit(tmp_path, contents(2), keep_last=2)
+    with pytest.raises((ValueError, TypeError), match=words) as caught:
+        commit(tmp_path, bad, keep_last=2)
+    assert not isinstance(caught.value, CheckpointNotWritten)
+    assert os.listdir(tmp_path / "checkpoints") == ["step-2"]
+
+
+def test_at_least_one_must_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_last=0 is not allowed"):
+        commit(tmp_path, contents(1), keep_last=0)
+    assert os.listdir(tmp_path) == []
