@@ -60,7 +60,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 done, 1 the run failed, 2 wrong use, 130 interrupted."""
+    """Run one command line and return its exit code.
+
+    0 done, 1 the run failed, 2 wrong use, 75 ended by a signal and to be gone on with, 130 interrupted for good.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # geoopt scripts one helper at import; nothing a user of this command can change.
     warnings.filterwarnings("ignore", message="`torch.jit.script`")

@@ -17,20 +17,28 @@ from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
+from nanogpt_bench.signals import RESUMABLE, stop_requests
 from nanogpt_bench.train import Progress, run
 
 RUNS = Path("runs")
 
 
 def run_command(config_name: str, name: str | None, overrides: Sequence[str]) -> int:
-    """Train as a configuration file and overrides say; return 0, or 1 when the run failed."""
+    """Train as a configuration file and overrides say; return 0, 1 when the run failed, 75 when a signal ended it."""
     path = find_config(config_name)
     config = resolve(load_config(path, overrides))
     run_dir = RUNS / checked_name(name) if name else free_name(path.stem)
     prepare_default(config.data.dir)
-    with _display(config) as show:
-        summary = run(config, run_dir, on_progress=show)
+    with stop_requests() as stop, _display(config) as show:
+        summary = run(config, run_dir, on_progress=show, stop=stop)
     print(_closing_line(summary, run_dir))
+    return exit_code(summary)
+
+
+def exit_code(summary: dict[str, Any]) -> int:
+    """Return what `run` ends with after a training that left this summary."""
+    if (summary["stop"] or {}).get("kind") == "signal":
+        return RESUMABLE
     return 1 if summary["status"] == "failed" else 0
 
 
@@ -95,11 +103,17 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["status"] == "failed":
         return f"failed: {summary['failure']['message']}; see {run_dir}"
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
+    last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     return (
-        f"{summary['status']}{why} after {summary['steps']} steps: val loss {summary['final_val_loss']:.4f} "
-        f"(best {summary['best_val_loss']:.4f}), {summary['bytes_per_parameter']:.2f} bytes a parameter, "
-        f"{summary['tokens_per_s']:,.0f} tokens/s{_shadow(summary)}; see {run_dir}"
+        f"{summary['status']}{why} after {summary['steps']} steps: val loss {last} (best {best}), "
+        f"{summary['bytes_per_parameter']:.2f} bytes a parameter, "
+        f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
     )
+
+
+def _number(value: float | None, spec: str) -> str:
+    """The number, or a dash where a run that was ended early has none."""
+    return "-" if value is None else format(value, spec)
 
 
 def _shadow(summary: dict[str, Any]) -> str:

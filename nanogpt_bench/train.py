@@ -23,6 +23,7 @@ from nanogpt_bench.observers.build import build_observers, check_monitors
 from nanogpt_bench.outcome import Outcome, Progress
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import to_yaml
+from nanogpt_bench.signals import StopRequest
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import summarize, weight_histograms
 from nanogpt_bench.tracking import check_trackers, start_trackers
@@ -30,11 +31,18 @@ from nanogpt_bench.tracking import check_trackers, start_trackers
 __all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]
 
 
-def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None] | None = None) -> dict[str, Any]:
+def run(
+    config: Config,
+    run_dir: Path,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    stop: StopRequest | None = None,
+) -> dict[str, Any]:
     """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
 
     Steps whose loss or gradient is not finite are skipped; `alerts.nan_patience` of them in a row end the run with
-    status "failed". Ctrl-C writes the summary, then interrupts.
+    status "failed". A `stop` that is asked for ends the run after the step at hand; KeyboardInterrupt writes the
+    summary, then interrupts.
 
     Raises:
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
@@ -47,7 +55,7 @@ def run(config: Config, run_dir: Path, *, on_progress: Callable[[Progress], None
         check_monitors(config)
         trainer = Trainer(config, corpus, device)
         _start_folder(run_dir, config, environment(corpus, config.runtime.threads))
-        return _Run(config, trainer, run_dir, baseline, on_progress).go()
+        return _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest()).go()
 
 
 @contextmanager
@@ -92,8 +100,10 @@ class _Run:
         run_dir: Path,
         baseline: Mapping[int, float],
         on_progress: Callable[[Progress], None] | None,
+        stop: StopRequest,
     ) -> None:
         self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
+        self.stop = stop
         self.outcome = Outcome()
         self.trackers = start_trackers(config, run_dir)
         self.raised: list[Alert] = []
@@ -138,6 +148,12 @@ class _Run:
         self._validate_if_due(step)
         self._write(step)
         self._end_if_asked(step)
+        self._end_if_told(step)
+
+    def _end_if_told(self, step: Step) -> None:
+        """End the run after a step in which a signal came; the last step ends it anyway."""
+        if self.stop.asked and self.outcome.status == "finished" and not step.last:
+            self.outcome.end_early("signal", f"{self.stop.name} after step {step.number}", step.number)
 
     def _skip(self, step: Step, loss: float) -> None:
         outcome, patience = self.outcome, self.config.alerts.nan_patience
@@ -175,6 +191,7 @@ class _Run:
         self._validate(step)
         self.outcome.first_val_loss = step.record.get("val/loss")
         self._write(step)
+        self._end_if_told(step)
 
     def _validate_if_due(self, step: Step) -> None:
         if self.outcome.status == "failed":

@@ -20,12 +20,12 @@ from nanogpt_bench.compare.plan import PlannedRun, choose_rows, longest_first, p
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.signals import RESUMABLE, StopRequest, stop_requests
 
 DEFAULTS = Demonstration()
 SECONDS_BETWEEN_PAGES = 20.0
 # The largest share of one core that goes into rewriting the page: with many long runs it takes seconds.
 PAGE_SHARE = 0.05
-INTERRUPTED = 130
 
 
 def main_compare(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def compare(
 ) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
-    Returns 0, 1 when not one run finished, 130 when interrupted (the report then covers what there is).
+    Returns 0, 1 when not one run finished, 75 when a signal ended it (the report then covers what there is).
 
     Raises:
         BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that is taken.
@@ -97,17 +97,18 @@ def _new_folder(out: Path | None) -> Path:
 def _train(record: Record, *, prepare: bool, workers: int) -> bool:
     """Run everything planned; False when it was interrupted before the end."""
     size = max(1, min(workers, len(record.planned), _cores()))
+    pool = Pool(size)
     # The workers import torch while this process prepares the corpus.
-    with Pool(size) as pool, Board(record.planned, Console(stderr=True)) as board:
+    with pool, Board(record.planned, Console(stderr=True)) as board:
         if prepare:
             _prepare(record.folder, board)
-        try:
-            _follow(record, pool, board)
-        except KeyboardInterrupt:
-            board.say("interrupted: stopping the runs and writing the report over what there is")
-            pool.stop()
-            record.note_interruption()
-            return False
+        with stop_requests(pool.kill) as stop:
+            _follow(record, pool, board, stop)
+            if stop.asked:
+                board.say(f"{stop.name}: stopping the runs and writing the report over what there is")
+                pool.stop(patient=True)
+                record.note_interruption()
+                return False
     return True
 
 
@@ -127,11 +128,13 @@ def _prepare(folder: Path, board: Board) -> None:
         raise
 
 
-def _follow(record: Record, pool: Pool, board: Board) -> None:
-    """Show and record what the pool reports, and rewrite the page every so often."""
+def _follow(record: Record, pool: Pool, board: Board, stop: StopRequest) -> None:
+    """Show and record what the pool reports until a stop is asked for, and rewrite the page every so often."""
     jobs = [_job(record, run) for run in record.planned]
     written, pause = time.monotonic(), SECONDS_BETWEEN_PAGES
     for event in pool.run(jobs, longest_first(record.planned)):
+        if stop.asked:
+            return
         if event.kind == "failed" and event.job is not None:
             record.note_failure(record.planned[event.job], event.data["error"])
         board.show(event)
@@ -152,5 +155,5 @@ def _finish(record: Record, whole: bool) -> int:
     print_results(results, Console())
     print(page, flush=True)
     if not whole:
-        return INTERRUPTED
+        return RESUMABLE
     return 0 if any(run.status == "finished" for result in results for run in result.row.runs) else 1

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+#: after which a worker that has nothing to save, or was left by an error, is killed
 SECONDS_TO_STOP = 10.0
 
 
@@ -70,10 +71,10 @@ class Worker:
         last = f": {lines[-1]}" if lines else ""
         return {"kind": "crash", "message": f"worker process ended with exit code {code}{last}"}
 
-    def close(self, deadline: float) -> None:
-        """Wait for the process until `deadline` (monotonic seconds), then end it."""
+    def close(self, deadline: float | None) -> None:
+        """Wait for the process, until `deadline` (monotonic seconds) if there is one, then end it."""
         try:
-            self.process.wait(max(0.0, deadline - time.monotonic()))
+            self.process.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -104,14 +105,22 @@ class Pool:
     ) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        """Tell every worker to end, its run writing down what it has, and wait until all are gone."""
+    def stop(self, *, patient: bool = False) -> None:
+        """Tell every worker to end, its run writing down what it has, and wait until all are gone.
+
+        However long that takes if `patient`: a step may take minutes, and its checkpoint is worth them.
+        """
         for worker in self._workers:
             worker.process.terminate()
-        deadline = time.monotonic() + SECONDS_TO_STOP
+        deadline = None if patient else time.monotonic() + SECONDS_TO_STOP
         for worker in self._workers:
             worker.close(deadline)
         self._workers = []
+
+    def kill(self) -> None:
+        """End every worker at once."""
+        for worker in self._workers:
+            worker.process.kill()
 
     def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
         """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s.

@@ -19,11 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from nanogpt_bench.signals import RESUMABLE, stop_requests_once
+
 SECONDS_BETWEEN_REPORTS = 0.4
 
 
 def main() -> int:
-    """Serve jobs until standard input closes; 130 when told to stop."""
+    """Serve jobs until standard input closes; 75 when told to stop, once the run at hand has been put by."""
     answers = _take_stdout()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, _stop)
@@ -34,7 +36,7 @@ def main() -> int:
         for line in sys.stdin:
             _serve(json.loads(line), answers)
     except KeyboardInterrupt:
-        return 130
+        return RESUMABLE
     return 0
 
 
@@ -46,7 +48,7 @@ def _take_stdout() -> TextIO:
 
 
 def _stop(*_: Any) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the run is writing its summary now
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come twice: from the parent, and to the whole group
     raise KeyboardInterrupt
 
 
@@ -57,7 +59,10 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
 
     sys.argv = job["argv"]  # the command that environment.json records is the one that was typed
     try:
-        run(build_config(job["settings"]), Path(job["run_dir"]), on_progress=_reporter(answers))
+        with stop_requests_once() as stop:
+            run(build_config(job["settings"]), Path(job["run_dir"]), on_progress=_reporter(answers), stop=stop)
+        if stop.asked:
+            raise KeyboardInterrupt
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever it is, it ends this row and not the others

@@ -11,14 +11,13 @@ from rich.console import Console
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.config import DEFAULT_DATA_DIR
 from nanogpt_bench.run_command import prepare_default
+from nanogpt_bench.signals import RESUMABLE
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session
-
-INTERRUPTED = 130
 
 
 def main_sweep(args: argparse.Namespace) -> int:
@@ -33,7 +32,7 @@ def main_sweep(args: argparse.Namespace) -> int:
 def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """Train every point of the file and report; the last line is the report's path.
 
-    Returns 0, 1 when not one run finished, 130 when interrupted (the report then covers what there is).
+    Returns 0, 1 when not one run finished, 75 when a signal ended it (the report then covers what there is).
 
     Raises:
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.
@@ -98,5 +97,5 @@ def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
         print(table)
     print(page, flush=True)
     if not whole:
-        return INTERRUPTED
+        return RESUMABLE
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.pool import Event, Pool
+from nanogpt_bench.signals import StopRequest, stop_requests
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
 
@@ -64,22 +65,22 @@ class Session:
         self._written, self._pause = time.monotonic(), SECONDS_BETWEEN_PAGES
 
     def train(self, planned: Iterable[PlannedPoint], on_end: OnEnd = nothing_follows) -> bool:
-        """Train the runs and those that follow from them; False when it was interrupted before the end."""
+        """Train the runs and those that follow from them; False when a signal ended it before."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         self._record.write_manifest()
         if not todo:
             return True
         size, self._threads = divide(self._workers, len(todo), threads_asked(todo))
         todo.sort(key=lambda run: -run.cost)  # so that no long run is left for the end
-        with Pool(size, self._threads) as pool, self._board:
+        pool = Pool(size, self._threads)
+        with pool, self._board, stop_requests(pool.kill) as stop:
             self._announce(len(todo), size)
             for run in todo:
                 self._enqueue(run)
-            try:
-                self._follow(pool, on_end)
-            except KeyboardInterrupt:
-                self._board.say("interrupted: stopping the runs; the same command goes on from here")
-                pool.stop()
+            self._follow(pool, on_end, stop)
+            if stop.asked:
+                self._board.say(f"{stop.name}: stopping the runs; the same command goes on from here")
+                pool.stop(patient=True)
                 self._record.interrupt()
                 return False
         return True
@@ -102,8 +103,10 @@ class Session:
         self._board.add(f"{run.label} · seed {run.seed}")
         self._waiting.append(len(self._jobs) - 1)
 
-    def _follow(self, pool: Pool, on_end: OnEnd) -> None:
+    def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
         for event in pool.run(self._jobs, self._waiting):
+            if stop.asked:
+                return
             self._board.show(self._judged(event))
             if event.job is not None and event.kind in ("done", "failed"):
                 self._end(event, self._runs[event.job], on_end)

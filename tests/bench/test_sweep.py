@@ -485,7 +485,7 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    assert process.returncode == 130, stderr
+    assert process.returncode == 75, stderr
     assert stdout.strip().splitlines()[-1] == str(Path("out") / "report.html")
     runs = runs_of(Path("out"))
     assert (runs[short]["ended"], runs[short]["status"]) == (True, "finished")

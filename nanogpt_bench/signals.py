@@ -1,0 +1,94 @@
+"""SIGTERM and SIGINT: the first asks a command to stop where nothing is lost, the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+#: exit code of a command that a signal ended and that goes on from there when it is started again
+RESUMABLE = 75
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: signals that come within this time are one request: some wrappers signal a process and then its whole group
+SAME_REQUEST_SECONDS = 0.1
+
+
+class StopRequest:
+    """What a signal asked for; whoever works looks at it where stopping loses nothing."""
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+        self._at = 0.0
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._signal is not None
+
+    @property
+    def name(self) -> str:
+        """The name of the first signal, "" before one has come.
+
+        >>> request = StopRequest()
+        >>> request.note(signal.SIGTERM), request.note(signal.SIGINT), request.name
+        (True, False, 'SIGTERM')
+        """
+        return "" if self._signal is None else self._signal.name
+
+    def note(self, number: int) -> bool:
+        """Take a signal in; False for one that comes after the request, and is no repetition of it."""
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._at = signal.Signals(number), now
+            return True
+        return now - self._at < SAME_REQUEST_SECONDS
+
+
+@contextmanager
+def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[StopRequest]:
+    """Turn the first SIGTERM or SIGINT into a request, the second into `before_exit` and exit code 128 + its number.
+
+    What was handled how is restored on leaving. Outside of the main thread, where Python lets nobody handle signals,
+    no request ever comes.
+    """
+    request = StopRequest()
+
+    def handle(number: int, _: Any) -> None:
+        if not request.note(number):
+            before_exit()
+            os._exit(128 + number)  # no clean-up: what is whole on disk stays so, and nothing may hold the exit up
+
+    with _handling(handle):
+        yield request
+
+
+@contextmanager
+def stop_requests_once() -> Iterator[StopRequest]:
+    """Turn the first SIGTERM into a request and ignore those that follow; SIGINT stays as it is handled.
+
+    For a process whose parent answers for it: it may be told to stop twice, by its parent and as one of a group.
+    """
+    request = StopRequest()
+
+    def handle(number: int, _: Any) -> None:
+        request.note(number)
+
+    with _handling(handle, (signal.SIGTERM,)):
+        yield request
+
+
+@contextmanager
+def _handling(handle: Callable[[int, Any], None], numbers: tuple[signal.Signals, ...] = SIGNALS) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -1,0 +1,90 @@
+"""Requests to stop: what a signal becomes, and what is restored afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from nanogpt_bench.signals import SAME_REQUEST_SECONDS, stop_requests, stop_requests_once
+
+
+def exit_code_of(child: Callable[[], None]) -> int:
+    """Fork, run `child`, and return what the process ended with: 0 if it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+            os._exit(0)
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_a_request_and_handlers_are_restored(number: signal.Signals) -> None:
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    with stop_requests() as stop:
+        assert not stop.asked
+        signal.raise_signal(number)
+        assert stop.asked
+        assert stop.name == number.name
+    assert {one: signal.getsignal(one) for one in before} == before
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_signal_exits_at_once_with_128_and_its_number(first: signal.Signals, second: signal.Signals) -> None:
+    done, said = os.pipe()
+
+    def child() -> None:
+        try:
+            with stop_requests(lambda: os.write(said, b"x")):
+                signal.raise_signal(first)
+                time.sleep(SAME_REQUEST_SECONDS * 1.5)
+                signal.raise_signal(second)
+        finally:
+            os.write(said, b"cleaned up")
+
+    assert exit_code_of(child) == 128 + second
+    os.close(said)
+    with os.fdopen(done, "rb") as pipe:
+        assert pipe.read() == b"x"
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
+    """As from `timeout`, which signals its child and then the group."""
+
+    def child() -> None:
+        with stop_requests() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.name == "SIGTERM"
+
+    assert exit_code_of(child) == 0
+
+
+def test_a_worker_takes_any_number_of_signals_as_one_request() -> None:
+    with stop_requests_once() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(SAME_REQUEST_SECONDS * 1.5)
+    assert stop.asked
+
+
+def test_outside_of_the_main_thread_nothing_is_handled() -> None:
+    before, asked = signal.getsignal(signal.SIGTERM), list[bool]()
+
+    def work() -> None:
+        with stop_requests() as stop:
+            assert signal.getsignal(signal.SIGTERM) is before
+            asked.append(stop.asked)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [False]
