@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from torch import Tensor
 from nanogpt_bench.config import Config
 from nanogpt_bench.digest import sha256
 from nanogpt_bench.errors import BenchError, one_line
-from nanogpt_bench.tokenizers import tokenizer_from_meta
+from nanogpt_bench.tokenizers import MAX_VOCABULARY, tokenizer_from_meta
+from nanogpt_bench.untrusted import read_json
 
 SPLITS = ("train", "val")
 
@@ -78,15 +78,16 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"data.dir {str(folder)!r} has no meta.json; prepare it with: nanogpt-bench prepare stdlib --out {folder}"
         )
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = read_json(path)
         checked = [int(meta["vocab_size"]), meta["tokenizer"]]
         checked += [int(meta["splits"][split][key]) for split in SPLITS for key in ("tokens", "bytes")]
         checked += [meta["splits"][split]["sha256"] for split in SPLITS]
         tokenizer = tokenizer_from_meta(meta)
         checked.append(tokenizer.vocab_size)
+        _check_counts(meta)
     except BenchError as error:
         raise BenchError(f"{str(path)!r}: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BenchError(f"{str(path)!r} is damaged ({one_line(error)}); prepare the corpus again") from None
     if tokenizer.vocab_size != int(meta["vocab_size"]):
         raise BenchError(
@@ -94,6 +95,14 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{tokenizer.vocab_size}; prepare the corpus again"
         )
     return dict(meta)
+
+
+def _check_counts(meta: dict[str, Any]) -> None:
+    if not 1 <= int(meta["vocab_size"]) <= MAX_VOCABULARY:
+        raise ValueError(f"vocab_size {meta['vocab_size']}; 1 to {MAX_VOCABULARY} are allowed")
+    for split in SPLITS:
+        if int(meta["splits"][split]["bytes"]) < 1:
+            raise ValueError(f"splits.{split}.bytes {meta['splits'][split]['bytes']}; at least 1 is needed")
 
 
 def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[np.uint16]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+#: of a word whose nearest spelling is looked for
+LONGEST_WORD = 200
+
 
 class BenchError(ValueError):
     """Something the user asked for can't be done; `str(error)` is one line that says what and how to fix it."""
@@ -16,9 +19,22 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     >>> nearest("train.max_stps", ["train.max_steps", "seed"])
     'train.max_steps'
     """
-    by_folded = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), by_folded, n=1, cutoff=0.6)
+    folded, by_folded = word.lower()[:LONGEST_WORD], {name.lower(): name for name in known}
+    once = next((name for name in by_folded if _one_edit_apart(folded, name)), None)
+    matches = [once] if once else difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
     return by_folded[matches[0]] if matches else None
+
+
+def _one_edit_apart(word: str, other: str) -> bool:
+    """Whether one letter too many, too few or another, or two neighbours swapped, make the one into the other."""
+    short, long = sorted((word, other), key=len)
+    if len(short) < 3 or len(long) - len(short) > 1:
+        return False
+    same = next((place for place, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(short))
+    a, b = short[same:], long[same:]
+    if len(a) < len(b):
+        return a == b[1:]
+    return a[1:] == b[1:] or (a[1::-1] == b[:2] and a[2:] == b[2:])
 
 
 def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:

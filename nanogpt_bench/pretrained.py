@@ -6,7 +6,6 @@ only plain tensors are read.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.hub import hub_file
 from nanogpt_bench.model import GPT, GPTShape
+from nanogpt_bench.untrusted import check_header, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: short names and where they lie on the hub
@@ -74,7 +74,7 @@ def find_checkpoint(name: str) -> Checkpoint:
 
 def _read_config(path: Path, name: str) -> dict[str, Any]:
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_json(path)
     except OSError as error:
         raise BenchError(f"model.init_from: {name!r} has no readable {CONFIG}: {error.strerror or error}") from None
     except ValueError as error:
@@ -116,6 +116,22 @@ def _size(settings: dict[str, Any], key: str, name: str) -> int:
     return value
 
 
+def check_size(name: str) -> None:
+    """Refuse a config.json that speaks of more weights than the file beside it can hold, before they are allocated.
+
+    Raises:
+        BenchError: fewer bytes than weights.
+    """
+    checkpoint = find_checkpoint(name)
+    shape, size = checkpoint.shape, checkpoint.weights.stat().st_size
+    width = shape.n_embd
+    claimed = width * (12 * shape.n_layer * width + shape.vocab_size + shape.block_size)
+    if claimed > size:
+        raise BenchError(
+            f"model.init_from: {CONFIG} of {name!r} speaks of {claimed:,} weights, its {WEIGHTS} has {size:,} bytes"
+        )
+
+
 @torch.no_grad()
 def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
     """Fill a model of the checkpoint's shape with its weights; `tokenizer` is the corpus's, which an error names.
@@ -128,6 +144,7 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
     checkpoint = find_checkpoint(name)
     _check_vocabulary(model.shape, checkpoint, tokenizer)
     try:
+        check_header(checkpoint.weights)
         with safe_open(checkpoint.weights, framework="pt") as file:
             stored = {key.removeprefix("transformer."): key for key in sorted(file.keys()) if not key.endswith(_MASKS)}
             sources = _sources(checkpoint.shape)
@@ -136,7 +153,9 @@ def load_checkpoint(model: GPT, name: str, tokenizer: str) -> None:
                 theirs, transposed = sources[ours]
                 value = file.get_tensor(stored[theirs])
                 _copy(parameter, value.T if transposed else value, ours, f"{theirs!r} of {name!r}")
-    except (SafetensorError, OSError) as error:
+    except BenchError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
         raise BenchError(f"model.init_from: {WEIGHTS} of {name!r} can't be read: {one_line(error)}") from None
 
 

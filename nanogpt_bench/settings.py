@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 import jsonargparse
 import yaml
 
+from nanogpt_bench import untrusted
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
 
@@ -59,10 +60,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = untrusted.read_yaml(path)
     except OSError as error:
         raise BenchError(f"config {str(path)!r} can't be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise BenchError(f"config {str(path)!r} is not YAML: {one_line(error)}") from None
     if loaded is None:
         return {}
@@ -156,7 +157,15 @@ def _is_list(key: str) -> bool:
 
 def _read_entry(mapping: str, text: str) -> Any:
     """Return one entry of a mapping: formats are words, whatever they look like."""
-    return text if mapping == "model.formats" else yaml.safe_load(text)
+    return text if mapping == "model.formats" else _yaml(text)
+
+
+def _yaml(text: str) -> Any:
+    """Return what a text says as YAML, the text itself where it says nothing."""
+    try:
+        return untrusted.parse_yaml(text)
+    except ValueError:
+        return text
 
 
 def _read_value(key: str, text: str) -> Any:
@@ -167,10 +176,7 @@ def _read_value(key: str, text: str) -> Any:
         return None
     if "str" in str(hint) and not _is_mapping(key):
         return text
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    return _yaml(text)
 
 
 def _optional(hint: Any) -> bool:

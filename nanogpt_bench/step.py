@@ -15,7 +15,7 @@ from nanogpt_bench.data import Corpus, batch, eval_batches
 from nanogpt_bench.model import GPT, GPTShape, build_model
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.optimizers import build_optimizer, stiffness_at
-from nanogpt_bench.pretrained import load_checkpoint
+from nanogpt_bench.pretrained import check_size, load_checkpoint
 from nanogpt_bench.schedule import lr_factor
 from nanogpt_bench.surgery import quantize
 from nanogpt_bench.torchao_float8 import train_in_float8
@@ -43,6 +43,8 @@ def initial_model(config: Config, corpus: Corpus) -> GPT:
     Raises:
         BenchError: a checkpoint that does not fit the corpus or the model.
     """
+    if config.model.init_from:
+        check_size(config.model.init_from)
     model = build_model(model_shape(config, corpus.vocab_size), config.model.seed or 0)
     if config.model.init_from:
         load_checkpoint(model, config.model.init_from, str(corpus.meta["tokenizer"]))

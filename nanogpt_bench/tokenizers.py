@@ -137,6 +137,8 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer that wrote a corpus; GPT-2's files are not read yet."""
     if meta["tokenizer"] == "char":
+        if not isinstance(meta["characters"], str):
+            raise TypeError(f"characters of {type(meta['characters']).__name__}; a text is needed")
         return CharTokenizer(meta["characters"])
     if meta["tokenizer"] == "gpt2":
         return Gpt2Tokenizer()

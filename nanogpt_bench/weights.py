@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.untrusted import check_header
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
@@ -34,6 +35,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     own = model.state_dict()
     try:
+        check_header(path)
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
             state = fm.unflatten_state_dict(tensors, file.metadata(), like=own)

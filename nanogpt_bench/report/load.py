@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,8 +189,13 @@ def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
         if kept and record["step"] <= kept[-1]["step"]:
             notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
         else:
-            kept.append(record)
+            kept.append(_figures(record))
     return kept
+
+
+def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record without what is no single value; its keys, which are those of every other record, held once."""
+    return {sys.intern(key): value for key, value in record.items() if not isinstance(value, dict | list)}
 
 
 def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:

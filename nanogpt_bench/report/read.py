@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import yaml
+from nanogpt_bench import untrusted
+from nanogpt_bench.errors import one_line
+
+#: bytes of a line of JSON; a record of ten thousand figures has half a million
+LONGEST_LINE = 8 * 2**20
+#: above this a step is no whole number any more where numbers are floats
+MOST_STEPS = 2**53
 
 
 def finite(value: Any) -> float | None:
@@ -19,7 +24,10 @@ def finite(value: Any) -> float | None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond the largest float
+        return None
 
 
 def numbers(values: Any) -> tuple[float, ...] | None:
@@ -38,12 +46,11 @@ def numbers(values: Any) -> tuple[float, ...] | None:
 def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     """The mapping in a JSON or YAML file; {} with a note when there is none to be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+        content = (untrusted.read_yaml if path.suffix == ".yaml" else untrusted.read_json)(path, links=False)
     except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}")
         return {}
     if isinstance(content, dict):
@@ -58,28 +65,41 @@ def records(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
     Only the last line can be cut off by an interruption; a damaged line before it is something else.
     """
     try:
-        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    except OSError:
+        file = untrusted.open_file(path, links=False)
+    except FileNotFoundError:
         notes.append(f"{path.name} is missing")
         return
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} could not be read: {one_line(error)}")
+        return
     whole = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        record = _record(line)
-        if record is not None:
-            whole += 1
-            yield number, record
-        elif number == len(lines):
-            notes.append(f"{path.name}: the last line is cut off; the {whole} whole records were read")
-        else:
-            notes.append(f"{path.name}: line {number} is not a record with a step and was left out")
+    with file:
+        for number, line in enumerate(_lines(file), start=1):
+            if not line.strip():
+                continue
+            record = _record(line)
+            if record is not None:
+                whole += 1
+                yield number, record
+            elif not line.endswith(b"\n"):
+                notes.append(f"{path.name}: the last line is cut off; the {whole} whole records were read")
+            else:
+                notes.append(f"{path.name}: line {number} is not a record with a step and was left out")
 
 
-def _record(line: str) -> dict[str, Any] | None:
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one longer than any that is read, an empty one."""
+    while line := file.readline(LONGEST_LINE):
+        too_long = len(line) == LONGEST_LINE and not line.endswith(b"\n")
+        while len(line) == LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE)
+        yield b"?\n" if too_long else line
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = untrusted.parse_json(line.decode("utf-8", errors="replace"))
     except ValueError:
         return None
-    whole = isinstance(record, dict) and finite(record.get("step")) is not None
-    return record if whole else None
+    step = finite(record.get("step")) if isinstance(record, dict) else None
+    return record if step is not None and 0 <= step <= MOST_STEPS else None

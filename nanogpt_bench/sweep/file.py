@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-
+from nanogpt_bench import untrusted
 from nanogpt_bench.config import allowed
 from nanogpt_bench.errors import BenchError, one_line, unknown
 from nanogpt_bench.settings import bounds, inside, parse_overrides, read_yaml
@@ -117,10 +116,10 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = untrusted.read_yaml(path)
     except OSError as error:
         raise BenchError(f"sweep file {str(path)!r} can't be read: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise BenchError(f"sweep file {str(path)!r} is not YAML: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise BenchError(f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}")

@@ -15,6 +15,7 @@ from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.sweep.plan import PlannedPoint
+from nanogpt_bench.untrusted import read_json
 
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"
@@ -51,7 +52,7 @@ class SweepRecord:
                 raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
             return {}
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
+            before = read_json(path, times=8)
             entries, mode = {entry["name"]: entry for entry in before["runs"]}, before["mode"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BenchError(f"{str(path)!r} can't be read ({one_line(error)}); give a new folder with --out") from None
@@ -94,7 +95,7 @@ class SweepRecord:
     def summary(self, run: PlannedPoint) -> dict[str, Any]:
         """The content of the run's summary.json; {} while there is none."""
         try:
-            content = json.loads((self.run_dir(run) / "summary.json").read_text(encoding="utf-8"))
+            content = read_json(self.run_dir(run) / "summary.json", links=False)
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}
