@@ -152,6 +152,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
         "report": _add_report(commands),
+        "verify": _add_verify(commands),
     }
     return parser, parsers
 
@@ -291,6 +292,19 @@ def _add_report(commands: Any) -> Parser:
     return parser
 
 
+def _add_verify(commands: Any) -> Parser:
+    parser: Parser = commands.add_parser(
+        "verify",
+        help="check that run folders are whole",
+        description="Check run folders: every byte of every checkpoint, records of every step, settings and summary.\n"
+        "The exit code is 1 if anything is wrong. What an interruption leaves is noted and nothing wrong.",
+        epilog="examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of run folders")
+    parser.set_defaults(handler=_verify)
+    return parser
+
+
 def _add_thresholds(parser: Parser) -> None:
     """The verdict's thresholds; their defaults are those of `Thresholds`."""
     for option, kind, default, text in (
@@ -333,6 +347,12 @@ def _report(args: argparse.Namespace) -> int:
     from nanogpt_bench.report import main_report
 
     return main_report(args)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from nanogpt_bench.verify import verify_command
+
+    return verify_command(args.runs)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["compare", "--seeds", "0"], ["--seeds", "'0'", ">= 1"]),
         (["compare", "--formats", ","], ["--formats", "','"]),
         (["report"], ["RUNS"]),
+        (["verify"], ["RUN"]),
+        (["verify", "gone"], ["gone", "does not exist"]),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(
@@ -70,7 +72,9 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["profile"], ["report"]])
+@pytest.mark.parametrize(
+    "command", [[], ["prepare"], ["run"], ["compare"], ["sweep"], ["profile"], ["report"], ["verify"]]
+)
 def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([*command, "--help"])
