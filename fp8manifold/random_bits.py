@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK, runs_in_blocks
+from fp8manifold._eager import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 
@@ -141,7 +142,7 @@ def _mix_unsigned(x: NDArray[np.uint32], second: np.uint32, third: np.uint32) ->
         np.multiply(x, np.uint32(multiplier), out=x)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # traced big integers would overflow
+@eager_only  # traced big integers would overflow
 def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
     """Three signed 32-bit round keys from the key words and the high half of a 64-bit position."""
     mixed = _prefix(words[:2])  # a step's parameters share seed and step

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
+from fp8manifold._eager import eager_only
 from fp8manifold.optim._compile import DirectCall, compiled, is_available, next_name
 from fp8manifold.optim._hyper import KEYS
 from fp8manifold.optim._layout import Layout
@@ -63,7 +64,7 @@ class Job:
         return self.variant.moments == "8bit" and bool(self.variant.stores)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code is called as it is
+@eager_only  # compiled code is called as it is
 def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> None:  # noqa: A002  # torch's word
     """Take the step in place.
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold._eager import eager_only
 from fp8manifold.optim._compile import next_name
 from fp8manifold.optim._engine import Ready, key_rows, note_changes, run_eager
 from fp8manifold.optim._finite import squares_sum_up
@@ -159,7 +160,7 @@ class RepeatedStep:
             for group, options, members in zip(groups, self._options, self._members, strict=True)
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code is called as it is
+    @eager_only  # compiled code is called as it is
     def take(self, done: list[int]) -> bool:
         """Take the step, if every gradient and its square are finite; otherwise nothing has changed."""
         torch._foreach_add_(self._steps, 1)

@@ -1,0 +1,56 @@
+"""The common commands: `nox --list` names them; without arguments nox runs what a change has to pass.
+
+Sessions run in the environment that nox was started in, which has the extra `dev`; only `package` makes its own.
+"""
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "tests", "docs"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff, its formatter and mypy."""
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", "fp8manifold")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default tests; arguments after -- go to pytest."""
+    session.run("pytest", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests that take minutes."""
+    session.run("pytest", "-m", "slow", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def reliability(session: nox.Session) -> None:
+    """Every fault, not a sample of them: hours."""
+    session.run("pytest", "tests/reliability", "--full", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site in docs/_build, without a warning, and the code on its pages."""
+    session.run("sphinx-build", "-n", "-W", "--keep-going", "-b", "html", "docs", "docs/_build", env=ONE_THREAD)
+    session.run("pytest", "tests/test_docs.py", env=ONE_THREAD)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Wheel and sdist, each installed into an empty environment and imported there."""
+    session.run("pytest", "-m", "slow", "tests/test_package.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks of speed, one after the other: nothing else should run meanwhile."""
+    for name in ("round_to_grid", "optimizer_step", "linear_forward", "fake_quantized_linear", "harness_overhead"):
+        session.run("python", f"benchmarks/{name}.py", env=ONE_THREAD)

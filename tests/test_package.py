@@ -1,0 +1,137 @@
+"""What pip makes of the project: a wheel and an sdist that install without extras, and a quick import."""
+
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: what `import fp8manifold` may take beyond torch's own import
+SECONDS = 2.0
+#: packages of the extra `bench`, without which the library has to work
+NOT_WITHOUT_EXTRAS = ("jsonargparse", "matplotlib", "plotly", "rich", "yaml")
+WITHOUT_WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script`")
+
+
+def run(command: Sequence[str | Path], cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with nothing but `path` on Python's path beside what is installed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def checked(command: Sequence[str | Path], cwd: Path, path: Path | None = None) -> str:
+    done = run(command, cwd, path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of all modules loaded by a statement in a fresh Python."""
+    code = f"{statement}\nimport sys\nprint(*sorted(sys.modules))"
+    return set(checked([sys.executable, *WITHOUT_WARNINGS, "-c", code], ROOT, ROOT).split())
+
+
+def test_importing_the_library_imports_neither_extras_nor_the_compiler() -> None:
+    loaded = modules_after("import fp8manifold") - modules_after("import torch, geoopt")
+    assert {name for name in loaded if name.split(".")[0] in (*NOT_WITHOUT_EXTRAS, "nanogpt_bench")} == set()
+    assert not {"torch._dynamo", "torch._inductor"} & loaded
+
+
+def import_seconds(statement: str) -> float:
+    """The fastest of three fresh Pythons, in CPU seconds of the process: a busy machine only ever adds."""
+    code = f"import time\nstart = time.process_time()\n{statement}\nprint(time.process_time() - start)"
+    return min(float(checked([sys.executable, "-W", "ignore", "-c", code], ROOT, ROOT)) for _ in range(3))
+
+
+@pytest.mark.slow
+def test_the_import_is_quick() -> None:
+    torch_alone = statistics.fmean(import_seconds("import torch") for _ in range(2))
+    assert import_seconds("import torch, fp8manifold") - torch_alone < SECONDS
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the sdist, and the wheel that is made of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    pytest.importorskip("build", reason="needs the package build (extra dev)")
+    checked([sys.executable, "-m", "build", "--outdir", folder, ROOT], folder)
+    return folder
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+@pytest.mark.slow
+def test_the_sdist_has_everything_and_nothing_else(built: Path) -> None:
+    with tarfile.open(only(built, "*.tar.gz")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for needed in ("fp8manifold/__init__.py", "tests/test_package.py", "examples/geoopt_drop_in.py", "docs/conf.py"):
+        assert needed in names
+    assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "noxfile.py"} <= names
+    assert [name for name in names if name.startswith(("runs/", "data/", "docs/_build", "docs/generated"))] == []
+
+
+@pytest.mark.slow
+def test_the_wheel_has_both_packages_and_no_tests(built: Path) -> None:
+    with zipfile.ZipFile(only(built, "*.whl")) as archive:
+        names = archive.namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"fp8manifold", "nanogpt_bench"}
+    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nanogpt_bench").rglob("*.yaml")}
+    assert shipped | {"fp8manifold/py.typed", "nanogpt_bench/report/page.js"} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
+def test_it_installs_without_extras(built: Path, tmp_path: Path, pattern: str) -> None:
+    """An environment with nothing in it but pip; torch, geoopt and numpy alone are lent by the one the tests run in."""
+    python = empty_environment(tmp_path / "env", tmp_path / "lent")
+    checked([python, "-m", "pip", "install", "-q", "--no-deps", only(built, pattern)], tmp_path)
+    code = (
+        "import fp8manifold as fm, torch\n"
+        "model = fm.quantize_model(torch.nn.Linear(4, 2), 'E4M3', storage='fp8')\n"
+        "optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)\n"
+        "model(torch.ones(3, 4)).sum().backward()\n"
+        "optimizer.step()\n"
+        "print(fm.__file__)"
+    )
+    assert str(tmp_path / "env") in checked([python, *WITHOUT_WARNINGS, "-c", code], tmp_path)
+    bench = run([python.parent / "nanogpt-bench", "compare"], tmp_path)
+    assert bench.returncode == 2
+    assert bench.stderr.count("\n") == 1
+    assert "pip install 'fp8manifold[bench]'" in bench.stderr
+
+
+def empty_environment(folder: Path, lent: Path) -> Path:
+    """Make an environment that sees, of this one, only the core dependencies and theirs; return its Python."""
+    checked([sys.executable, "-m", "venv", folder], folder.parent)
+    lent.mkdir()
+    here = Path(sysconfig.get_paths()["purelib"])
+    for entry in here.iterdir():
+        if needed_by_core(entry.name):
+            (lent / entry.name).symlink_to(entry)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "lent.pth").write_text(str(lent), encoding="utf-8")
+    return folder / "bin" / "python"
+
+
+def needed_by_core(name: str) -> bool:
+    """Whether an entry of site-packages belongs to torch, geoopt, numpy or what those need."""
+    core = ("torch", "geoopt", "numpy", "scipy", "sympy", "mpmath", "jinja2", "markupsafe", "networkx", "fsspec")
+    more = ("filelock", "typing_extensions", "nvidia", "triton", "setuptools", "functorch", "torchgen", "cuda")
+    stem = name.lower().replace("-", "_").partition(".")[0]
+    return any(
+        stem == word or stem.startswith((f"{word}_", f"{word}.")) or name.lower().startswith(f"{word}-")
+        for word in (*core, *more)
+    )
