@@ -1,7 +1,15 @@
-"""geoopt's own RiemannianAdam on weights that are E4M3 numbers, with nearest and with stochastic rounding.
+"""
+geoopt's RiemannianAdam on eight-bit weights
+============================================
 
-A linear regression whose weights have no other copy. The learning rate falls from 4 ULPs a step to 0.04: below half an
-ULP nearest rounding loses every update, and stochastic rounding does not.
+A linear regression whose weights are E4M3 numbers without another copy, stepped by geoopt's own optimizer.  Its
+learning rate falls from 4 ULPs a step to 0.04: below half an ULP nearest rounding loses every update, and stochastic
+rounding does not.
+
+Expected output::
+
+       nearest: loss 52.349 -> 6.7399
+    stochastic: loss 52.349 -> 0.6801
 """
 
 import geoopt

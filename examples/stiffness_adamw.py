@@ -1,4 +1,16 @@
-"""StiffnessAdamW on a small network whose layers live in one byte a weight, beside AdamW on float32 weights."""
+"""
+StiffnessAdamW in AdamW's place
+===============================
+
+A small network learns y = sin(2 pi x): AdamW on float32 weights, and StiffnessAdamW on layers that live in one byte a
+weight, with nearest and with stochastic rounding.  The figures are mean squared errors.
+
+Expected output::
+
+    float32, AdamW:                    0.00023
+    E4M3, StiffnessAdamW, nearest:     0.11650
+    E4M3, StiffnessAdamW, stochastic:  0.00427
+"""
 
 import math
 

@@ -1,0 +1,74 @@
+"""Every example runs, prints what its docstring says, and shows what it is there to show."""
+
+import ast
+import importlib
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+NUMBER = re.compile(r"\d+\.\d+")
+Claim = Callable[[list[float]], bool]
+
+
+# what has to be so on every machine, of the decimal figures in the order they are printed
+CLAIMS: dict[str, Claim] = {
+    "geoopt_drop_in": lambda n: n[3] < 2 and n[1] > 2 * n[3],
+    "stiffness_adamw": lambda n: n[0] < n[2] < 0.02 and n[1] > 2 * n[2],
+    "digits_one_byte": lambda n: min(n[0], n[2], n[4]) > 0.94 and n[5] < 3.2 and n[3] < 9.2,
+    "custom_format": lambda n: n[6] < n[8] < n[4] and max(n[5], n[7], n[9]) < 0.05,
+    "custom_writeback": lambda n: n[5] < 0.25 * n[1],
+    "wrap_any_optimizer": lambda n: all(n[row + 1] < 0.6 * n[row] for row in (0, 3, 6)),
+    "fisher_nngeometry": lambda n: n[5] < 0.4 and n[5] < n[3],
+    "accelerate_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
+    "finetune_per_layer": lambda n: abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1,
+}
+# packages of extras that an example needs
+NEEDS = {
+    "digits_one_byte": ["sklearn"],
+    "fisher_nngeometry": ["sklearn", "nngeometry"],
+    "accelerate_digits": ["accelerate", "sklearn"],
+    "finetune_per_layer": ["transformers"],
+}
+
+
+def expected(path: Path) -> str:
+    """The output that an example's docstring promises."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert docstring is not None
+    return docstring.split("xpected output::\n\n")[1]
+
+
+def words(text: str) -> list[str]:
+    """The text without its decimal figures and its spacing."""
+    return NUMBER.sub("#", text).split()
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_example_prints_what_it_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for package in NEEDS.get(name, ()):
+        importlib.import_module(package)
+    with torch.random.fork_rng():
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    printed, promised = capsys.readouterr().out, expected(EXAMPLES / f"{name}.py")
+    assert words(printed) == words(promised)
+    figures = [float(figure) for figure in NUMBER.findall(printed)]
+    assert CLAIMS[name](figures), printed
+    # the claim is true of the docstring too, and its figures are about those of this machine
+    stated = [float(figure) for figure in NUMBER.findall(promised)]
+    assert CLAIMS[name](stated)
+    assert figures == pytest.approx(stated, rel=0.5, abs=0.02)
+
+
+def test_every_example_is_covered_short_and_has_a_title() -> None:
+    paths = sorted(EXAMPLES.glob("*.py"))
+    assert {path.stem for path in paths} == CLAIMS.keys()
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 90, path.name
+        assert set(lines[2]) == {"="}, path.name
+        assert len(lines[1]) == len(lines[2]), path.name
