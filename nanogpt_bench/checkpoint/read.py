@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, Contents
 from nanogpt_bench.checkpoint.layout import MANIFEST, STATE, step_folder, step_of, steps
 from nanogpt_bench.checkpoint.manifest import LIMIT, Entry, Manifest, decompose
 from nanogpt_bench.errors import one_line
+from nanogpt_bench.untrusted import open_file
 
 #: bytes hashed at a time
 CHUNK = 1 << 20
@@ -128,26 +128,22 @@ def _about(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{name} {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 @contextmanager
 def _opened(path: Path, size: int | None = None) -> Iterator[BinaryIO]:
-    """Open a file, neither through a link nor waiting for a pipe's other end, if it has the size it should have."""
-    if path.is_symlink():
-        raise ValueError("is a symbolic link")
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise ValueError("is no ordinary file")
-        if size is not None and facts.st_size != size:
-            raise ValueError(f"has {facts.st_size:,} bytes, its manifest says {size:,}")
+    """Open an ordinary file, not through a link, if it has the size it should have and the machine could hold it."""
+    with open_file(path, links=False) as file:
+        found = os.fstat(file.fileno()).st_size
+        if size is not None and found != size:
+            raise ValueError(f"has {found:,} bytes, its manifest says {size:,}")
+        if found > _memory():
+            raise ValueError(f"has {found:,} bytes, more than this machine's memory")
         yield file
 
 
 def _whole(file: BinaryIO, entry: Entry) -> bytes:
-    if entry.size > _memory():
-        raise ValueError(f"has {entry.size:,} bytes, more than this machine's memory")
     data = file.read(entry.size)
     _check_digest(hashlib.sha256(data), entry)
     return data

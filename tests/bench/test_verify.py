@@ -79,7 +79,10 @@ def test_a_finished_run_is_whole(folder: Path, capsys: pytest.CaptureFixture[str
         (lambda run: cut(run / "summary.json"), "summary.json can't be read: no JSON"),
         (lambda run: (run / "summary.json").write_text("[]"), "summary.json holds no mapping"),
         (lambda run: change_summary(run, steps=7), "summary.json counts 7 steps, metrics.jsonl ends with 6"),
-        (lambda run: cut(run / "checkpoints/step-4/state.json"), "step-4': state.json has .* bytes, its manifest says"),
+        (
+            lambda run: cut(run / "checkpoints/step-4/state.json"),
+            "step-4': state.json: has .* bytes, its manifest says",
+        ),
         (lambda run: commit(run, Contents(8, {}), keep_last=9), "step-8': metrics.jsonl ends with step 6"),
     ],
 )
@@ -115,5 +118,5 @@ def test_a_folder_of_runs_stands_for_the_runs_in_it(folder: Path, capsys: pytest
     assert main(["verify", str(folder.parent)]) == 1
     output = capsys.readouterr().out
     assert "e4m3: not whole" in output
-    assert "step-6': manifest.json does not end with its own sha256" in output
+    assert "step-6': manifest.json: does not end with its own sha256" in output
     assert "other: whole, steps up to 6, 0 whole checkpoints\n  note: there are no checkpoints\n" in output

@@ -109,7 +109,7 @@ def test_the_newest_that_verifies_is_found_and_the_others_are_named(tmp_path: Pa
     assert found == folder / "step-1"
     assert len(skipped) == 2
     assert "step-10': model.safetensors: No such file" in skipped[0]
-    assert "step-2': state.json has 2 bytes, its manifest says" in skipped[1]
+    assert "step-2': state.json: has 2 bytes, its manifest says" in skipped[1]
 
 
 def test_litter_is_removed_and_nothing_else(tmp_path: Path) -> None:

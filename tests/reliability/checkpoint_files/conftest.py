@@ -1,0 +1,24 @@
+"""Small checkpoints of a made-up run, whole, to be damaged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run folder with whole checkpoints of steps 1 and 2."""
+    from small_checkpoints import small
+
+    from nanogpt_bench.checkpoint import commit
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for step in (1, 2):
+        commit(folder, small(step), keep_last=5)
+    return folder

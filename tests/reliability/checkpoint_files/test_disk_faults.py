@@ -1,0 +1,295 @@
+"""A disk that is full, read-only, missing, slow or lies: one clear line, the checkpoints before whole, no litter."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from small_checkpoints import bytes_in, small
+
+from nanogpt_bench.checkpoint import CheckpointNotWritten, Disk, check_room, clean, commit, newest, verify
+from nanogpt_bench.errors import BenchError
+
+POSITIONS, POSITIONS_IN_FULL = 50, 200
+OPERATIONS = ("make_folder", "write_file", "write", "sync", "sync_folder", "rename", "remove", "free")
+
+
+class FullDisk(Disk):
+    """A disk that takes so many bytes and says that more are free."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def free(self, folder: Path) -> int:
+        return 1 << 40
+
+    def write(self, file: int, data: memoryview) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+class Watched(Disk):
+    """A disk that calls `told` with number, operation and path before each operation."""
+
+    def __init__(self, told: Callable[[int, str, object], None]) -> None:
+        self._told, self._count = told, 0
+
+    def __getattribute__(self, name: str) -> object:
+        method = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return method
+
+        def operation(*arguments: object) -> object:
+            self._told(self._count, name, arguments[0])
+            self._count += 1
+            return method(*arguments)
+
+        return operation
+
+
+def total_bytes(step: int) -> int:
+    return sum(tensor.nbytes for tensors in small(step).tensors.values() for tensor in tensors.values())
+
+
+def spread(length: int, number: int) -> list[int]:
+    return sorted({round(i * (length - 1) / (number - 1)) for i in range(number)})
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def assert_refused(run_dir: Path, words: str, disk: Disk | None = None) -> None:
+    """A third checkpoint can't be written; what was there before is there byte for byte, and nothing else."""
+    before = bytes_in(run_dir)
+    with pytest.raises(CheckpointNotWritten, match=words) as caught:
+        commit(run_dir, small(3), keep_last=1, disk=disk)
+    assert "checkpoint of step 3 can't be written to" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert bytes_in(run_dir) == before
+    assert sorted(os.listdir(run_dir / "checkpoints")) == ["step-1", "step-2"]
+    assert newest(run_dir) == (run_dir / "checkpoints" / "step-2", [])
+
+
+def test_a_disk_full_at_any_byte(run_dir: Path, tmp_path: Path, full: bool, tally: Callable[..., None]) -> None:
+    (tmp_path / "measured").mkdir()
+    folder = commit(tmp_path / "measured", small(3), keep_last=1)
+    size = sum(map(len, bytes_in(folder).values()))
+    positions = spread(size, POSITIONS_IN_FULL if full else POSITIONS)
+    for room in positions:
+        assert_refused(run_dir, "No space left on device", FullDisk(room))
+    commit(run_dir, small(3), keep_last=1, disk=FullDisk(size))
+    assert os.listdir(run_dir / "checkpoints") == ["step-3"]
+    tally("disk full while a checkpoint is written", len(positions), "all refused, those before whole, no litter")
+
+
+def test_a_limit_of_the_file_size(run_dir: Path, tally: Callable[..., None]) -> None:
+    sizes = spread(max(path.stat().st_size for path in (run_dir / "checkpoints" / "step-2").iterdir()), 25)
+    for size in sizes:
+        with file_size_limit(size):
+            assert_refused(run_dir, "File too large")
+    tally("RLIMIT_FSIZE while a checkpoint is written", len(sizes), "all refused, those before whole, no litter")
+
+
+def outcome(run_dir: Path, disk: Disk) -> str | None:
+    """What is said when a third checkpoint is committed; None when it was."""
+    try:
+        commit(run_dir, small(3), keep_last=1, disk=disk)
+    except CheckpointNotWritten as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES, errno.EDQUOT], ids=errno.errorcode.get
+)
+def test_any_operation_may_fail(run_dir: Path, tmp_path: Path, code: int, tally: Callable[..., None]) -> None:
+    operations: list[str] = []
+    shutil.copytree(run_dir, tmp_path / "measured")
+    commit(tmp_path / "measured", small(3), keep_last=1, disk=Watched(lambda n, name, path: operations.append(name)))
+    before = bytes_in(run_dir / "checkpoints" / "step-2")
+    for failing, name in enumerate(operations):
+        with_fault = tmp_path / f"{failing}"
+        shutil.copytree(run_dir, with_fault)
+
+        def fail(number: int, name: str, path: object, failing: int = failing) -> None:
+            if number == failing:
+                raise OSError(code, os.strerror(code))
+
+        said = outcome(with_fault, Watched(fail))
+        assert said is None or os.strerror(code) in said
+        assert said is None or bytes_in(with_fault / "checkpoints" / "step-2") == before, name
+        found, skipped = newest(with_fault)
+        assert (found is not None, skipped) == (True, []), (failing, name)
+        commit(with_fault, small(4), keep_last=1)
+        assert os.listdir(with_fault / "checkpoints") == ["step-4"], (failing, name)
+    tally(f"{errno.errorcode[code]} at an operation of a commit", len(operations), "every operation")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_whenever_it_ends_there_is_a_whole_checkpoint(run_dir: Path, tmp_path: Path, step: int) -> None:
+    """The folder as it is before each operation is what a kill at that moment leaves."""
+    shots = tmp_path / "shots"
+    disk = Watched(lambda number, name, path: shutil.copytree(run_dir, shots / str(number)))
+    before = bytes_in(run_dir / "checkpoints" / "step-2")
+    commit(run_dir, small(step), keep_last=2, disk=disk)
+    for shot in sorted(shots.iterdir()):
+        clean(shot)
+        names = sorted(os.listdir(shot / "checkpoints"))
+        assert set(names) <= {"step-1", "step-2", "step-3"}, shot.name
+        for name in names:
+            verify(shot / "checkpoints" / name)
+        assert bytes_in(shot / "checkpoints" / "step-2") == before or step == 2
+        assert newest(shot)[0] in (shot / "checkpoints" / "step-2", shot / "checkpoints" / "step-3")
+        commit(shot, small(9), keep_last=1)
+        assert os.listdir(shot / "checkpoints") == ["step-9"]
+    assert len(list(shots.iterdir())) > 20
+
+
+def test_a_kill_during_the_first_save_leaves_none_and_no_litter(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    disk = Watched(lambda number, name, path: shutil.copytree(tmp_path / "run", tmp_path / "shots" / str(number)))
+    commit(tmp_path / "run", small(1), keep_last=1, disk=disk)
+    for shot in (tmp_path / "shots").iterdir():
+        clean(shot)
+        found, skipped = newest(shot)
+        assert skipped == []
+        assert found is None or found.name == "step-1"
+        assert bytes_in(shot) == ({} if found is None else bytes_in(tmp_path / "run"))
+
+
+def test_files_are_on_the_disk_before_the_checkpoint_has_its_name(run_dir: Path) -> None:
+    log: list[tuple[str, str]] = []
+    commit(run_dir, small(3), keep_last=9, disk=Watched(lambda n, name, path: log.append((name, str(path)))))
+    names = [name for name, _ in log]
+    rename = names.index("rename")
+    files = [path for name, path in log if name == "write_file"]
+    assert len(files) == 6
+    assert files[-1].endswith("manifest.json")
+    for number, (name, _) in enumerate(log[:rename]):
+        if name == "write_file":
+            following = names[number + 1 : rename]
+            assert "sync" in following[: [*following, "write_file"].index("write_file")]
+    folder = run_dir / "checkpoints"
+    assert log[rename - 2 : rename] == [("sync_folder", f"{folder}/.step-3.partial"), log[rename - 1]]
+    assert log[rename + 1] == ("sync_folder", str(folder))
+
+
+class LyingDisk(Disk):
+    """A disk that says it took everything and takes half."""
+
+    def write(self, file: int, data: memoryview) -> int:
+        os.write(file, data[: len(data) // 2])
+        return len(data)
+
+
+class SlowDisk(Disk):
+    """A disk that takes seven bytes at a time."""
+
+    def write(self, file: int, data: memoryview) -> int:
+        return os.write(file, data[:7])
+
+
+class StuckDisk(Disk):
+    """A disk that takes nothing and says so."""
+
+    def write(self, file: int, data: memoryview) -> int:
+        return 0
+
+
+def test_what_was_not_taken_is_not_believed(run_dir: Path) -> None:
+    assert_refused(run_dir, "bytes, its manifest says|does not end with its own", LyingDisk())
+
+
+def test_a_disk_that_takes_nothing_ends_in_an_error(run_dir: Path) -> None:
+    assert_refused(run_dir, "the system took 0 of", StuckDisk())
+
+
+def test_short_writes_are_gone_on_with(run_dir: Path) -> None:
+    verify(commit(run_dir, small(3), keep_last=1, disk=SlowDisk()))
+
+
+def test_too_little_room_is_said_before_anything_is_written(run_dir: Path) -> None:
+    class SmallDisk(Watched):
+        def free(self, folder: Path) -> int:
+            return 1_000_000
+
+    log: list[str] = []
+    disk = SmallDisk(lambda number, name, path: log.append(name))
+    assert_refused(run_dir, r"it needs 1\.\d MB below .*, 1\.0 MB are free; make room", disk)
+    assert log == ["free"]
+    with pytest.raises(BenchError, match=r"the first checkpoint needs 3\.\d MB below 'gone/run', 1\.0 MB are free"):
+        check_room(Path("gone/run"), 2_000_000, "the first checkpoint", disk)
+
+
+def test_a_run_folder_that_has_gone(run_dir: Path) -> None:
+    shutil.rmtree(run_dir)
+    with pytest.raises(CheckpointNotWritten, match="No such file or directory"):
+        commit(run_dir, small(3), keep_last=1)
+    assert not run_dir.exists()
+
+
+def test_a_file_in_the_place_of_the_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("no folder")
+    with pytest.raises(CheckpointNotWritten, match="File exists"):
+        commit(tmp_path, small(1), keep_last=1)
+    assert bytes_in(tmp_path) == {"checkpoints": b"no folder"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes whatever the permissions are; failing calls stand in")
+def test_a_folder_one_may_not_write_to(run_dir: Path) -> None:
+    (run_dir / "checkpoints").chmod(0o500)
+    assert_refused(run_dir, "Permission denied")
+    (run_dir / "checkpoints").chmod(0o700)
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 64 kB."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_system_that_is_really_full(small_file_system: Path) -> None:
+    disk = FullDisk(1 << 40)  # says that there is room
+    for step in (1, 2):
+        commit(small_file_system, small(step), keep_last=5, disk=disk)
+    before = bytes_in(small_file_system)
+    with pytest.raises(CheckpointNotWritten, match="No space left on device"):
+        commit(small_file_system, small(3, size=8000), keep_last=1, disk=disk)
+    assert bytes_in(small_file_system) == before
+    with pytest.raises(CheckpointNotWritten, match=r"it needs 1\.\d MB below .* 0\.0 MB are free"):
+        commit(small_file_system, small(3), keep_last=1)
+    assert bytes_in(small_file_system) == before
+
+
+def test_a_file_system_that_becomes_read_only(small_file_system: Path) -> None:
+    disk = FullDisk(1 << 40)
+    for step in (1, 2):
+        commit(small_file_system, small(step), keep_last=5, disk=disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_file_system)], check=True)
+    assert_refused(small_file_system, "Read-only file system", disk)
