@@ -4,7 +4,7 @@ from fp8manifold import monitor, ops, optim
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import OperandSpec
 from fp8manifold._scalers import Scale
-from fp8manifold._surgery import dequantize_model, quantize_model
+from fp8manifold._surgery import dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
@@ -39,6 +39,7 @@ __all__ = [
     "ops",
     "optim",
     "quantize_model",
+    "quantize_weight_gradients",
     "random_bits",
     "round_to_grid",
     "storage_scale",

@@ -13,7 +13,7 @@ from fp8manifold.nn import STORAGES, QuantizedLinear, Storage
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["TIED", "Tied", "dequantize_model", "quantize_model"]
+__all__ = ["TIED", "Tied", "dequantize_model", "quantize_model", "quantize_weight_gradients"]
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")
@@ -29,6 +29,7 @@ def quantize_model(
     rounding: Literal["nearest", "stochastic"] = "stochastic",
     seed: int = 0,
     keep_remainder: bool = False,
+    defer_weight_gradients: bool = False,
     tied: Tied = "refuse",
 ) -> nn.Module:
     """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
@@ -47,6 +48,8 @@ def quantize_model(
         granularity: of the weight scales, where a bare format is given.
         headroom, rounding, keep_remainder: as in :class:`QuantizedLinear`.
         seed: the seeds of stored weights and of stochastic rounding derive from it, one a layer.
+        defer_weight_gradients: leave the weights' gradients in float in the backward pass, for
+            :func:`quantize_weight_gradients` to quantise once they have been clipped.
         tied: what to do with a layer whose weight is another module's too, such as an output layer that shares the
             embedding's: ``refuse``, ``untie`` it (it gets a copy, and the embedding stays float) or ``leave`` it as it
             is.  The embedding is never quantised.
@@ -82,7 +85,12 @@ def quantize_model(
         )
     if tied == "leave":
         specs = {name: spec for name, spec in specs.items() if name not in shared}
-    options: dict[str, Any] = {"headroom": headroom, "rounding": rounding, "keep_remainder": keep_remainder}
+    options: dict[str, Any] = {
+        "headroom": headroom,
+        "rounding": rounding,
+        "keep_remainder": keep_remainder,
+        "defer_weight_gradient": defer_weight_gradients,
+    }
     layers: dict[str, nn.Module] = {}
     first_global: QuantizedLinear | None = None
     for index, (name, spec) in enumerate(specs.items()):
@@ -94,6 +102,36 @@ def quantize_model(
             first_global = layer
         layers[name] = layer
     return _replace(model, layers)
+
+
+def quantize_weight_gradients(model: nn.Module) -> None:
+    """Quantise the weight gradients of one backward pass, in a model of ``defer_weight_gradients=True``.
+
+    The order is: backward pass, clipping, this function; with several micro-batches in a step, once for each, and
+    their sum is float32.  A gradient is replaced by its quantised values, in its own dtype, at the scale that the
+    layer's specification gives it; one that holds Inf or NaN becomes NaN as a whole.  Layers that do not defer, whose
+    weights' gradients have no format, or that hold no gradient are left alone.
+
+    Args:
+        model: of :func:`quantize_model`.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+
+    Example:
+        >>> spec = LayerSpec(gradient={"weight": {"format": "E4M3", "scale": 1.0}})
+        >>> model = quantize_model(nn.Sequential(nn.Linear(2, 1)), spec, defer_weight_gradients=True)
+        >>> model(torch.tensor([[900.0, 1.0]])).sum().backward()
+        >>> _ = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        >>> quantize_weight_gradients(model)
+        >>> model[0].weight.grad.tolist()  # 448 at most, had it been quantised before it was clipped
+        [[1.0, 0.001953125]]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.quantize_weight_gradient()
 
 
 def dequantize_model(model: nn.Module) -> nn.Module:

@@ -55,6 +55,8 @@ class QuantizedLinear(nn.Linear):
         rounding: of stored weights: what geoopt's own optimizers round with.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
         keep_remainder: with ``fp8``, keep what rounding the weight left, for a residual to begin with.
+        defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
+            :meth:`quantize_weight_gradient` to quantise once it has been clipped.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
@@ -83,6 +85,7 @@ class QuantizedLinear(nn.Linear):
         rounding: Literal["nearest", "stochastic"] = "stochastic",
         seed: int = 0,
         keep_remainder: bool = False,
+        defer_weight_gradient: bool = False,
         global_with: Self | None = None,
     ) -> None:
         if not isinstance(linear, nn.Linear):
@@ -99,6 +102,7 @@ class QuantizedLinear(nn.Linear):
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
+        self._defers = defer_weight_gradient
         self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
         _check_blocks(self._operands, linear)
         self._take_weight(linear.weight, headroom, rounding, seed)
@@ -122,8 +126,9 @@ class QuantizedLinear(nn.Linear):
         if self.activation_scaler is not None:
             rows = self._rows(input)
             quantized = self._fake_quantized("activation", rows, self.activation_scaler(rows), draw).view(input.shape)
-        backward = [self._rounded(name, draw) for name in OPERANDS[2:]]
-        if not torch.is_grad_enabled() or backward == [None, None]:
+        of_weight = None if self._defers else self._rounded("weight_gradient", draw)
+        backward = self._rounded("activation_gradient", draw), of_weight
+        if not torch.is_grad_enabled() or backward == (None, None):
             return F.linear(quantized, weight, self.bias)
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
@@ -131,15 +136,21 @@ class QuantizedLinear(nn.Linear):
         """What the last forward pass multiplied by in place of its input ``x``: for those who look on."""
         if self.activation_scaler is None:
             return x
-        draw = self._draw() - 1 if self.training else self._draw()
         scale = self.activation_scaler.value
-        return self._fake_quantized("activation", self._rows(x), scale, max(draw, 0)).view(x.shape)
+        return self._fake_quantized("activation", self._rows(x), scale, self._last_draw()).view(x.shape)
 
     def quantized_weight(self) -> Tensor:
         """The weight that the next forward pass multiplies by; differentiable."""
         if self.weight_scaler is None:
             return self.weight
         return self._fake_quantized("weight", self.weight, self.weight_scaler.preview(self.weight), self._draw())
+
+    @torch.no_grad()
+    def quantize_weight_gradient(self) -> None:
+        """Quantise the gradient that the weight holds, of one backward pass, where that was deferred."""
+        rounded, gradient = self._rounded("weight_gradient", self._last_draw()), self.weight.grad
+        if self._defers and rounded is not None and gradient is not None:
+            self.weight.grad = rounded(gradient.float()).to(gradient.dtype)
 
     def weight_scale(self) -> Tensor:
         """The scale of the weight, broadcasting against it; 1 for a weight that is not quantised."""
@@ -221,6 +232,10 @@ class QuantizedLinear(nn.Linear):
         """Number of the next forward pass, where bits are drawn in it."""
         draws = getattr(self, "draws", None)
         return 0 if draws is None else int(draws.item())
+
+    def _last_draw(self) -> int:
+        """Number of the last forward pass."""
+        return max(self._draw() - 1 if self.training else self._draw(), 0)
 
     def _next_draw(self) -> int:
         draw = self._draw()

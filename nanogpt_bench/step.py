@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanogpt_bench.clipping import clipping_of
 from nanogpt_bench.compiled import CompiledLoss
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import Corpus, batch, eval_batches
@@ -61,7 +62,7 @@ class Trainer:
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
-        self._parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._clipping = clipping_of(self.model, self.optimizer, config)
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
 
     @property
@@ -83,8 +84,7 @@ class Trainer:
         lr = self._set_lr(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(step, observers)
-        norm = self._clip()
-        clip = self.config.optimizer.grad_clip
+        norm, clipped = self._clipping.finish()
         finite = math.isfinite(loss) and math.isfinite(norm)
         step.record.update(
             {
@@ -93,7 +93,7 @@ class Trainer:
                 "train/loss": loss,
                 "lr": lr,
                 "grad/norm": norm,
-                "grad/clipped": int(0 < clip < norm),
+                "grad/clipped": int(clipped),
             }
         )
         exponent = stiffness_at(self.config, step.number - 1)
@@ -123,15 +123,13 @@ class Trainer:
             loss = self._loss(tokens, targets) / train.accumulation
             for observer in observers:
                 observer.after_forward(step)
+            self._clipping.before_backward()
             loss.backward()
+            step.clip_factor = self._clipping.after_backward()
             for observer in observers:
                 observer.after_backward(step)
             total += loss.detach()
         return total.item()
-
-    def _clip(self) -> float:
-        clip = self.config.optimizer.grad_clip or math.inf
-        return torch.nn.utils.clip_grad_norm_(self._parameters, clip).item()
 
     def _update(self, step: Step, observers: list[Observer]) -> None:
         for observer in observers:

@@ -33,6 +33,7 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
             granularity=settings.granularity,
             seed=config.seed,
             tied=settings.tied or "refuse",
+            defer_weight_gradients=True,  # see nanogpt_bench.clipping
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:

@@ -26,6 +26,8 @@ class Step:
     micro_step: int = 0
     #: the micro-batch at hand, int64 (batch, time) each; None before the first
     batch: tuple[Tensor, Tensor] | None = None
+    #: what this micro-batch's gradient was multiplied by before that of the weights was quantised
+    clip_factor: float = 1.0
     #: the metrics of this step, written to metrics.jsonl after it
     record: dict[str, float | int | None] = field(default_factory=dict)
     #: distributions of this step, written to histograms.jsonl after it

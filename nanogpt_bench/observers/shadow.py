@@ -87,7 +87,7 @@ class ShadowObserver(Observer):
         with torch.random.fork_rng(devices=forked), torch.autocast(device.type, enabled=False):
             if self._random is not None:
                 _set_random_state(self._random, device)
-            loss = self.model.loss(*step.batch) / step.micro_steps
+            loss = self.model.loss(*step.batch) / step.micro_steps * step.clip_factor
             loss.backward()
 
     @torch.no_grad()

@@ -188,13 +188,13 @@ def test_fisher_without_its_package_is_refused_before_the_run_begins(
 
 
 def test_a_step_that_is_skipped_is_measured_too(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Trainer._clip
+    original = Trainer._accumulate
 
-    def clip(trainer: Trainer) -> float:
-        trainer.model.lm_head.weight.grad[0, 0] = float("nan")
-        return original(trainer)
+    def accumulate(trainer: Trainer, *arguments: Any) -> float:
+        trainer.model.final_norm.weight.register_hook(lambda gradient: gradient * float("nan"))
+        return original(trainer, *arguments)
 
-    monkeypatch.setattr(Trainer, "_clip", clip)
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
     config = tiny(rule="stochastic", model__formats=GRID_FORMATS, monitor__interval=1)
     records = records_of(config, tmp_path / "r")
     assert [record["grad_has_nan"] for record in records[1:]] == [1, 1, 1]

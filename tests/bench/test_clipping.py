@@ -1,0 +1,231 @@
+"""Clipping: before the weights' gradients are quantised, of every micro-batch; of the sum where none is quantised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.clipping import Clipping, ClippingFirst
+from nanogpt_bench.config import Config
+from nanogpt_bench.data import load_corpus
+from nanogpt_bench.observers import Observer, Step
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+Grads = dict[str, Tensor]
+CLIP = 0.02
+SCALES: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"policy": "static"},
+    "delayed": {"policy": "delayed", "history": 2},
+    "fixed": {"scale": 2.0**-24},
+    "global": {"scale": "global"},
+    "block": {"granularity": "block"},
+}
+
+
+class Seen(Observer):
+    """The gradients that the optimizer is given."""
+
+    def __init__(self) -> None:
+        self.gradients: Grads = {}
+
+    def before_step(self, step: Step) -> None:
+        self.gradients = grads_of(step.model)
+
+
+def grads_of(model: Any) -> Grads:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def norm_of(gradients: Grads) -> float:
+    return torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+
+
+def trainer_of(config: Config) -> Trainer:
+    config = resolve(config)
+    return Trainer(config, load_corpus(Path(config.data.dir), config.model.block_size or 0), torch.device("cpu"))
+
+
+def settings_of(weight: dict[str, Any] | None, accumulation: int, clip: float, **more: Any) -> dict[str, Any]:
+    gradient = {"gradient": {"weight": {"format": "E4M3", **weight}}} if weight is not None else {}
+    return {
+        "rule": "master",
+        "train__precision": "float32",
+        "train__accumulation": accumulation,
+        "model__n_embd": 32,
+        "model__formats": {"*": {"weight": "E4M3", **gradient}},
+        "optimizer__grad_clip": clip,
+        **more,
+    }
+
+
+def float_micro_gradients(trainer: Trainer, index: int) -> list[Grads]:
+    """Of every micro-batch of a step, of a model whose weights' gradients have no format; over their number."""
+    found = []
+    for micro_step in range(trainer.config.train.accumulation):
+        trainer.model.zero_grad()
+        tokens, targets = trainer._move(trainer._draw(index, micro_step))
+        (trainer._loss(tokens, targets) / trainer.config.train.accumulation).backward()
+        found.append(grads_of(trainer.model))
+    return found
+
+
+class Oracle:
+    """The definition, in a loop: clip, find the scale, round, add."""
+
+    def __init__(self, kind: str, layers: list[str], accumulation: int) -> None:
+        self.kind, self.layers, self.bound = kind, layers, CLIP / accumulation
+        self.past: dict[str, list[float]] = {layer: [] for layer in layers}
+        self.last_pass = 0.0
+
+    def total(self, micro: list[Grads]) -> Grads:
+        total: Grads = {}
+        for gradients in micro:
+            factor = min(1.0, self.bound / (norm_of(gradients) + 1e-6))
+            clipped = {name: gradient * factor for name, gradient in gradients.items()}
+            for name, value in self.rounded(clipped).items():
+                total[name] = total.get(name, torch.zeros_like(value)) + value
+        return total
+
+    def rounded(self, gradients: Grads) -> Grads:
+        so_far, out = 0.0, dict(gradients)
+        for layer in self.layers:
+            gradient = gradients[f"{layer}.weight"]
+            amax = gradient.abs().max().item()
+            so_far = max(so_far, amax)
+            out[f"{layer}.weight"] = self.round(layer, gradient, amax, so_far)
+            self.past[layer].append(amax)
+        self.last_pass = so_far
+        return out
+
+    def round(self, layer: str, gradient: Tensor, amax: float, so_far: float) -> Tensor:
+        if self.kind == "block":
+            return fm.fake_quantize(gradient, "E4M3", granularity="block")
+        past = self.past[layer]
+        magnitude = {
+            "static": past[0] if past else amax,
+            "delayed": max(past[-2:], default=amax),
+            "fixed": 448 * 2.0**-24,
+            "global": self.last_pass or so_far,
+        }.get(self.kind, amax)
+        return fm.fake_quantize(gradient, "E4M3", scale=magnitude / 448)
+
+
+@pytest.mark.filterwarnings("ignore:a frozen E4M3 scale saturates")
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("kind", SCALES)
+def test_micro_batches_are_clipped_then_quantised_then_added_up(tiny: Tiny, kind: str, accumulation: int) -> None:
+    trainer = trainer_of(tiny(**settings_of(SCALES[kind], accumulation, CLIP)))
+    floats = trainer_of(tiny(**settings_of(None, accumulation, 0.0)))
+    layers = [name for name, module in floats.model.named_modules() if isinstance(module, fm.QuantizedLinear)]
+    oracle, seen = Oracle(kind, layers, accumulation), Seen()
+    for number in (1, 2, 3):
+        floats.model.load_state_dict(trainer.model.state_dict(), strict=False)
+        micro = float_micro_gradients(floats, number - 1)
+        expected = oracle.total(micro)
+        step = trainer.new_step(number, last=False)
+        trainer.train_step(step, [seen])
+        whole = {name: sum(one[name] for one in micro) for name in micro[0]}
+        assert step.record["grad/norm"] == pytest.approx(norm_of(whole), rel=1e-4)
+        assert step.record["grad/clipped"] == 1
+        assert step.clip_factor == pytest.approx(CLIP / accumulation / norm_of(micro[-1]), rel=1e-3)
+        assert norm_of(seen.gradients) < CLIP * 1.05
+        for name, gradient in seen.gradients.items():
+            # float32's own noise may tip a value that lies halfway between two of the format
+            assert (gradient - expected[name]).norm() <= 0.01 * expected[name].norm(), (name, number)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "delayed", "global"])
+def test_what_is_clipped_first_does_not_saturate(tiny: Tiny, kind: str) -> None:
+    """A spike of a million times the gradient passes a scale that does not move with it: clipping takes it away."""
+    scale = {"scale": 2.0**-12} if kind == "fixed" else SCALES[kind]
+    trainer, seen = trainer_of(tiny(**settings_of(scale, 1, 1.0))), Seen()
+    trainer.train_step(trainer.new_step(1, last=False), [seen])
+    calm = trainer._model_loss
+    trainer._model_loss = lambda tokens, targets: calm(tokens, targets) * 1e6
+    step = trainer.new_step(2, last=False)
+    trainer.train_step(step, [seen])
+    assert step.record["grad/norm"] > 1e5
+    assert norm_of(seen.gradients) == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("clip", [CLIP, 0.0])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_without_a_format_for_them_gradients_are_clipped_as_torch_does(
+    tiny: Tiny, accumulation: int, clip: float
+) -> None:
+    trainer, seen = trainer_of(tiny(**settings_of(None, accumulation, clip))), Seen()
+    assert type(trainer._clipping) is Clipping
+    micro = float_micro_gradients(trainer, 0)
+    trainer.model.zero_grad()
+    for name, parameter in trainer.model.named_parameters():
+        for one in micro:
+            parameter.grad = one[name].clone() if parameter.grad is None else parameter.grad.add_(one[name])
+    norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), clip or float("inf")).item()
+    expected = grads_of(trainer.model)
+    step = trainer.new_step(1, last=False)
+    trainer.train_step(step, [seen])
+    assert step.record["grad/norm"] == norm
+    assert step.record["grad/clipped"] == int(clip > 0)
+    assert step.clip_factor == 1.0
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in seen.gradients.items())
+
+
+@pytest.mark.parametrize("clip", [1e6, 0.0])
+def test_unclipped_gradients_are_those_that_the_layers_quantise_themselves(tiny: Tiny, clip: float) -> None:
+    stochastic = {"rounding": "stochastic"}
+    trainer, seen = trainer_of(tiny(**settings_of(stochastic, 2, clip))), Seen()
+    assert type(trainer._clipping) is ClippingFirst
+    itself = trainer_of(tiny(**settings_of(stochastic, 2, clip)))
+    for layer in itself.model.modules():
+        if isinstance(layer, fm.QuantizedLinear):
+            layer._defers = False
+    for micro_step in (0, 1):
+        (itself._loss(*itself._draw(0, micro_step)) / 2).backward()
+    step = trainer.new_step(1, last=False)
+    trainer.train_step(step, [seen])
+    assert step.record["grad/clipped"] == 0
+    for name, gradient in grads_of(itself.model).items():
+        assert (seen.gradients[name] - gradient).norm() <= 1e-3 * gradient.norm()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_is_not_finite_is_seen_and_the_weights_stay(tiny: Tiny, bad: float, accumulation: int) -> None:
+    trainer = trainer_of(tiny(**settings_of(SCALES["delayed"], accumulation, CLIP)))
+    before = trainer.model.lm_head.weight.detach().clone()
+    handle = trainer.model.final_norm.weight.register_hook(lambda gradient: gradient + bad)
+    step = trainer.new_step(1, last=False)
+    trainer.train_step(step, [])
+    assert step.record["grad_has_nan"] == 1
+    assert torch.equal(trainer.model.lm_head.weight, before)
+    handle.remove()
+    step = trainer.new_step(2, last=False)
+    trainer.train_step(step, [])
+    assert step.record["grad_has_nan"] == 0
+    assert step.record["grad/norm"] > 0
+    assert not torch.equal(trainer.model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_shadow_is_compared_at_the_same_clipping(tiny: Tiny, tmp_path: Path, accumulation: int) -> None:
+    """Were it not, a clipped gradient would have no signal beside its difference from the shadow's."""
+    shadow = {"shadow__enabled": True, "shadow__interval": 1, "train__max_steps": 2}
+    config = tiny(
+        **{**settings_of({}, accumulation, CLIP, **shadow), "model__formats": "{'*': {gradient: {weight: E3M4}}}"}
+    )
+    run(config, tmp_path / "r")
+    last = json.loads((tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert last["grad/clipped"] == 1
+    assert last["grad/cosine_min"] > 0.99
+    assert last["grad/quant_snr_db"] > 20
