@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ CLAIMS: dict[str, Claim] = {
     "digits_one_byte": lambda n: min(n[0], n[2], n[4]) > 0.94 and n[5] < 3.2 and n[3] < 9.2,
     "custom_format": lambda n: n[6] < n[8] < n[4] and max(n[5], n[7], n[9]) < 0.05,
     "custom_writeback": lambda n: n[5] < 0.25 * n[1],
+    "read_run_folder": lambda n: n[2] < n[1] < n[0] and all(0 < share < 1 for share in n[3:]),
     "wrap_any_optimizer": lambda n: all(n[row + 1] < 0.6 * n[row] for row in (0, 3, 6)),
     "fisher_nngeometry": lambda n: n[5] < 0.4 and n[5] < n[3],
     "accelerate_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
@@ -33,6 +35,7 @@ NEEDS = {
     "fisher_nngeometry": ["sklearn", "nngeometry"],
     "accelerate_digits": ["accelerate", "sklearn"],
     "finetune_per_layer": ["transformers"],
+    "read_run_folder": ["pandas"],
 }
 
 
@@ -49,9 +52,12 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_example_prints_what_it_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_prints_what_it_says(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for package in NEEDS.get(name, ()):
         importlib.import_module(package)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed, promised = capsys.readouterr().out, expected(EXAMPLES / f"{name}.py")

@@ -1,0 +1,62 @@
+"""
+A run folder in pandas
+======================
+
+A run of ``nanogpt-bench`` leaves a folder of text: a line of ``metrics.jsonl`` for every step, and the totals in
+``summary.json``.  This script makes a short run, or takes the folder that is given to it, and asks pandas how the loss
+went, and what share of the requested updates each layer lost.
+
+Needs the bench and pandas (``pip install 'fp8manifold[bench,examples]'``).  Expected output::
+
+    stochastic, E4M3: finished after 120 steps
+    steps   1 to  40: mean training loss 5.281
+    steps  41 to  80: mean training loss 4.009
+    steps  81 to 120: mean training loss 3.294
+    blocks.0.attn.qkv            0.728 of the updates lost
+    blocks.0.attn.proj           0.705 of the updates lost
+    blocks.0.mlp.fc              0.726 of the updates lost
+    blocks.0.mlp.proj            0.738 of the updates lost
+    lm_head                      0.922 of the updates lost
+"""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pandas as pd
+
+from nanogpt_bench.cli import main as bench
+
+SMALL = "--model.n_layer 1 --model.n_embd 32 --model.n_head 2 --model.block_size 32 --train.max_steps 120"
+
+
+def make_run() -> Path:
+    """Train a tiny GPT in one byte a weight and return its run folder."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert bench(["run", "e4m3.yaml", "--rule", "stochastic", "--name", "small", *SMALL.split()]) == 0
+    return Path("runs/small")
+
+
+def report(run: Path) -> None:
+    """Print what the run says of itself."""
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    print(f"{summary['rule']}, {summary['format']}: {summary['status']} after {summary['steps']} steps")
+    metrics = pd.read_json(run / "metrics.jsonl", lines=True).set_index("step")
+    losses = metrics["train/loss"].dropna()
+    third = -(-len(losses) // 3)
+    for steps, part in losses.groupby((losses.index - 1) // third):
+        print(f"steps {steps * third + 1:>3} to {(steps + 1) * third:>3}: mean training loss {part.mean():.3f}")
+    lost = metrics.filter(regex=r"^stall/update_lost/").mean()
+    for layer, share in lost.items():
+        print(f"{layer.removeprefix('stall/update_lost/'):<26}{share:>8.3f} of the updates lost")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        report(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            report(make_run())
