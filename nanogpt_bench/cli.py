@@ -22,6 +22,8 @@ TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sweep", "profile")
+#: the options of `run` that are no settings
+RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,6 +110,8 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 
     >>> split_overrides(["run", "--seed", "3", "e4m3.yaml", "--name=a"])
     (['run', 'e4m3.yaml', '--name=a'], ['--seed', '3'])
+    >>> split_overrides(["run", "e4m3.yaml", "--resume", "--train.max_seconds", "60"])
+    (['run', 'e4m3.yaml', '--resume'], ['--train.max_seconds', '60'])
     >>> split_overrides(["sweep", "lr.yaml", "--lr-limits", "--train.max_steps", "50"])
     (['sweep', 'lr.yaml', '--lr-limits'], ['--train.max_steps', '50'])
     """
@@ -128,7 +132,7 @@ def _is_setting(command: str, word: str) -> bool:
     option = word.partition("=")[0]
     if not option.startswith("--") or option == "--help":
         return False
-    return option != "--name" if command == "run" else "." in option or option in ("--rule", "--seed")
+    return option not in RUN_OPTIONS if command == "run" else "." in option or option in ("--rule", "--seed")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -210,11 +214,22 @@ def _add_run(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "run",
         help="train one model",
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--section.key VALUE ...]",
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]",
         description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one (see below)")
     parser.add_argument("--name", help="results go to runs/NAME (default: the config's name, numbered)")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest whole checkpoint of runs/NAME (default: the latest run of that config), with the "
+        "same numbers as without the interruption; without a checkpoint, begin",
+    )
+    parser.add_argument(
+        "--allow-config-change",
+        action="store_true",
+        help="--resume: go on with settings or a corpus that change the numbers",
+    )
     parser.set_defaults(handler=_run)
     parser.make_epilog = _run_epilog
     return parser
@@ -327,7 +342,8 @@ def _prepare(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from nanogpt_bench.run_command import run_command
 
-    return run_command(args.config, args.name, args.overrides)
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
+    return run_command(args.config, args.name, args.overrides, **options)
 
 
 def _evaluate(args: argparse.Namespace) -> int:

@@ -266,6 +266,22 @@ class FailureConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
+
+    every: int | None = setting(
+        500,
+        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
+        "the run is always answered with one",
+        minimum=1,
+    )
+    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
+    keep: int = setting(
+        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+    )
+
+
+@dataclass
 class RuntimeConfig:
     """The machine."""
 
@@ -296,5 +312,6 @@ class Config:
     shadow: ShadowConfig = field(default_factory=ShadowConfig)
     alerts: AlertsConfig = field(default_factory=AlertsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

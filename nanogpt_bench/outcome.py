@@ -55,6 +55,11 @@ class Outcome:
         self.status = "stopped"
         self.stop = {"kind": kind, "message": message, "step": step}
 
+    def go_on(self) -> None:
+        """Forget that the run was ended from outside: by the clock, or by a signal."""
+        if self.stop is not None and self.stop["kind"] in ("time", "signal"):
+            self.status, self.stop = "finished", None
+
     def skip(self, step: int) -> None:
         """Count a step that was skipped."""
         self.first_anomaly = self.first_anomaly if self.anomalies else step

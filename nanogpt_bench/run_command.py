@@ -23,14 +23,24 @@ from nanogpt_bench.train import Progress, run
 RUNS = Path("runs")
 
 
-def run_command(config_name: str, name: str | None, overrides: Sequence[str]) -> int:
+def run_command(
+    config_name: str,
+    name: str | None,
+    overrides: Sequence[str],
+    *,
+    resume: bool = False,
+    allow_config_change: bool = False,
+) -> int:
     """Train as a configuration file and overrides say; return 0, 1 when the run failed, 75 when a signal ended it."""
+    if allow_config_change and not resume:
+        raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
     config = resolve(load_config(path, overrides))
-    run_dir = RUNS / checked_name(name) if name else free_name(path.stem)
+    run_dir = RUNS / checked_name(name) if name else (latest_name if resume else free_name)(path.stem)
     prepare_default(config.data.dir)
+    options = {"resume": resume, "allow_config_change": allow_config_change}
     with stop_requests() as stop, _display(config) as show:
-        summary = run(config, run_dir, on_progress=show, stop=stop)
+        summary = run(config, run_dir, on_progress=show, stop=stop, say=_say, **options)
     print(_closing_line(summary, run_dir))
     return exit_code(summary)
 
@@ -60,6 +70,18 @@ def free_name(stem: str) -> Path:
         number += 1
         path = RUNS / f"{stem}-{number}"
     return path
+
+
+def latest_name(stem: str) -> Path:
+    """Return the last of runs/STEM, runs/STEM-2, … that exists, runs/STEM where none does."""
+    path, number = RUNS / stem, 2
+    while (following := RUNS / f"{stem}-{number}").exists():
+        path, number = following, number + 1
+    return path
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def prepare_default(data_dir: str) -> None:

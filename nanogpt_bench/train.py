@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,32 +15,44 @@ from typing import Any
 
 import torch
 
+from nanogpt_bench.checkpoint import Contents, check_room, commit
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import open_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.observers import Alert, Step, baseline_curve
+from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
 from nanogpt_bench.outcome import Outcome, Progress
 from nanogpt_bench.resolve import resolve
+from nanogpt_bench.resume import config_facts, find_checkpoint, remove_output, resumed_environment
+from nanogpt_bench.run_state import capture, expected_bytes, restore
 from nanogpt_bench.settings import to_yaml
 from nanogpt_bench.signals import StopRequest
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import summarize, weight_histograms
-from nanogpt_bench.tracking import check_trackers, start_trackers
+from nanogpt_bench.tracking import Trackers, check_trackers, start_trackers
 
 __all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]
+
+_LOG = logging.getLogger("nanogpt_bench")
 
 
 def run(
     config: Config,
     run_dir: Path,
     *,
+    resume: bool = False,
+    allow_config_change: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     stop: StopRequest | None = None,
+    say: Callable[[str], None] = _LOG.warning,
 ) -> dict[str, Any]:
     """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
+
+    With `resume` the run goes on from the newest checkpoint in `run_dir` that verifies, with the same numbers as if it
+    had never stopped; without a checkpoint it begins. `say` is told what is noticed then: checkpoints that were
+    skipped, settings that differ.
 
     Steps whose loss or gradient is not finite are skipped; `alerts.nan_patience` of them in a row end the run with
     status "failed". A `stop` that is asked for ends the run after the step at hand; KeyboardInterrupt writes the
@@ -46,16 +60,24 @@ def run(
 
     Raises:
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
+            With `resume`, settings that would change the numbers, unless `allow_config_change`.
     """
     config = resolve(config)
     with runtime(config) as device:
         corpus = open_corpus(config)
+        facts = environment(corpus, config.runtime.threads)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
         check_monitors(config)
+        if not resume:
+            _check_folder(run_dir)
         trainer = Trainer(config, corpus, device)
-        _start_folder(run_dir, config, environment(corpus, config.runtime.threads))
-        return _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest()).go()
+        check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
+        found = find_checkpoint(run_dir, config, facts, allow_change=allow_config_change, say=say) if resume else None
+        progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
+        progress.begin(found)
+        del found  # its tensors would be held as long as the run takes
+        return progress.go()
 
 
 @contextmanager
@@ -75,18 +97,21 @@ def runtime(config: Config) -> Iterator[torch.device]:
         torch.set_num_threads(threads)
 
 
-def _start_folder(run_dir: Path, config: Config, facts: dict[str, Any]) -> None:
+def _check_folder(run_dir: Path) -> None:
     if run_dir.exists() and any(run_dir.iterdir()):
-        raise BenchError(f"run folder {str(run_dir)!r} already holds a run; give another --name or remove it")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    write_json(run_dir / "environment.json", facts)
+        raise BenchError(
+            f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
+        )
 
 
 def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
     """Write a JSON file so that a reader sees all of it or none."""
+    _write_whole(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -101,16 +126,69 @@ class _Run:
         baseline: Mapping[int, float],
         on_progress: Callable[[Progress], None] | None,
         stop: StopRequest,
+        environment: dict[str, Any],
     ) -> None:
         self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
-        self.stop = stop
+        self.stop, self.environment = stop, environment
         self.outcome = Outcome()
-        self.trackers = start_trackers(config, run_dir)
+        self.trackers = Trackers([])
         self.raised: list[Alert] = []
         self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
-        self.observers = [*self.watch.all, self.trackers]
+        self.observers: list[Observer] = [*self.watch.all]
         self.started = perf_counter()
         self.last_stall: float | None = None
+        #: the last step that is over, skipped or not; None before the first validation
+        self.done: int | None = None
+
+    def begin(self, found: Contents | None) -> None:
+        """Make the folder ready and start the trackers, at step 0 or where a checkpoint was committed."""
+        earlier: dict[str, Any] = {}
+        if found is None:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            remove_output(self.run_dir)
+        else:
+            self._take_up(found)
+            earlier = found.facts["trackers"]
+        _write_whole(self.run_dir / "config.yaml", to_yaml(self.config))
+        write_json(self.run_dir / "environment.json", self.environment)
+        after = -1 if self.done is None else self.done
+        self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
+        self.observers.append(self.trackers)
+
+    def _take_up(self, found: Contents) -> None:
+        restore(found, self.trainer, self.watch.all)
+        facts = found.facts
+        self.outcome, self.done = Outcome(**facts["outcome"]), found.step
+        self.outcome.go_on()
+        self.last_stall = facts["last_stall"]
+        self.started = perf_counter() - facts["elapsed_s"]
+        self.environment = resumed_environment(found, self.environment)
+        (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
+
+    def save(self, step: Step) -> None:
+        """Commit a checkpoint of the state after a step."""
+        loss, outcome = step.record.get("val/loss"), self.outcome
+        facts = {
+            "config": config_facts(self.config),
+            "environment": self.environment,
+            "trackers": self.trackers.facts,
+            "best": loss is not None and loss == outcome.best_val_loss,
+            "val_loss": loss if loss is not None and math.isfinite(loss) else None,
+            "best_val_loss": outcome.best_val_loss,
+            "outcome": dataclasses.asdict(outcome),
+            "last_stall": self.last_stall,
+            "elapsed_s": perf_counter() - self.started,
+        }
+        contents = capture(step.number, self.trainer, self.watch.all, facts)
+        commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
+
+    def _save_if_due(self, step: Step) -> None:
+        settings, status = self.config.checkpoint, self.outcome.status
+        ends = settings.last and (step.last or status == "stopped")
+        told = (self.outcome.stop or {}).get("kind") == "signal"
+        due = settings.every is not None and step.number % settings.every == 0
+        if status != "failed" and (ends or told or due):
+            self.save(step)
 
     def _tell(self, alert: Alert) -> None:
         self.raised.append(alert)
@@ -118,7 +196,8 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         try:
-            self._first_validation()
+            if self.done is None:
+                self._first_validation()
             self._loop()
         except KeyboardInterrupt:
             self.outcome.status = "stopped"
@@ -131,7 +210,7 @@ class _Run:
         return self._finish()
 
     def _loop(self) -> None:
-        for number in range(1, self.config.train.max_steps + 1):
+        for number in range((self.done or 0) + 1, self.config.train.max_steps + 1):
             if self.outcome.status != "finished":
                 return
             self._one_step(number)
@@ -149,6 +228,8 @@ class _Run:
         self._write(step)
         self._end_if_asked(step)
         self._end_if_told(step)
+        self.done = step.number
+        self._save_if_due(step)
 
     def _end_if_told(self, step: Step) -> None:
         """End the run after a step in which a signal came; the last step ends it anyway."""

@@ -1,7 +1,9 @@
 """Where weights are on the format's manifold, how warped it is there, and how far they have come."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,6 +225,29 @@ class PathTracker:
         self.length += chart_distance(self._last, w, self.format, scale)
         self.displacement = chart_distance(self._start, w, self.format, scale)
         self._last = w.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes: the tensors ``start`` and ``last``, and both distances."""
+        return {
+            "start": self._start,
+            "last": self._last,
+            "length": self.length,
+            "displacement": self.displacement,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was called; the tensors are held, not copied.
+
+        Raises:
+            ValueError: tensors of another shape than those of this tracker.
+        """
+        for name in ("start", "last"):
+            if state[name].shape != self._start.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(state[name].shape)}, but the weights are of {tuple(self._start.shape)}"
+                )
+        self._start, self._last = state["start"], state["last"]
+        self.length, self.displacement = float(state["length"]), float(state["displacement"])
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
 """What a gradient looks like, alone, over time and against that of a float32 shadow."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -252,6 +254,21 @@ class DeadRuns:
         if self.runs is None:
             return 0.0
         return int((self.runs >= self.patience).sum()) / max(self.runs.numel(), 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes: ``runs``, a copy, and ``bound``, which no run is longer than."""
+        return {"runs": None if self.runs is None else self.runs.clone(), "bound": self._bound}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where ``state_dict`` was called; ``runs`` is held, not copied.
+
+        Raises:
+            TypeError: ``runs`` is neither None nor an int16 tensor.
+        """
+        runs = state["runs"]
+        if runs is not None and not (isinstance(runs, Tensor) and runs.dtype == torch.int16):
+            raise TypeError(f"runs must be None or an int16 tensor, not {getattr(runs, 'dtype', type(runs).__name__)}")
+        self.runs, self._bound = runs, int(state["bound"])
 
     def lengths(self) -> Histogram:
         """How many elements have a run of 0, 1, 2-3, 4-7, ... steps at present."""

@@ -6,13 +6,15 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from nanogpt_bench.errors import nearest
 from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.watch_config import AlertsConfig
 
@@ -52,7 +54,7 @@ class AlertObserver(Observer):
         tell: Callable[[Alert], None] = lambda alert: None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self._settings, self._path, self._trend, self._stall = settings, path, trend, stall
+        self._settings, self._lines, self._trend, self._stall = settings, LineFile(path), trend, stall
         self._tell, self._clock = tell, clock
         self._at_most = {**AT_MOST, **settings.at_most}
         self._budgets_given = {**settings.at_most, **settings.at_least}
@@ -76,6 +78,22 @@ class AlertObserver(Observer):
                 hint = f"; did you mean {guess!r}?" if guess else ""
                 _LOG.warning("alerts: the run recorded no %r, which has a budget%s", metric, hint)
 
+    def state(self) -> dict[str, Any]:
+        """Return counts, and cool-downs by their age: the clock of another process begins elsewhere."""
+        return {
+            "bytes": self._lines.length(),
+            "ages": {kind: self._clock() - last for kind, last in self._last.items()},
+            "recorded": sorted(self._recorded),
+            "streak": self._streak,
+            "counts": dict(self.counts),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._lines.cut(state["bytes"])
+        self._last = {kind: self._clock() - age for kind, age in state["ages"].items()}
+        self._recorded, self._streak = set(state["recorded"]), state["streak"]
+        self.counts = Counter(state["counts"])
+
     def _raise(self, alert: Alert) -> None:
         level = str(self._settings.levels.get(alert.kind, alert.level))
         if alert.level == "ERROR" and level != "off":
@@ -85,8 +103,8 @@ class AlertObserver(Observer):
         self._last[alert.kind] = self._clock()
         alert = Alert(**{**asdict(alert), "level": level})
         self.counts[alert.kind] += 1
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(alert), allow_nan=False) + "\n")
+        self._lines.append([json.dumps(asdict(alert), allow_nan=False)])
+        self._lines.close()  # alerts are rare
         self._tell(alert)
 
     def _cooling(self, kind: str) -> bool:

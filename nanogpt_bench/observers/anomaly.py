@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.weights import save_weights
@@ -20,5 +22,11 @@ class AnomalyObserver(Observer):
             return
         self._saved = True
         folder = self._folder / f"step-{step.number}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         save_weights(step.model, folder / "model.safetensors")
+
+    def state(self) -> dict[str, Any]:
+        return {"saved": self._saved}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._saved = state["saved"]

@@ -91,3 +91,10 @@ class Observer:
 
     def close(self) -> None:
         """Called once, however the run ends."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what later figures depend on: what `checkpoint.capture_tree` takes. Called between two steps."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was asked for, before any step; tensors in it are the observer's own from here on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,12 @@ class Bits(Observer):
                 _write(step, kind, layer, fmt, counts)
         self._counts.clear()
         self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return {"ever": self._ever}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._ever = state["ever"]
 
     @torch.no_grad()
     def _weights(self) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:

@@ -95,7 +95,7 @@ def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -
     found: list[Observer | None] = [
         capture if ranges or bits or zones else None,
         UpdateObserver(quantized, storage, consumers) if quantized and consumers else None,
-        *(ranges, bits, gradients, geometry, zones),
+        *(stall, ranges, bits, gradients, geometry, zones),
         AttentionEntropy(trainer.look, monitor.interval) if monitor.attention else None,
         _fisher(config, trainer, shadow) if monitor.fisher else None,
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import geoopt
 import torch
@@ -87,3 +88,10 @@ class Geometry(Observer):
     def written(self, step: Step) -> None:
         if step.due(self.interval):
             self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, path in self._paths.items():
+            path.load_state_dict(state["paths"][name])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -48,6 +51,13 @@ class Gradients(Observer):
     def written(self, step: Step) -> None:
         if step.due(self.interval):
             self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, runs in self._dead.items():
+            runs.load_state_dict(state["dead"][name])
 
     def _measure(self, step: Step, name: str, gradient: torch.Tensor) -> None:
         found = fm.monitor.gradient_figures(gradient)

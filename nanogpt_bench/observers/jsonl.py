@@ -4,45 +4,91 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from nanogpt_bench.errors import BenchError
 from nanogpt_bench.observers.base import Observer, Step
 
 
-class JsonlObserver(Observer):
-    """Appends every step's record to a file and flushes it; a value that is not finite is written as null."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w", encoding="utf-8")
-
-    def written(self, step: Step) -> None:
-        record = {key: _finite(value) for key, value in step.record.items()}
-        self._file.write(json.dumps({"step": step.number, **record}, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class HistogramObserver(Observer):
-    """Appends the distributions of every step that has some to a file; without any there is no file."""
+class LineFile:
+    """A file that grows by whole lines, made with its first one; a run that is taken up cuts it back first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
 
-    def written(self, step: Step) -> None:
-        if not step.histograms:
-            return
+    def append(self, lines: Iterable[str]) -> None:
+        """Add lines; whoever reads the file sees them."""
         if self._file is None:
-            self._file = self._path.open("w", encoding="utf-8")
-        self._file.writelines(json.dumps(histogram, allow_nan=False) + "\n" for histogram in step.histograms)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._file.writelines(line + "\n" for line in lines)
         self._file.flush()
 
+    def length(self) -> int:
+        """Return the bytes written so far, once they are on the disk: a checkpoint must not know of later ones."""
+        if not self._path.exists():
+            return 0
+        with self._path.open("rb") as file:
+            os.fsync(file.fileno())
+        return self._path.stat().st_size
+
+    def cut(self, length: int) -> None:
+        """Drop what came after the first `length` bytes.
+
+        Raises:
+            BenchError: the file is shorter.
+        """
+        self.close()
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < length:
+            raise BenchError(
+                f"{str(self._path)!r} has {size} bytes, {length} when the checkpoint was taken: lines are lost"
+            )
+        if size > length:
+            os.truncate(self._path, length)
+        if size and not length:
+            self._path.unlink()
+
     def close(self) -> None:
+        """Close the file, if it was ever opened."""
         if self._file is not None:
             self._file.close()
+            self._file = None
+
+
+class _LineObserver(Observer):
+    """An observer that writes lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineFile(path)
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def state(self) -> dict[str, Any]:
+        return {"bytes": self._lines.length()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._lines.cut(state["bytes"])
+
+
+class JsonlObserver(_LineObserver):
+    """Appends every step's record to a file and flushes it; a value that is not finite is written as null."""
+
+    def written(self, step: Step) -> None:
+        record = {key: _finite(value) for key, value in step.record.items()}
+        self._lines.append([json.dumps({"step": step.number, **record}, allow_nan=False)])
+
+
+class HistogramObserver(_LineObserver):
+    """Appends the distributions of every step that has some to a file; without any there is no file."""
+
+    def written(self, step: Step) -> None:
+        if step.histograms:
+            self._lines.append(json.dumps(histogram, allow_nan=False) for histogram in step.histograms)
 
 
 def _finite(value: float | int | None) -> float | int | None:

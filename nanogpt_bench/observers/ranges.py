@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,12 @@ class Ranges(Observer):
                 self._measure(of_weight(name, layer, plain(layer.weight)))
         self._seen.clear()
         self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return {"scales": self._scales}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._scales = state["scales"]
 
     @torch.no_grad()
     def _measure(self, operand: Operand) -> None:

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config import ROUNDED
-from nanogpt_bench.observers.base import Step
+from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.layers import forward_weight
 from nanogpt_bench.observers.updates import Update
 
@@ -23,7 +24,7 @@ LOST = "stall/update_lost"
 UNCHANGED = "stall/code_unchanged"
 
 
-class Stall:
+class Stall(Observer):
     """Records the stall every `interval` steps and the rest every `detail` steps: per layer and over all layers."""
 
     def __init__(self, layers: Mapping[str, fm.QuantizedLinear], storage: str, interval: int, detail: int) -> None:
@@ -44,6 +45,15 @@ class Stall:
     def mean(self) -> float | None:
         """Mean over the steps observed, None before the first."""
         return sum(self._seen) / len(self._seen) if self._seen else None
+
+    def state(self) -> dict[str, Any]:
+        start = {name: first.state() for name, first in self._start.items()}
+        return {"seen": torch.tensor(self._seen, dtype=torch.float64), "start": start}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._seen = state["seen"].tolist()
+        for name, first in self._start.items():
+            first.load_state(state["start"][name])
 
     def see(self, step: Step, update: Update) -> None:
         if step.due(self._detail):
@@ -94,6 +104,12 @@ class _Start:
         if scale.shape == self._scale.shape and bool((scale == self._scale).all()):
             return fm.monitor.code_drift(self._codes, layer.weight_codes(), fmt)
         return fm.monitor.chart_distance(self._values(fmt), forward_weight(layer), fmt, scale)
+
+    def state(self) -> dict[str, Any]:
+        return {"codes": self._codes, "scale": self._scale}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._codes, self._scale = state["codes"], state["scale"]
 
     def _values(self, fmt: fm.FloatFormat) -> Tensor:
         return fm.decode(self._codes, fmt) * self._scale

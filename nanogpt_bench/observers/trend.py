@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.observers.base import Observer, Step
@@ -30,6 +31,14 @@ class Smoothed:
         self._sum += SMOOTHING * (value - self._sum)
         self._weight += SMOOTHING * (1 - self._weight)
         return self._sum / self._weight
+
+    def state(self) -> dict[str, Any]:
+        """Return the sum and the weight it is divided by."""
+        return {"sum": self._sum, "weight": self._weight}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` gave."""
+        self._sum, self._weight = state["sum"], state["weight"]
 
 
 def baseline_curve(settings: AlertsConfig) -> Mapping[int, float]:
@@ -73,6 +82,21 @@ class TrendObserver(Observer):
     def flat(self) -> bool:
         """Whether the validation loss has not fallen for long enough."""
         return self.evals_flat >= self._settings.plateau_evals
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "average": self._average.state(),
+            "smoothed": self._smoothed,
+            "best": [self._own_best, self._best_val],
+            "evals": [self.evals_above, self.evals_flat],
+            "excess": self.excess,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._average.load_state(state["average"])
+        self._smoothed, self.excess = state["smoothed"], state["excess"]
+        self._own_best, self._best_val = state["best"]
+        self.evals_above, self.evals_flat = state["evals"]
 
     def written(self, step: Step) -> None:
         loss = step.record.get("train/loss")

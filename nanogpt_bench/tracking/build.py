@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
@@ -29,15 +30,19 @@ def check_trackers(config: Config) -> None:
             raise BenchError(f"tracking.{name} needs {name}; get it with pip install 'fp8manifold[{name}]'")
 
 
-def start_trackers(config: Config, run_dir: Path) -> Trackers:
+def start_trackers(
+    config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None, after: int = -1
+) -> Trackers:
     """Start the trackers asked for and write down in tracking.json how the run is found there.
 
-    One that does not start is reported and left out.
+    One that does not start is reported and left out. `earlier` are the facts that a run which goes on after step
+    `after` had of its trackers: it goes on there.
     """
+    known = earlier or {}
     started, dropped = [], {}
     for name in _wanted(config):
         try:
-            started.append(_STARTERS[name](config, run_dir))
+            started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
     trackers = Trackers(started, dropped)
@@ -53,16 +58,19 @@ def _wanted(config: Config) -> list[str]:
     return [*(["wandb"] if tracking.wandb != "off" else []), *(["tensorboard"] if tracking.tensorboard else [])]
 
 
-def _wandb(config: Config, run_dir: Path) -> Tracker:
+def _wandb(config: Config, run_dir: Path, earlier: Mapping[str, Any], after: int) -> Tracker:
     from nanogpt_bench.tracking.wandb_tracker import WandbTracker
 
-    return WandbTracker(config, run_dir)
+    return WandbTracker(config, run_dir, earlier)
 
 
-def _tensorboard(config: Config, run_dir: Path) -> Tracker:
+def _tensorboard(config: Config, run_dir: Path, earlier: Mapping[str, Any], after: int) -> Tracker:
     from nanogpt_bench.tracking.tensorboard_tracker import TensorBoardTracker
 
-    return TensorBoardTracker(run_dir)
+    return TensorBoardTracker(run_dir, after)
 
 
-_STARTERS: dict[str, Callable[[Config, Path], Tracker]] = {"wandb": _wandb, "tensorboard": _tensorboard}
+_STARTERS: dict[str, Callable[[Config, Path, Mapping[str, Any], int], Tracker]] = {
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+}

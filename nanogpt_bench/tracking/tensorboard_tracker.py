@@ -14,10 +14,10 @@ FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Scalars of every step, alerts as text."""
+    """Scalars of every step, alerts as text; what was written of steps beyond `after` is withdrawn."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._writer: Any = SummaryWriter(str(run_dir / FOLDER))
+    def __init__(self, run_dir: Path, after: int = -1) -> None:
+        self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=after + 1 if after >= 0 else None)
 
     @property
     def facts(self) -> dict[str, Any]:

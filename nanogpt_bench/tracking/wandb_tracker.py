@@ -19,20 +19,23 @@ SECONDS_TO_CONNECT = 30
 class WandbTracker:
     """One W&B run: a `log` call a step, alerts, and the summary at the end.
 
-    An id given to an online run resumes that run, which must exist; offline there is nothing to resume, and the id
-    tells a later `wandb sync` where the steps belong.
+    An id given to an online run, or known from an `earlier` one, resumes that run, which must exist; offline there is
+    nothing to resume, and the id tells a later `wandb sync` where the steps belong. Steps that W&B has already are
+    logged there no second time.
     """
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        tracking = config.tracking
+    def __init__(self, config: Config, run_dir: Path, earlier: Mapping[str, Any] | None = None) -> None:
+        tracking, known = config.tracking, earlier or {}
         mode = _mode(tracking.wandb)
-        resume = {"resume": "must"} if mode == "online" and tracking.wandb_id is not None else {}
+        run_id = tracking.wandb_id or known.get("id")
+        exists = tracking.wandb_id is not None or known.get("mode") == "online"
+        resume = {} if mode != "online" or run_id is None else {"resume": "must" if exists else "allow"}
         self._run: Any = wandb.init(
             dir=str(run_dir),
             project=tracking.wandb_project,
             entity=tracking.wandb_entity,
             name=run_dir.name,
-            id=tracking.wandb_id,
+            id=run_id,
             tags=[*tracking.tags, *([config.rule] if config.rule else [])],
             config=dataclasses.asdict(config),
             mode=mode,

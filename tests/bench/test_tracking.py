@@ -49,7 +49,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Takes the place of TensorBoard."""
     tracker = Recorder()
-    monkeypatch.setitem(build._STARTERS, "tensorboard", lambda config, run_dir: tracker)
+    monkeypatch.setitem(build._STARTERS, "tensorboard", lambda config, run_dir, *earlier: tracker)
     return tracker
 
 
@@ -89,7 +89,7 @@ def test_a_tracker_that_raises_is_reported_once_and_dropped(
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(config: Config, run_dir: Path) -> Recorder:
+    def refuse(config: Config, run_dir: Path, *earlier: object) -> Recorder:
         raise RuntimeError("no network")
 
     monkeypatch.setitem(build._STARTERS, "tensorboard", refuse)

@@ -31,9 +31,9 @@ def without_clock(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in MACHINE} for record in records]
 
 
-def test_a_run_writes_its_five_files_and_the_summary_it_returns(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_run_writes_its_files_and_the_summary_it_returns(tiny: Tiny, tmp_path: Path) -> None:
     summary = run(tiny(monitor__gradients=False, alerts__kurtosis=1e9), tmp_path / "r")
-    names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json"}
+    names = {"config.yaml", "environment.json", "metrics.jsonl", "summary.json", "weights.json", "checkpoints"}
     assert {path.name for path in (tmp_path / "r").iterdir()} == names
     assert json.loads((tmp_path / "r" / "summary.json").read_text()) == summary
     assert (summary["name"], summary["rule"], summary["format"], summary["status"]) == (
