@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from safetensors import SafetensorError
@@ -89,3 +90,6 @@ def _check_tensor(name: str, entry: Any) -> None:
         raise ValueError(f"has a tensor {name[:80]!r} of type {str(dtype)[:20]!r}, which can't be read")
     if not isinstance(shape, list) or len(shape) > DIMENSIONS:
         raise ValueError(f"has a tensor {name[:80]!r} without a shape of at most {DIMENSIONS} dimensions")
+    # torch computes strides of empty tensors too
+    if not all(isinstance(size, int) for size in shape) or prod(max(size, 1) for size in shape) >= 2**63:
+        raise ValueError(f"has a tensor {name[:80]!r} larger than 64 bits can say")
