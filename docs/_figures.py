@@ -5,32 +5,14 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from _format_figures import code_maps, number_lines
+from _looks import EXACT, LOOKS, NEAREST, STOCHASTIC, STYLE
+from _motion_figures import field, geodesic, walk
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import fp8manifold as fm
-
-# Okabe and Ito's colours, told apart under every common colour blindness; each also has a line style of its own.
-LOOKS = {
-    "E1M6": {"color": "#555555", "linestyle": (0, (1, 1.2))},
-    "E3M4": {"color": "#E69F00", "linestyle": (0, (5, 1, 1, 1))},
-    "E4M3": {"color": "#0072B2", "linestyle": "-"},
-    "E5M2": {"color": "#009E73", "linestyle": (0, (6, 2))},
-    "E7M0": {"color": "#D55E00", "linestyle": (0, (3, 1.2))},
-}
-NEAREST, STOCHASTIC, EXACT = "#D55E00", "#0072B2", "#222222"
-STYLE = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "svg.hashsalt": "fp8manifold",
-    "svg.fonttype": "path",
-}
 
 
 def normal_weights(sd: float, n: int = 20_000) -> torch.Tensor:
@@ -201,6 +183,11 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "moving": moving,
     "stalled": stalled,
     "crossing": crossing,
+    "number-lines": number_lines,
+    "code-maps": code_maps,
+    "walk": walk,
+    "geodesic": geodesic,
+    "field": field,
 }
 
 
