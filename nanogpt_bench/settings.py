@@ -80,9 +80,18 @@ def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             if not isinstance(value, dict):
                 raise BenchError(f"{key}: {value!r} is not a section; give its keys, such as {_first_key(key)}")
             yield from flatten(value, f"{key}.")
+        elif key not in FIELDS:
+            raise unknown_key(".".join([key, *_first_path(value)]))
         else:
-            _check_key(key)
             yield key, value
+
+
+def _first_path(value: Any) -> Iterator[str]:
+    """Yield the names that lead to the first setting inside a section."""
+    while isinstance(value, dict) and value:
+        name = next(iter(value))
+        yield str(name)
+        value = value[name]
 
 
 def _first_key(section: str) -> str:
@@ -144,7 +153,9 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
 
 def mapping_above(key: str) -> str | None:
     """Return the mapping setting whose entry `key` names, if it names one."""
-    return next((name for name in FIELDS if _is_mapping(name) and key.startswith(f"{name}.")), None)
+    return next(
+        (name for name in FIELDS if _is_mapping(name) and key.startswith(f"{name}.") and key != f"{name}."), None
+    )
 
 
 def _is_mapping(key: str) -> bool:
@@ -193,6 +204,9 @@ def _parser() -> jsonargparse.ArgumentParser:
 def build_config(values: dict[str, Any]) -> Config:
     """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
     values = {key: _off(key, value) for key, value in values.items()}
+    for key, value in values.items():
+        if value is None and not _optional(FIELDS[key][1]):
+            raise BenchError(f"{key}: null is not allowed; give {_type_name(key)}")
     parser = _parser()
     try:
         parsed = parser.instantiate(parser.parse_object(_nest(values)))

@@ -1,0 +1,178 @@
+"""Every setting, misspelt by one letter, of a wrong type and out of range: refused in one line that names the key."""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.settings import FIELDS, load_config, mapping_above
+from nanogpt_bench.sweep.file import KEYS, read_sweep
+
+LETTERS = string.ascii_lowercase + string.digits + "_.-"
+TYPOS_A_KEY = 16
+
+
+def typos(key: str) -> Iterator[str]:
+    """Every word that one letter too many, too few, another or two swapped make of a key, and that is no key itself."""
+    seen = {key}
+    for place in range(len(key) + 1):
+        head, tail = key[:place], key[place:]
+        made = [head + tail[1:], head + tail[1:2] + tail[:1] + tail[2:]]
+        made += [head + letter + rest for letter in LETTERS for rest in (tail, tail[1:])]
+        for word in made:
+            if word not in seen and word not in FIELDS and not mapping_above(word):
+                seen.add(word)
+                yield word
+
+
+def edits(word: str, other: str) -> int:
+    """Insertions, deletions, replacements and swaps of neighbours from the one to the other, at least."""
+    table = {(i, 0): i for i in range(len(word) + 1)} | {(0, j): j for j in range(len(other) + 1)}
+    for i in range(1, len(word) + 1):
+        for j in range(1, len(other) + 1):
+            other_letter = word[i - 1] != other[j - 1]
+            ways = [table[i - 1, j] + 1, table[i, j - 1] + 1, table[i - 1, j - 1] + other_letter]
+            if i > 1 and j > 1 and word[i - 1] == other[j - 2] and word[i - 2] == other[j - 1]:
+                ways.append(table[i - 2, j - 2] + 1)
+            table[i, j] = min(ways)
+    return table[len(word), len(other)]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """A setting as a file holds it, section by section."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def refusal(arguments: list[str], content: Any = None, path: Path | None = None) -> str:
+    """What is said of overrides or of a file's content, which must be one line."""
+    if path is not None:
+        path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    with pytest.raises(BenchError) as caught:
+        load_config(path, arguments)
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def assert_names_the_nearest(message: str, typo: str, key: str) -> None:
+    """The key meant, or another that is one edit away as well."""
+    named = message.partition("did you mean '")[2].partition("'")[0]
+    assert named == key or (named in FIELDS and edits(named, typo) == 1), f"{typo}: {message}"
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest(
+    tmp_path: Path, full: bool, tally: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, path, count = random.Random(0), tmp_path / "typo.yaml", 0
+    for key in FIELDS:
+        words = list(typos(key))
+        for word in words if full else source.sample(words, TYPOS_A_KEY):
+            assert_names_the_nearest(refusal([f"--{word}", "1"]), word, key)
+            assert_names_the_nearest(refusal([], {word: 1}, path), word, key)
+            count += 2
+        word = source.choice(words)
+        assert_names_the_nearest(refusal([], nested(word, 1), path), word, key)
+        assert main(["run", str(path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        count += 1
+    tally("misspelt config keys refused with the nearest", count, f"{len(FIELDS)} keys")
+
+
+WRONG: dict[type, tuple[Any, ...]] = {
+    bool: ("perhaps", 3, [1], {"a": 1}),
+    int: ("many", 1.5, True, [1], {"a": 1}),
+    float: ("much", True, [1.0], {"a": 1}),
+    str: ([1], {"a": 1}),
+    list: (7, True, {"a": 1}),
+    dict: (7, "word", [1]),
+}
+
+
+def kinds(key: str) -> list[type]:
+    """The types a setting may have."""
+    hint = FIELDS[key][1]
+    return (
+        [getattr(kind, "__origin__", kind) for kind in getattr(hint, "__args__", ()) if kind is not type(None)]
+        if (getattr(hint, "__origin__", None) is None and hasattr(hint, "__args__"))
+        else [getattr(hint, "__origin__", hint)]
+    )
+
+
+def wrong_types(key: str) -> list[Any]:
+    """Values of every other type; null where it is not allowed."""
+    (kind,) = kinds(key)
+    optional = type(None) in getattr(FIELDS[key][1], "__args__", ())
+    return [*WRONG[kind], *([] if optional else [None])]
+
+
+def out_of_range(key: str) -> list[Any]:
+    """Values of the right type just beyond every bound, or that are none of the choices."""
+    (kind,), limits = kinds(key), FIELDS[key][0].metadata
+    if limits["choices"]:
+        return ["no-such-word"] if kind is str else [["no-such-word"]]
+    if kind not in (int, float):
+        return []
+    found = [limits[name] for name in ("above", "below") if limits[name] is not None]
+    found += [limits[name] + sign for name, sign in (("minimum", -1), ("maximum", 1)) if limits[name] is not None]
+    return [kind(value) for value in found] + ([math.nan, math.inf, -math.inf] if kind is float else [])
+
+
+def as_text(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value)) if value == ["no-such-word"] else str(value)
+    return str(value).lower() if isinstance(value, bool) else "{a: 1}" if isinstance(value, dict) else str(value)
+
+
+def typed_wrongly(key: str, value: Any) -> bool:
+    """Whether a value is wrong as a word too: any text is a word, or a list of them, where there are no choices."""
+    (kind,) = kinds(key)
+    return value is not None and kind not in (str, list)
+
+
+@pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in FIELDS}))
+def test_a_wrong_value_is_refused_by_its_key(
+    section: str, tmp_path: Path, full: bool, tally: Callable[..., None]
+) -> None:
+    path, count = tmp_path / "wrong.yaml", 0
+    for key in [key for key in FIELDS if key.partition(".")[0] == section]:
+        types, beyond = wrong_types(key), out_of_range(key)
+        if not full:  # one of each, another for every key
+            turn = random.Random(key)
+            types, beyond = turn.sample(types, 1), turn.sample(beyond, min(1, len(beyond)))
+        for value in [*types, *beyond]:
+            assert key in refusal([], nested(key, value), path)
+            count += 1
+            if value in beyond or typed_wrongly(key, value):
+                assert key in refusal([f"--{key}={as_text(value)}"])
+                count += 1
+    assert count
+    tally(f"wrong values refused by their key, {section}", count)
+
+
+def test_a_misspelt_key_of_a_sweep_file_is_answered_with_the_nearest(
+    tmp_path: Path, full: bool, tally: Callable[..., None]
+) -> None:
+    source, path, count = random.Random(1), tmp_path / "sweep.yaml", 0
+    for key in KEYS:
+        words = [word for word in typos(key) if word not in KEYS and word]
+        for word in words if full else source.sample(words, 8):
+            path.write_text(yaml.safe_dump({word: 1}), encoding="utf-8")
+            with pytest.raises(BenchError) as caught:
+                read_sweep(path)
+            named = str(caught.value).partition("did you mean '")[2].partition("'")[0]
+            assert named == key or edits(named, word) == 1, str(caught.value)
+            count += 1
+    tally("misspelt keys of a sweep file", count)
