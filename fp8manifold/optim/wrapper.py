@@ -30,6 +30,10 @@ class StiffnessWrapper(torch.optim.Optimizer):
     :class:`~fp8manifold.FP8Manifold` is written back to its grid once, after the step; an ordinary parameter has no
     stiffness and takes ``f = scale(t)``.
 
+    An :class:`~fp8manifold.FP8Parameter` holds nothing but numbers of its format, so the wrapped optimizer's own writes
+    are rounded already, as the parameter says (``Delta`` is what is left of them): there ``writeback`` is a second
+    rounding, and does not bring back what a nearest first one has lost.
+
     Args:
         optimizer: any ``torch.optim.Optimizer``; its groups, state and learning rate stay its own.
         scale: a number, or a function of the number of steps taken.
