@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config import Config
@@ -25,7 +25,10 @@ def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Conf
 
 
 class Clipping:
-    """Multiplies the complete gradient so that its norm is `bound` at most; with 0 it is left alone."""
+    """Multiplies the complete gradient so that its norm is `bound` at most; with 0 it is left alone.
+
+    So is a gradient that is not finite: a factor of NaN would hide where it came from.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], bound: float) -> None:
         self._parameters, self._bound = parameters, bound
@@ -39,8 +42,12 @@ class Clipping:
 
     def finish(self) -> tuple[float, bool]:
         """Return the norm that the step's gradient had before it was clipped, and whether it was."""
-        norm = clip_grad_norm_(self._parameters, self._bound or math.inf).item()
-        return norm, 0 < self._bound < norm
+        total = get_total_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        norm = total.item()
+        clipped = 0 < self._bound < norm < math.inf
+        if clipped:
+            clip_grads_with_norm_(self._parameters, self._bound, total)
+        return norm, clipped
 
 
 class ClippingFirst(Clipping):

@@ -33,6 +33,7 @@ PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 SCHEDULES = ("cosine", "trapezoid", "constant")
 #: reasons to end a run before its last step
 STOPS = ("nan", "divergence", "plateau")
+ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
 
@@ -197,6 +198,14 @@ class TrainConfig:
         None, "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed", choices=PRECISIONS
     )
     max_seconds: float | None = setting(None, "stop after this many seconds; null: never", above=0.0)
+    on_anomaly: str = setting(
+        "skip",
+        "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "
+        "alerts.nan_patience of them in a row; stop at the first; rollback: skip, and then go back to the newest "
+        "checkpoint and read on with other batches. Weights or optimizer state that are not finite are never skipped",
+        choices=ANOMALY_POLICIES,
+    )
+    max_rollbacks: int = setting(3, "on_anomaly rollback: times that a run goes back before it fails", minimum=0)
     stop_on: list[str] = field(
         default_factory=lambda: ["nan"],
         metadata=allowed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -63,6 +63,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
+        #: by how many steps the batches are ahead of the steps, after rollbacks
+        self.batches_left_out = 0
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
 
     @property
@@ -139,10 +141,24 @@ class Trainer:
             observer.after_step(step)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        mixed = self.config.train.precision == "bf16-mixed"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed):
+        with self._precision():
             loss: Tensor = self._model_loss(tokens, targets)
         return loss
+
+    def _precision(self) -> Any:
+        mixed = self.config.train.precision == "bf16-mixed"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
+
+    def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
+        with self._precision():
+            loss: Tensor = model.loss(tokens, targets)
+        return loss
+
+    def micro_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches of step `number` (from 1)."""
+        for micro_step in range(self.config.train.accumulation):
+            yield self._move(self._draw(number - 1, micro_step))
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -169,7 +185,7 @@ class Trainer:
 
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
         size, block = self.config.train.batch_size, self.config.model.block_size or 0
-        seed = self.config.data.seed or 0
+        seed, index = self.config.data.seed or 0, index + self.batches_left_out
         return batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
 
     def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:

@@ -37,6 +37,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "status": outcome.status,
         "failure": outcome.failure,
         "stop": outcome.stop,
+        "rollbacks": outcome.rollbacks,
         "alerts": dict(watch.alerts.counts) if watch.alerts else {},
         "final_val_loss": loss,
         "best_val_loss": outcome.best_val_loss,

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from nanogpt_bench.checkpoint import Contents, check_room, commit
+from nanogpt_bench.anomaly import Anomaly, Sentry
+from nanogpt_bench.checkpoint import Contents, check_room, commit, newest, read
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import open_corpus
 from nanogpt_bench.environment import environment
@@ -54,9 +55,8 @@ def run(
     had never stopped; without a checkpoint it begins. `say` is told what is noticed then: checkpoints that were
     skipped, settings that differ.
 
-    Steps whose loss or gradient is not finite are skipped; `alerts.nan_patience` of them in a row end the run with
-    status "failed". A `stop` that is asked for ends the run after the step at hand; KeyboardInterrupt writes the
-    summary, then interrupts.
+    `train.on_anomaly` says what becomes of a step in which something is not finite. A `stop` that is asked
+    for ends the run after the step at hand, with a checkpoint; KeyboardInterrupt writes the summary, then interrupts.
 
     Raises:
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
@@ -135,6 +135,7 @@ class _Run:
         self.raised: list[Alert] = []
         self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
         self.observers: list[Observer] = [*self.watch.all]
+        self.sentry = Sentry(trainer)
         self.started = perf_counter()
         self.last_stall: float | None = None
         #: the last step that is over, skipped or not; None before the first validation
@@ -160,6 +161,7 @@ class _Run:
         facts = found.facts
         self.outcome, self.done = Outcome(**facts["outcome"]), found.step
         self.outcome.go_on()
+        self.trainer.batches_left_out = self.outcome.batches_left_out
         self.last_stall = facts["last_stall"]
         self.started = perf_counter() - facts["elapsed_s"]
         self.environment = resumed_environment(found, self.environment)
@@ -185,9 +187,8 @@ class _Run:
     def _save_if_due(self, step: Step) -> None:
         settings, status = self.config.checkpoint, self.outcome.status
         ends = settings.last and (step.last or status == "stopped")
-        told = (self.outcome.stop or {}).get("kind") == "signal"
-        due = settings.every is not None and step.number % settings.every == 0
-        if status != "failed" and (ends or told or due):
+        due = settings.every is not None and step.number % settings.every == 0 and step.anomaly is None
+        if status != "failed" and (ends or due or self.outcome.ended_by_signal):
             self.save(step)
 
     def _tell(self, alert: Alert) -> None:
@@ -210,22 +211,24 @@ class _Run:
         return self._finish()
 
     def _loop(self) -> None:
-        for number in range((self.done or 0) + 1, self.config.train.max_steps + 1):
-            if self.outcome.status != "finished":
-                return
-            self._one_step(number)
+        while self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps:
+            self._one_step((self.done or 0) + 1)
 
     def _one_step(self, number: int) -> None:
         begun = perf_counter()
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
-        loss = self.trainer.train_step(step, self.observers)
+        self.sentry.before()
+        self.trainer.train_step(step, self.observers)
         spent = perf_counter() - begun
-        if step.record["loss_is_nan"] or step.record["grad_has_nan"]:
-            self._skip(step, loss)
-        else:
+        step.anomaly = self.sentry.after(step)
+        if step.anomaly is None:
             self._count(step, spent)
+        else:
+            self._skip(step, step.anomaly)
         self._validate_if_due(step)
         self._write(step)
+        if self._rolled_back(step):
+            return
         self._end_if_asked(step)
         self._end_if_told(step)
         self.done = step.number
@@ -236,13 +239,39 @@ class _Run:
         if self.stop.asked and self.outcome.status == "finished" and not step.last:
             self.outcome.end_early("signal", f"{self.stop.name} after step {step.number}", step.number)
 
-    def _skip(self, step: Step, loss: float) -> None:
-        outcome, patience = self.outcome, self.config.alerts.nan_patience
+    def _skip(self, step: Step, anomaly: Anomaly) -> None:
+        """Leave a step out; fail where that is no help, or was not in as many steps as patience allows."""
+        outcome, train = self.outcome, self.config.train
+        patience = 1 if train.on_anomaly == "stop" else self.config.alerts.nan_patience
         outcome.skip(step.number)
-        if outcome.anomalies == patience and "nan" in self.config.train.stop_on:
-            what = f"train/loss is {loss}" if step.record["loss_is_nan"] else f"grad/norm is {step.record['grad/norm']}"
+        if anomaly.lasting:
+            outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
+        elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
             rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
-            outcome.fail("nan", f"{what} at step {step.number}{rest}", outcome.first_anomaly)
+            message = f"{_figure(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
+            outcome.fail("nan", message, outcome.first_anomaly)
+
+    def _rolled_back(self, step: Step) -> bool:
+        """Undo a step that was not finite, and those since the last checkpoint, where the run is told to."""
+        failure, earlier = self.outcome.failure, self.outcome.rollbacks
+        if failure is None or failure["kind"] != "nan" or self.config.train.on_anomaly != "rollback":
+            return False
+        if len(earlier) >= self.config.train.max_rollbacks:
+            failure["message"] += f", after {len(earlier)} rollbacks"
+            return False
+        folder, _ = newest(self.run_dir)
+        if folder is None:
+            failure["message"] += ", and there is no checkpoint to go back to"
+            return False
+        found = read(folder)
+        restore(found, self.trainer, self.watch.all)
+        gone_back = {"step": step.number, "to": found.step, "why": failure["message"]}
+        self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
+        self.outcome.go_back([*earlier, gone_back])
+        self.trainer.batches_left_out = self.outcome.batches_left_out
+        if self.watch.alerts is not None:
+            self.watch.alerts.tell_rollback(**gone_back)
+        return True
 
     def _end_if_asked(self, step: Step) -> None:
         """End the run on what `train.stop_on` names, seen in this step's validation."""
@@ -272,7 +301,12 @@ class _Run:
         self._validate(step)
         self.outcome.first_val_loss = step.record.get("val/loss")
         self._write(step)
+        self.done = 0
         self._end_if_told(step)
+        # A rollback needs a checkpoint to go back to, however early.
+        needed = self.config.train.on_anomaly == "rollback" and self.outcome.failure is None
+        if needed or self.outcome.ended_by_signal:
+            self.save(step)
 
     def _validate_if_due(self, step: Step) -> None:
         if self.outcome.status == "failed":
@@ -285,7 +319,9 @@ class _Run:
         step.record["val/loss"] = loss
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
-            if "nan" in self.config.train.stop_on or step.last or self.outcome.status == "stopped":
+            train = self.config.train
+            asked = "nan" in train.stop_on or train.on_anomaly == "rollback"
+            if asked or step.last or self.outcome.status == "stopped":
                 self.outcome.fail("nan", f"val/loss is {loss} at step {step.number}", step.number)
             return
         step.record["val/perplexity"] = math.exp(loss) if loss < 700 else None
@@ -335,3 +371,9 @@ class _Run:
     def _close(self) -> None:
         for observer in self.observers:
             observer.close()
+
+
+def _figure(step: Step) -> str:
+    """The figure that was not finite, as words."""
+    name = "train/loss" if step.record["loss_is_nan"] else "grad/norm"
+    return f"{name} is {step.record[name]}"

@@ -13,7 +13,8 @@ FISHER_MATRICES = ("kfac", "diagonal")
 WANDB_MODES = ("off", "auto", "offline", "online")
 #: what an alert can be about, and how loud it is
 ALERT_KINDS = (
-    *("loss_is_nan", "grad_has_nan", "bit_stall", "overflow", "kurtosis", "entropy_collapse"),
+    *("loss_is_nan", "grad_has_nan", "weight_has_nan", "state_has_nan", "rollback"),
+    *("bit_stall", "overflow", "kurtosis", "entropy_collapse"),
     *("early_divergence", "geometry_budget", "budget"),
 )
 ALERT_LEVELS = ("WARN", "ERROR", "off")
@@ -70,7 +71,7 @@ class AlertsConfig:
     nan_patience: int = setting(
         3, "steps in a row with a loss or gradient that is not finite, all skipped, before the run ends", minimum=1
     )
-    save_on_anomaly: bool = setting(True, "keep the weights before the first step that is not finite, in anomaly/")
+    save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
     nan_cooldown_s: float = setting(60.0, "seconds before the same alert about NaN is repeated", minimum=0.0)
     cooldown_s: float = setting(300.0, "seconds before any other alert is repeated", minimum=0.0)
     stall: float = setting(0.5, "largest share of stalled weights", minimum=0.0, maximum=1.0)

@@ -1,7 +1,7 @@
 """A worker process: reads jobs from standard input, trains, and reports on standard output, a JSON object a line.
 
 Started as `python -m nanogpt_bench.compare.worker` and used for one run after another, so that importing torch is
-paid once. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...]}; the answers are
+paid once. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}; the answers are
 {"kind": "progress", ...} while it trains and {"kind": "done"} or {"kind": "failed", "error": {...}} at its end.
 """
 
@@ -60,7 +60,8 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
     sys.argv = job["argv"]  # the command that environment.json records is the one that was typed
     try:
         with stop_requests_once() as stop:
-            run(build_config(job["settings"]), Path(job["run_dir"]), on_progress=_reporter(answers), stop=stop)
+            config, run_dir, resume = build_config(job["settings"]), Path(job["run_dir"]), job.get("resume", False)
+            run(config, run_dir, resume=resume, on_progress=_reporter(answers), stop=stop)
         if stop.asked:
             raise KeyboardInterrupt
     except BrokenPipeError:

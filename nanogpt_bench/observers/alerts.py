@@ -19,7 +19,7 @@ from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.watch_config import AlertsConfig
 
 _LOG = logging.getLogger("nanogpt_bench")
-NAN_KINDS = ("loss_is_nan", "grad_has_nan")
+NAN_KINDS = ("loss_is_nan", "grad_has_nan", "weight_has_nan", "state_has_nan")
 #: gradients have heavy tails in every healthy run: most tokens are predicted well, some are not
 _HEAVY_ANYWAY = "gradient/"
 #: budgets that hold unless `alerts.at_most` says otherwise
@@ -94,6 +94,11 @@ class AlertObserver(Observer):
         self._recorded, self._streak = set(state["recorded"]), state["streak"]
         self.counts = Counter(state["counts"])
 
+    def tell_rollback(self, step: int, to: int, why: str) -> None:
+        """Say that the steps up to `step` were undone and the run goes on after step `to`."""
+        text = f"back from step {step} to step {to}, and on with other batches: {why}"
+        self._raise(Alert(to, "ERROR", "rollback", text, None, None))
+
     def _raise(self, alert: Alert) -> None:
         level = str(self._settings.levels.get(alert.kind, alert.level))
         if alert.level == "ERROR" and level != "off":
@@ -127,8 +132,7 @@ class AlertObserver(Observer):
         self._streak = self._streak + 1 if found else 0
         patience = self._settings.nan_patience
         for kind in found:
-            name = "train/loss" if kind == "loss_is_nan" else "grad/norm"
-            text = f"{name} is {step.record.get(name)} at step {step.number}; the step is skipped"
+            text = f"{_not_finite(step, kind)} at step {step.number}{_origin(step)}"
             yield Alert(step.number, "WARN", kind, text, None, None)
         if self._streak == patience:
             kind = found[0]
@@ -181,6 +185,20 @@ class AlertObserver(Observer):
                     kind = "geometry_budget" if metric.startswith("geometry/") else "budget"
                     text = f"{metric} is {value:.4g}, {word} its budget of {limit:g}, at step {step.number}"
                     yield Alert(step.number, "WARN", kind, text, _number(value), float(limit))
+
+
+def _not_finite(step: Step, kind: str) -> str:
+    if kind in ("weight_has_nan", "state_has_nan"):
+        return f"{'a weight' if kind == 'weight_has_nan' else 'the optimizer state'} is not finite"
+    name = "train/loss" if kind == "loss_is_nan" else "grad/norm"
+    return f"{name} is {step.record.get(name)}"
+
+
+def _origin(step: Step) -> str:
+    """Where it was first seen, if that is known, and whether the step is left out."""
+    if step.anomaly is None:
+        return "; the step is skipped"
+    return f"; first seen in {step.anomaly.where}{'' if step.anomaly.lasting else '; the step is skipped'}"
 
 
 def _number(value: float) -> float | None:

@@ -1,29 +1,43 @@
-"""The weights as they were before the first step whose loss or gradient was not finite."""
+"""The state in which a run first met something that is not finite."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
 from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.weights import save_weights
+from nanogpt_bench.run_state import capture
+
+if TYPE_CHECKING:
+    from nanogpt_bench.step import Trainer
+
+_LOG = logging.getLogger("nanogpt_bench")
 
 
 class AnomalyObserver(Observer):
-    """Saves the model once, as anomaly/step-N/model.safetensors: step N was skipped, so these are its weights."""
+    """Commits one checkpoint as anomaly/checkpoints/step-N, apart from those that a run goes on from.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / "anomaly"
+    Where step N was left out, it holds the weights and the optimizer state that the step began with.
+    """
+
+    def __init__(self, run_dir: Path, trainer: Trainer) -> None:
+        self._folder, self._trainer = run_dir / "anomaly", trainer
         self._saved = False
 
     def written(self, step: Step) -> None:
-        if self._saved or not (step.record.get("loss_is_nan") or step.record.get("grad_has_nan")):
+        if self._saved or step.anomaly is None:
             return
         self._saved = True
-        folder = self._folder / f"step-{step.number}"
-        folder.mkdir(parents=True, exist_ok=True)
-        save_weights(step.model, folder / "model.safetensors")
+        facts = {"anomaly": dataclasses.asdict(step.anomaly), "batches_left_out": self._trainer.batches_left_out}
+        self._folder.mkdir(exist_ok=True)
+        try:
+            commit(self._folder, capture(step.number, self._trainer, [], facts), keep_last=1)
+        except CheckpointNotWritten as error:
+            _LOG.warning("anomaly: %s", error)  # it is for debugging: the run does without
 
     def state(self) -> dict[str, Any]:
         return {"saved": self._saved}

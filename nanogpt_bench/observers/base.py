@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from nanogpt_bench.anomaly import Anomaly
 
 
 @dataclass
@@ -28,6 +31,8 @@ class Step:
     batch: tuple[Tensor, Tensor] | None = None
     #: what this micro-batch's gradient was multiplied by before that of the weights was quantised
     clip_factor: float = 1.0
+    #: what was not finite in this step
+    anomaly: Anomaly | None = None
     #: the metrics of this step, written to metrics.jsonl after it
     record: dict[str, float | int | None] = field(default_factory=dict)
     #: distributions of this step, written to histograms.jsonl after it

@@ -74,7 +74,7 @@ def build_observers(
     stall, monitors = _monitors(config, trainer, shadow)
     # What adds to a record once it is complete comes before what writes it.
     sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
-    anomaly = AnomalyObserver(run_dir) if config.alerts.save_on_anomaly else None
+    anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
     resources = Resources(trainer.model, config, trainer.device) if config.monitor.resources else None
     ordered = [shadow, *monitors, trend, resources, *sinks, anomaly]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])

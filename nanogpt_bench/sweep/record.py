@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
@@ -78,16 +79,23 @@ class SweepRecord:
                 )
 
     def add(self, run: PlannedPoint) -> bool:
-        """Take in a run; True when an earlier start has brought it to its end, otherwise what it left is removed."""
+        """Take in a run; True when an earlier start has brought it to its end.
+
+        Otherwise what it left is removed, unless it has checkpoints to go on from.
+        """
         self.check(run)
         self.planned.append(run)
         before = self._known.get(run.name, {})
         if before.get("ended") or self.summary(run).get("status") in OWN_ENDS:
             self._ended.add(run.name)
             return True
-        if self.run_dir(run).exists():
+        if self.run_dir(run).exists() and not self.resumes(run):
             shutil.rmtree(self.run_dir(run))
         return False
+
+    def resumes(self, run: PlannedPoint) -> bool:
+        """Whether a run goes on from a checkpoint."""
+        return bool(steps(self.run_dir(run)))
 
     def run_dir(self, run: PlannedPoint) -> Path:
         return self.record.run_dir(run)
@@ -104,7 +112,8 @@ class SweepRecord:
         """Note that a run has come to its end, with the error of one that could not write its own summary."""
         if error is not None:
             self.record.note_failure(run, error)
-        self._ended.add(run.name)
+        if (self.summary(run).get("stop") or {}).get("kind") != "signal":
+            self._ended.add(run.name)
         self.write_manifest()
 
     def interrupt(self) -> None:

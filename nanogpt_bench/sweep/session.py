@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -97,8 +98,10 @@ class Session:
         self._board.say(f"{todo} runs{before}; {size} at a time, {self._threads} threads each")
 
     def _enqueue(self, run: PlannedPoint) -> None:
-        settings = {"runtime.threads": self._threads, **run.settings}
-        self._jobs.append({"settings": settings, "run_dir": str(self._record.run_dir(run)), "argv": sys.argv})
+        run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
+        threads = _threads_of(run_dir) if resume else None  # as before, for the same sums in the same order
+        settings = {"runtime.threads": threads or self._threads, **run.settings}
+        self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
         self._runs.append(run)
         self._board.add(f"{run.label} · seed {run.seed}")
         self._waiting.append(len(self._jobs) - 1)
@@ -131,3 +134,11 @@ class Session:
         self._record.write_page(running=True)
         self._written = time.monotonic()
         self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - begun) / PAGE_SHARE)
+
+
+def _threads_of(run_dir: Path) -> int | None:
+    """Return the threads that an interrupted run had."""
+    from nanogpt_bench.settings import load_config
+
+    path = run_dir / "config.yaml"
+    return load_config(path).runtime.threads if path.is_file() else None

@@ -173,20 +173,16 @@ class Sabotage:
     """Puts a NaN into the gradient or the loss of chosen steps, by way of the model's own parameters."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int], what: str) -> None:
-        original, accumulate = Trainer._clip, Trainer._accumulate
-
-        def clip(trainer: Trainer) -> float:
-            if self.number in steps and what == "gradient":
-                trainer.model.lm_head.weight.grad[0, 0] = NAN
-            return original(trainer)
+        accumulate = Trainer._accumulate
 
         def count(trainer: Trainer, step: Step, observers: Any) -> float:
             self.number = step.number
             loss = accumulate(trainer, step, observers)
+            if self.number in steps and what == "gradient":
+                trainer.model.lm_head.weight.grad[0, 0] = NAN
             return NAN if step.number in steps and what == "loss" else loss
 
         self.number = 0
-        monkeypatch.setattr(Trainer, "_clip", clip)
         monkeypatch.setattr(Trainer, "_accumulate", count)
 
 
@@ -206,9 +202,9 @@ def test_single_steps_that_are_not_finite_are_skipped(
     records = lines(tmp_path / "r" / "metrics.jsonl")
     assert [record[kind] for record in records[1:]] == [0, 1, 1, 0, 1, 0]
     assert summary["tokens"] == 3 * 64
-    saved = load_file(tmp_path / "r" / "anomaly" / "step-2" / "model.safetensors")
+    saved = load_file(tmp_path / "r" / "anomaly" / "checkpoints" / "step-2" / "model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in saved.values())
-    assert [path.name for path in (tmp_path / "r" / "anomaly").iterdir()] == ["step-2"]
+    assert [path.name for path in (tmp_path / "r" / "anomaly" / "checkpoints").iterdir()] == ["step-2"]
 
 
 def test_patience_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +213,8 @@ def test_patience_ends_the_run(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.M
     assert (summary["status"], summary["steps"], summary["final_val_loss"]) == ("failed", 3, None)
     assert summary["failure"] == {
         "kind": "nan",
-        "message": "grad/norm is nan at step 5, and not finite in the 1 steps before",
+        "message": "grad/norm is nan at step 5, and not finite in the 1 steps before; first seen in gradient of "
+        "lm_head.weight",
         "step": 4,
     }
     assert [alert["level"] for alert in lines(tmp_path / "r" / "alerts.jsonl")] == ["WARN", "ERROR"]
@@ -234,7 +231,7 @@ def test_a_run_told_not_to_stop_goes_on(tiny: Tiny, tmp_path: Path, monkeypatch:
 def test_tied_weights_are_kept_once(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Sabotage(monkeypatch, {2}, "loss")
     run(tiny(rule="fp32", model__tie_weights=True, train__max_steps=2), tmp_path / "r")
-    saved = load_file(tmp_path / "r" / "anomaly" / "step-2" / "model.safetensors")
+    saved = load_file(tmp_path / "r" / "anomaly" / "checkpoints" / "step-2" / "model.safetensors")
     assert "token_embedding.weight" in saved
     assert "lm_head.weight" not in saved
 

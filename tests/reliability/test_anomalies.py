@@ -1,0 +1,244 @@
+"""NaN and Inf injected into every place of a step: the documented policy, and nothing else changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.anomaly import first_bad_weight
+from nanogpt_bench.checkpoint import read, steps, verify
+from nanogpt_bench.config import Config
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.run_state import capture
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.step import Trainer
+from nanogpt_bench.train import run
+
+KINDS = ("gradient", "weight", "state", "loss", "activation")
+#: where each is first seen
+WHERE = {
+    "gradient": "gradient of lm_head.weight",
+    "weight": "weight of blocks.0.mlp.fc.bias",
+    "state": "optimizer state ",
+    "loss": "loss",
+    "activation": "activation of blocks.0.mlp.fc",
+}
+LASTING = ("weight", "state")
+VALUES = (math.nan, math.inf, -math.inf)
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Config]:
+    """Return a function from settings to the configuration of a tiny model."""
+    folder = tmp_path_factory.mktemp("anomalies")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} brown foxes jump over {n % 7} lazy dogs.\n" for n in range(200)), encoding="utf-8")
+    prepare_text(text, folder / "corpus", "byte")
+    base: dict[str, object] = {
+        "data.dir": folder / "corpus",
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": 16,
+        "model.block_size": 8,
+        "model.bias": True,
+        "train.batch_size": 2,
+        "train.max_steps": STEPS,
+        "eval.interval": STEPS,
+        "eval.batches": 1,
+        "optimizer.warmup_steps": 0,
+        "checkpoint.every": 2,
+        "monitor.interval": 1000,
+        "monitor.attention": False,
+        "alerts.nan_cooldown_s": 0,
+    }
+
+    def config(**overrides: object) -> Config:
+        settings = base | {key.replace("__", "."): value for key, value in overrides.items()}
+        return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
+
+    return config
+
+
+class Injector:
+    """Puts a value into one place of the steps that read some batches; keeps the state around the first of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, kind: str, at: set[int], value: float) -> None:
+        self.kind, self.at, self.value = kind, at, value
+        self.before: Any = None
+        self.after: Any = None
+        self.spoiling = False
+        accumulate, train_step, made = Trainer._accumulate, Trainer.train_step, Trainer.__init__
+
+        def make_trainer(trainer: Trainer, *arguments: Any) -> None:
+            made(trainer, *arguments)
+            trainer.model.blocks[0].mlp.fc.register_forward_hook(self._spoil_activation)
+
+        def step_once(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
+            hit = self._hit(trainer, step)
+            if self.before is not None and self.after is None:
+                self.after = capture(0, trainer, [], {})
+            if hit and self.before is None:
+                self.before = capture(0, trainer, [], {})
+            if hit:
+                self._spoil(trainer)
+            self.spoiling = hit and kind == "activation"
+            return train_step(trainer, step, observers)
+
+        def add_up(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
+            loss, hit = accumulate(trainer, step, observers), self._hit(trainer, step)
+            if hit and kind == "gradient":
+                trainer.model.lm_head.weight.grad[0, 0] = value
+            return value if hit and kind == "loss" else loss
+
+        patch.setattr(Trainer, "__init__", make_trainer)
+        patch.setattr(Trainer, "train_step", step_once)
+        patch.setattr(Trainer, "_accumulate", add_up)
+
+    def _hit(self, trainer: Trainer, step: Step) -> bool:
+        return step.number + trainer.batches_left_out in self.at
+
+    def _spoil(self, trainer: Trainer) -> None:
+        bias = trainer.model.blocks[0].mlp.fc.bias
+        if self.kind == "weight":
+            bias.data[3] = self.value
+        elif self.kind == "state":
+            kept = [entry for entry in trainer.optimizer.state[bias].values() if isinstance(entry, Tensor)]
+            next(entry for entry in kept if entry.numel() > 1).view(-1)[1] = self.value
+
+    def _spoil_activation(self, module: Any, inputs: Any, output: Tensor) -> Tensor | None:
+        if not self.spoiling or not module.training:
+            return None
+        spoiled = output.clone()
+        spoiled[0, 0, 0] = self.value
+        return spoiled
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two captured states have the same bits in model and optimizer."""
+    for stem in ("model", "optimizer"):
+        if one.tensors[stem].keys() != other.tensors[stem].keys():
+            return False
+        if not all(
+            torch.equal(_bits(tensor), _bits(other.tensors[stem][name])) for name, tensor in one.tensors[stem].items()
+        ):
+            return False
+    return True
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_checkpoints(run_dir: Path) -> None:
+    """Every checkpoint verifies and holds nothing that is not finite."""
+    for number in steps(run_dir):
+        folder = run_dir / "checkpoints" / f"step-{number}"
+        verify(folder)
+        contents = read(folder)
+        floats = [
+            t for stem in ("model", "optimizer") for t in contents.tensors[stem].values() if t.is_floating_point()
+        ]
+        assert all(bool(tensor.isfinite().all()) for tensor in floats)
+
+
+def settings_of(count: int, policy: str) -> dict[str, object]:
+    rule = ("fp32", "stiffness", "master")[count % 3]
+    formats = {} if rule == "fp32" else {"model__formats": "{mlp.fc: E4M3}"}
+    patience = 1 if policy == "rollback" else 2
+    return {"rule": rule, "train__on_anomaly": policy, "alerts__nan_patience": patience, **formats}
+
+
+def inject(make: Callable[..., Config], run_dir: Path, kind: str, policy: str, number: int, count: int) -> None:
+    """Run with one injection and check what became of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        injector = Injector(patch, kind, {number}, VALUES[count % 3])
+        summary = run(make(**settings_of(count, policy)), run_dir)
+    alerts = lines(run_dir / "alerts.jsonl")
+    fails = policy != "rollback" and (kind in LASTING or policy == "stop")
+    assert summary["status"] == ("failed" if fails else "finished"), summary["failure"]
+    assert [record["step"] for record in lines(run_dir / "metrics.jsonl")] == list(
+        range((number if fails else STEPS) + 1)
+    )
+    if policy == "rollback":
+        (gone_back,) = summary["rollbacks"]
+        assert (gone_back["step"], gone_back["to"]) == (number, (number - 1) // 2 * 2)
+        assert WHERE[kind] in gone_back["why"]
+        assert [alert["kind"] for alert in alerts] == ["rollback"]
+    else:
+        assert f"first seen in {WHERE[kind]}" in alerts[0]["message"]
+        kept = run_dir / "anomaly" / "checkpoints" / f"step-{number}"
+        verify(kept)
+        assert read(kept).facts["anomaly"]["step"] == number
+    if fails:
+        assert summary["failure"]["step"] == number
+        assert WHERE[kind] in summary["failure"]["message"]
+    elif policy == "skip" and number < STEPS:
+        assert same(injector.before, injector.after)
+    check_checkpoints(run_dir)
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop", "rollback"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_injected_is_named_and_meets_the_policy(
+    make: Callable[..., Config], tmp_path: Path, kind: str, policy: str, full: bool, tally: Callable[..., None]
+) -> None:
+    chosen = range(2, STEPS + 1) if full else (2, 7, 11, 16, STEPS)
+    for count, number in enumerate(chosen):
+        inject(make, tmp_path / f"{number}", kind, policy, number, count)
+    tally(f"NaN or Inf in {kind}, {policy}", len(chosen))
+
+
+def test_scales_and_counters_of_a_step_left_out_are_as_before(
+    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operand = "{format: E4M3, policy: delayed, history: 4, rounding: stochastic}"
+    formats = f"{{mlp: {{weight: E4M3, activation: {operand}, gradient: {operand}}}}}"
+    injector = Injector(monkeypatch, "activation", {5}, math.nan)
+    summary = run(make(rule="master", model__formats=formats), tmp_path / "r")
+    assert summary["status"] == "finished"
+    assert any("history" in name for name in injector.before.tensors["model"])
+    assert same(injector.before, injector.after)
+
+
+def test_rollbacks_are_counted_and_bounded(
+    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Injector(monkeypatch, "loss", set(range(7, 100)), math.nan)
+    config = make(rule="fp32", train__on_anomaly="rollback", train__max_rollbacks=2, alerts__nan_patience=2)
+    summary = run(config, tmp_path / "r")
+    assert summary["status"] == "failed"
+    assert [(gone_back["step"], gone_back["to"]) for gone_back in summary["rollbacks"]] == [(8, 6), (8, 6)]
+    assert "after 2 rollbacks" in summary["failure"]["message"]
+    assert 6 in steps(tmp_path / "r")
+
+
+def test_a_finite_state_whose_norm_overflows_is_no_anomaly(
+    make: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Injector(monkeypatch, "state", {3}, 3e38)
+    config = make(rule="fp32", optimizer__lr=1e-44, optimizer__weight_decay=0, train__max_steps=4)
+    summary = run(config, tmp_path / "r")
+    assert (summary["status"], summary["steps"]) == ("finished", 4)
+    assert "state_has_nan" not in summary["alerts"]
+
+
+def test_codes_that_stand_for_nan_are_found() -> None:
+    layer: Any = torch.nn.Linear(4, 2)
+    layer.weight = fm.FP8Parameter(torch.ones(2, 4), "E5M2")
+    assert first_bad_weight(layer) is None
+    layer.weight.codes[1, 2] = 0x7F
+    assert first_bad_weight(layer) == "weight of weight"
