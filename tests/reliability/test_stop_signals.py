@@ -1,0 +1,172 @@
+"""Real signals to forked children in every part of a step: exit code, checkpoint, and a resume with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanogpt_bench.checkpoint import Disk, newest, steps, verify
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.run_command import run_command
+from nanogpt_bench.signals import RESUMABLE
+from nanogpt_bench.step import Trainer
+
+POINTS = ("data", "forward", "backward", "step", "eval", "save")
+STEPS, EVERY = 8, 2
+#: figures of the clock and of the machine
+MACHINE = ("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead", "mfu")
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The settings of a tiny run."""
+    folder = tmp_path_factory.mktemp("signals")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} brown foxes jump over {n % 7} lazy dogs.\n" for n in range(200)), encoding="utf-8")
+    prepare_text(text, folder / "corpus", "byte")
+    settings: dict[str, object] = {
+        "data.dir": folder / "corpus",
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": 16,
+        "model.block_size": 8,
+        "model.dropout": 0.1,
+        "train.batch_size": 2,
+        "train.max_steps": STEPS,
+        "eval.interval": EVERY,
+        "eval.batches": 1,
+        "checkpoint.every": EVERY,
+        "monitor.interval": 4,
+        "optimizer.warmup_steps": 2,
+        "runtime.threads": 1,
+    }
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambda: None, **options: Any) -> int:
+    """Run the command in a forked process whose output goes nowhere; return its exit code."""
+    folder.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.chdir(folder)
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            torch.set_num_threads(1)
+            before()
+            code = run_command("e4m3.yaml", "r", overrides, **options)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Callable[[], None]:
+    """Return what makes a process signal itself once it reaches a point of a step."""
+    now = {"step": 0}
+    sent: list[bool] = []
+
+    def send(at: str) -> None:
+        if at == point and now["step"] == number and not sent:
+            sent.append(True)
+            for _ in range(times):
+                os.kill(os.getpid(), what)
+
+    def wrap(owner: Any, name: str, at: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            send(at)
+            return original(*arguments, **options)
+
+        setattr(owner, name, wrapped)
+
+    def prepare() -> None:
+        train_step = Trainer.train_step
+
+        def numbered(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
+            now["step"] = step.number
+            if step.number == 1:
+                trainer.model.blocks[0].register_forward_hook(lambda *_: send("forward"))
+                trainer.model.token_embedding.weight.register_hook(lambda _: send("backward"))
+                wrap(trainer.optimizer, "step", "step")
+            return train_step(trainer, step, observers)
+
+        Trainer.train_step = numbered  # type: ignore[method-assign,assignment]
+        for owner, name, at in (
+            (Trainer, "_draw", "data"),
+            (Trainer, "validate", "eval"),
+            (Disk, "write_file", "save"),
+        ):
+            wrap(owner, name, at)
+
+    return prepare
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "runs" / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in MACHINE} for line in lines]
+
+
+def weights(folder: Path) -> bytes:
+    last, _ = newest(folder / "runs" / "r")
+    assert last is not None
+    assert last.name == f"step-{STEPS}"
+    return (last / "model.safetensors").read_bytes()
+
+
+def cases(full: bool) -> Iterator[tuple[str, int, signal.Signals]]:
+    """Every point at every step that has it, each with one of the signals, or both."""
+    for point in POINTS:
+        possible = range(EVERY, STEPS, EVERY) if point in ("eval", "save") else range(1, STEPS)
+        for count in range(34 if full else 5):
+            yield point, possible[count % len(possible)], (signal.SIGTERM, signal.SIGINT)[count // len(possible) % 2]
+
+
+def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
+    overrides: list[str], tmp_path: Path, full: bool, tally: Callable[..., None]
+) -> None:
+    assert child(tmp_path / "whole", overrides) == 0
+    expected, final = records(tmp_path / "whole"), weights(tmp_path / "whole")
+    tried = list(cases(full))
+    for index, (point, number, what) in enumerate(tried):
+        folder = tmp_path / f"{index}"
+        assert child(folder, overrides, send_at(point, number, what)) == RESUMABLE, (point, number)
+        run_dir = folder / "runs" / "r"
+        last = steps(run_dir)[-1]
+        assert number <= last <= number + (point == "save"), (point, number)
+        verify(run_dir / "checkpoints" / f"step-{last}")
+        summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+        assert (summary["status"], summary["stop"]["kind"], summary["steps"]) == ("stopped", "signal", last)
+        assert what.name in summary["stop"]["message"]
+        assert child(folder, overrides, resume=True) == 0, (point, number)
+        assert records(folder) == expected, (point, number)
+        assert weights(folder) == final, (point, number)
+    tally("SIGTERM and SIGINT", len(tried), ", ".join(POINTS))
+
+
+@pytest.mark.parametrize("point", ["forward", "save"])
+def test_a_second_signal_leaves_the_checkpoint_before_whole(overrides: list[str], tmp_path: Path, point: str) -> None:
+    def prepare() -> None:
+        send_at(point, 4, signal.SIGTERM, times=2)()
+        import nanogpt_bench.signals as signals
+
+        signals.SAME_REQUEST_SECONDS = 0.0
+
+    assert child(tmp_path / "a", overrides, prepare) == 128 + signal.SIGTERM
+    folder, _ = newest(tmp_path / "a" / "runs" / "r")
+    assert folder is not None
+    assert folder.name == "step-2"
+    assert child(tmp_path / "a", overrides, resume=True) == 0
+    assert child(tmp_path / "whole", overrides) == 0
+    assert records(tmp_path / "a") == records(tmp_path / "whole")
+    assert weights(tmp_path / "a") == weights(tmp_path / "whole")
