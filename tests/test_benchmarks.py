@@ -331,3 +331,12 @@ def test_the_plain_loop_learns_and_the_step_alone_is_the_bench_s(
         losses = [loop() for _ in range(30)]
         assert losses[0] == pytest.approx(math.log(257), abs=0.1)
         assert losses[-1] < losses[0] - 1.5
+
+
+def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
+    printed = run("checkpoint.py", "--elements", "3000", "--repeats", "2", "--folder", str(tmp_path))
+    ratios = re.findall(r"^  (commit|read).* ([\d.]+)x \(([\d.]+) \.\. ([\d.]+)\)$", printed, re.MULTILINE)
+    assert [name for name, *_ in ratios] == ["commit", "commit", "read"] * 2
+    assert all(0 < float(low) <= float(median) <= float(high) for _, median, low, high in ratios)
+    assert len(re.findall(r"bytes / torch.save's +[\d.]+x of [\d,]+$", printed, re.MULTILINE)) == 2
+    assert list(tmp_path.iterdir()) == []
