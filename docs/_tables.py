@@ -1,9 +1,13 @@
 """Tables of the pages, written from the library and the bench so that no fact is stored twice."""
 
+import argparse
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 import fp8manifold as fm
 
@@ -60,20 +64,6 @@ def rules_table() -> str:
     return markdown(("rule", "what it does", "weights live in", "default lr"), rows)
 
 
-def settings_table() -> str:
-    """Every setting of a run: its key, default and meaning."""
-    from nanogpt_bench.config import Config
-
-    rows = []
-    for key, field in _settings(Config):
-        default = _default_of(field)
-        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
-        choices = field.metadata.get("choices")
-        allowed = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
-        rows.append((f"`{key}`", f"`{shown}`", field.metadata["help"].replace("|", "\\|") + allowed))
-    return markdown(("setting", "default", "meaning"), rows)
-
-
 def _default_of(field: "dataclasses.Field[object]") -> object:
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
@@ -89,9 +79,117 @@ def _settings(section: type, prefix: str = "") -> Iterable[tuple[str, "dataclass
             yield prefix + field.name, field
 
 
+def settings_sections() -> str:
+    """A heading and a table for every section of a configuration, from its dataclass."""
+    from nanogpt_bench.config import Config
+
+    top = [(key, field) for key, field in _settings(Config) if "." not in key]
+    parts = ["## Of the run\n\n" + _settings_rows(top)]
+    for field in dataclasses.fields(Config):
+        made = field.default_factory
+        if isinstance(made, type) and dataclasses.is_dataclass(made):
+            text = (made.__doc__ or "").split("\n\n")[0]
+            parts.append(f"## `{field.name}`\n\n{text}\n\n" + _settings_rows(_settings(made, f"{field.name}.")))
+    return "\n".join(parts)
+
+
+def _settings_rows(settings: Iterable[tuple[str, "dataclasses.Field[object]"]]) -> str:
+    """The table of some settings, their bounds included."""
+    rows = []
+    for key, field in settings:
+        default = _default_of(field)
+        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
+        rows.append((f"`{key}`", f"`{shown}`", field.metadata["help"].replace("|", "\\|"), _bounds(field.metadata)))
+    return markdown(("setting", "default", "meaning", "allowed"), rows)
+
+
+def _bounds(metadata: Mapping[str, Any]) -> str:
+    """What a setting allows, in words."""
+    if metadata.get("choices"):
+        return ", ".join(f"`{choice}`" for choice in metadata["choices"])
+    signs = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
+    limits = [(sign, metadata.get(name)) for name, sign in signs.items()]
+    return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+
+
+def commands() -> str:
+    """A heading for every command with its help and its options, from the parser itself."""
+    from nanogpt_bench.cli import build_parser
+
+    parser, parsers = build_parser()
+    (chosen,) = (action for action in parser._actions if action.choices is parser._subparsers._group_actions[0].choices)
+    summaries = {action.dest: action.help for action in chosen._choices_actions}
+    return "\n".join(_command(name, summaries[name], command) for name, command in parsers.items())
+
+
+def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) -> str:
+    """One command: what it does, its usage, its options."""
+    rows = []
+    for action in parser._actions:
+        spelled = ", ".join(action.option_strings) or str(action.metavar or action.dest)
+        value = f" {action.metavar}" if action.option_strings and action.metavar else ""
+        text = (action.help or "").replace("|", "\\|").replace("%(default)s", str(action.default))
+        rows.append((f"`{(spelled + value).replace('|', chr(92) + '|')}`", text))
+    usage = parser.format_usage().removeprefix("usage: ").strip()
+    text = (parser.description or "").replace("\n", " ")
+    return f"## `{name}`\n\n{text}\n\n```text\n{usage}\n```\n\n" + markdown(("argument", "meaning"), rows)
+
+
+#: (how it is written, what makes it of a list of parameters) for every row of the table of bytes
+BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "torch.optim.AdamW(...)": lambda p: torch.optim.AdamW(p),
+    "StiffnessAdamW(...)": lambda p: fm.optim.StiffnessAdamW(p),
+    'StiffnessAdamW(..., moments="bfloat16")': lambda p: fm.optim.StiffnessAdamW(p, moments="bfloat16"),
+    'StiffnessAdamW(..., moments="8bit")': lambda p: fm.optim.StiffnessAdamW(p, moments="8bit"),
+    'StiffnessAdamW(..., writeback="residual8", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
+        p, writeback="residual8", moments="8bit"
+    ),
+    'StiffnessAdamW(..., writeback="residual4", moments="8bit")': lambda p: fm.optim.StiffnessAdamW(
+        p, writeback="residual4", moments="8bit"
+    ),
+    'StiffnessAdamW(..., writeback="momentum")': lambda p: fm.optim.StiffnessAdamW(p, writeback="momentum"),
+    "RiemannianAdam(...)": lambda p: fm.optim.RiemannianAdam(p),
+    "StiffnessSGD(...)": lambda p: fm.optim.StiffnessSGD(p),
+    "StiffnessSGD(..., momentum=0)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.0),
+    "StiffnessLion(...)": lambda p: fm.optim.StiffnessLion(p),
+    'StiffnessLion(..., moments="8bit")': lambda p: fm.optim.StiffnessLion(p, moments="8bit"),
+    "Madam(...)": lambda p: fm.optim.Madam(p),
+    'Madam(..., moments="8bit")': lambda p: fm.optim.Madam(p, moments="8bit"),
+}
+
+
+def bytes_table(rows: int = 64, columns: int = 512) -> str:
+    """Bytes a weight after one step, measured on the tensors that are alive: weight, scale and state."""
+    return markdown(
+        ("optimizer", "weight and scales", "state", "in all"),
+        [(f"`{name}`", *_bytes(make, rows, columns)) for name, make in BYTES.items()],
+    )
+
+
+def _bytes(make: Callable[..., torch.optim.Optimizer], rows: int, columns: int) -> tuple[str, str, str]:
+    from nanogpt_bench.memory import bytes_of, plain_tensors
+
+    layer = torch.nn.Linear(columns, rows, bias=False)
+    if make is not BYTES["torch.optim.AdamW(...)"]:
+        layer = fm.quantize_model(layer, "E4M3", storage="fp8")
+    optimizer = make([layer.weight])
+    layer(torch.ones(1, columns)).sum().backward()
+    optimizer.step()
+    weight = sum(part.untyped_storage().nbytes() for part in plain_tensors(layer.weight))
+    held = bytes_of([layer.weight], optimizer)
+    count = rows * columns
+    return f"{weight / count:.2f}", f"{(held - weight) / count:.2f}", f"**{held / count:.2f}**"
+
+
 def write_all(folder: Path) -> None:
     """Write every table into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tables = {"formats": formats_table(), "rules": rules_table(), "settings": settings_table()}
+    tables = {
+        "formats": formats_table(),
+        "rules": rules_table(),
+        "settings": settings_sections(),
+        "commands": commands(),
+        "bytes": bytes_table(),
+    }
     for name, text in tables.items():
         (folder / f"{name}.md").write_text(text, encoding="utf-8")

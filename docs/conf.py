@@ -12,6 +12,9 @@ HERE = Path(__file__).parent
 GENERATED = HERE / "generated"
 sys.path.insert(0, str(HERE))
 
+from _inventories import intersphinx_mapping as mapping_in  # noqa: E402
+from _inventories import write_inventories  # noqa: E402
+
 # geoopt scripts one helper at import; nothing a user of it can change.
 warnings.filterwarnings("ignore", message="`torch.jit.script`")
 
@@ -23,11 +26,15 @@ release = version = installed_version("fp8manifold")
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.mathjax",
     "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build", "generated"]
+exclude_patterns = ["_build", "generated", "examples/GALLERY_HEADER.rst"]
+suppress_warnings = ["config.cache"]  # the gallery's settings hold objects
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
@@ -43,7 +50,7 @@ python_maximum_signature_line_length = 88
 
 nitpicky = True
 # Names of other projects, of typing's anonymous aliases, and of attributes that are documented in their class's text.
-# The build must not need a network, so there is no inventory to look them up in.
+# Those with an inventory are links; the build must not need a network, without which few have one.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|geoopt|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
     (r"py:.*", r"(float|int|str|bool|None|dict|list|tuple|object|cached_property|NoneType)"),
@@ -56,6 +63,29 @@ nitpick_ignore_regex = [
     ),
 ]
 
+write_inventories(GENERATED)
+intersphinx_mapping = mapping_in(GENERATED)
+intersphinx_timeout = 5
+intersphinx_disabled_reftypes = ["std:*"]
+
+# The docstrings' own examples are run by pytest.
+doctest_test_doctest_blocks = ""
+doctest_global_setup = "import warnings\nwarnings.filterwarnings('ignore', message='`torch.jit.script`')"
+
+sphinx_gallery_conf = {
+    "examples_dirs": ["../examples"],
+    "gallery_dirs": ["examples"],
+    "filename_pattern": r"\.py",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "write_computation_times": False,
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 1e9,
+    "reset_modules": (),
+    "capture_repr": (),
+}
+
 html_theme = "furo"
 html_title = "fp8manifold"
 html_static_path = ["_static"]
@@ -65,13 +95,17 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-def _generate(_app: Any) -> None:
+def _generate(app: Any) -> None:
     """Draw the figures and write the tables that the pages include."""
     from _figures import draw_all
+    from _format_pages import draw_formats, write_formats
     from _tables import write_all
 
-    draw_all(GENERATED)
     write_all(GENERATED)
+    write_formats(GENERATED)
+    if app.builder.name != "doctest" or not (GENERATED / "number-line.svg").exists():
+        draw_all(GENERATED)
+        draw_formats(GENERATED)
 
 
 def _join_names(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:

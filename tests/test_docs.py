@@ -1,6 +1,7 @@
 """The documentation builds without a warning, its examples run, and what it says about the code is so."""
 
 import doctest
+import html
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote
 
 import pytest
 
@@ -22,7 +24,13 @@ from nanogpt_bench.settings import FIELDS, parse_overrides
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.*"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "api").glob("*.*")),
+]
 MAIN_JOB = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[bench]" && nanogpt-bench compare'
 TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest'
 # geoopt scripts one helper at import: the one warning that is let through.
@@ -56,7 +64,7 @@ def load(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # as conf.py does
+    sys.path.insert(0, str(path.parent))  # as in the build
     try:
         spec.loader.exec_module(module)
     finally:
@@ -64,20 +72,27 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def sphinx(folder: Path, builder: str, target: str) -> None:
+    """Build the pages of a folder; examples are put on pages, and run by their own tests."""
+    # Sphinx's own and its extensions' deprecations are not ours to see: its -W turns every warning of the build
+    # into a failure, -n every reference without a target.
+    build = ["-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-D", "plot_gallery=0", "-d", "doctrees"]
+    # The project is imported from where the tests are, also where it is not installed.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *build, "-b", builder, "docs", target]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built pages, from a copy of the sources, so that a build changes nothing in the checkout."""
     folder = tmp_path_factory.mktemp("docs")
-    ignored = shutil.ignore_patterns("_build", "generated", "__pycache__")
+    ignored = shutil.ignore_patterns("_build", "generated", "examples", "__pycache__")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=ignored)
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(README, folder)
-    # Sphinx's own and its extensions' deprecations are not ours to see: its -W turns every warning of the build
-    # into a failure, -n every reference without a target.
-    build = ["-m", "sphinx", "-n", "-W", "--keep-going", "-q", "-b", "html", "docs", "site"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *build]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    sphinx(folder, "html", "site")
     return folder / "site"
 
 
@@ -103,12 +118,60 @@ def test_the_figures_are_on_the_pages(site: Path) -> None:
         assert (site / "_images" / f"{name}.svg").stat().st_size > 5000
 
 
+def shown_in(page: Path) -> str:
+    """The text of a page without its tags: code words are broken at hyphens into several spans."""
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+
+
 def test_the_tables_are_on_the_pages(site: Path) -> None:
-    bench = (site / "bench.html").read_text(encoding="utf-8")
-    missing = [name for name in [*RULES, *FIELDS] if f'<span class="pre">{name}</span>' not in bench]
-    # Long code words are broken at hyphens into several spans.
-    assert [name for name in missing if "-" not in name] == []
-    assert "57344" in (site / "geometry.html").read_text(encoding="utf-8")
+    assert [name for name in RULES if name not in shown_in(site / "bench.html")] == []
+    assert [key for key in FIELDS if key not in shown_in(site / "settings.html")] == []
+    assert "57344" in shown_in(site / "geometry.html")
+
+
+def test_every_command_and_option_is_on_its_page(site: Path) -> None:
+    page = shown_in(site / "commands.html")
+    _, commands = build_parser()
+    for name, parser in commands.items():
+        options = [option for action in parser._actions for option in action.option_strings]
+        assert f"nanogpt-bench {name}" in page
+        assert [option for option in options if option not in page] == []
+
+
+def test_every_format_has_a_number_line(site: Path) -> None:
+    names = load(ROOT / "docs" / "_tables.py").TABLED_FORMATS
+    page = (site / "formats.html").read_text(encoding="utf-8")
+    for name in names:
+        assert f"_images/format-{name}.svg" in page
+        assert (site / "_images" / f"format-{name}.svg").stat().st_size > 5000
+
+
+def test_every_example_has_a_page(site: Path) -> None:
+    names = [path.stem for path in (ROOT / "examples").glob("*.py")]
+    assert [name for name in names if not (site / "examples" / f"{name}.html").exists()] == []
+
+
+def test_the_code_on_the_pages_prints_what_they_say(site: Path) -> None:
+    sphinx(site.parent, "doctest", "doctest")
+    report = (site.parent / "doctest" / "output.txt").read_text(encoding="utf-8")
+    ran = int(re.findall(r"(\d+) tests?\n", report.partition("Doctest summary")[2])[0])
+    assert ran == sum(len(blocks(page, r"\{testcode\}")) for page in PAGES if page.suffix == ".md")
+    assert ran >= 10
+
+
+def test_internal_links_lead_to_pages_and_places_in_them(site: Path) -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    places = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in texts.items()}
+    broken = []
+    for page, text in texts.items():
+        for link in re.findall(r'<a\b[^>]*?\bhref="([^"]+)"', text):
+            target, _, place = html.unescape(link).partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            goal = (page.parent / unquote(target)).resolve() if target else page
+            if not goal.exists() or (place and goal in places and unquote(place) not in places[goal]):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == []
 
 
 def test_no_page_loads_anything_but_mathjax_from_elsewhere(site: Path) -> None:
