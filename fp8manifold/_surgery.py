@@ -119,6 +119,7 @@ def quantize_weight_gradients(model: nn.Module) -> None:
         TypeError: ``model`` is not an ``nn.Module``.
 
     Example:
+        >>> import torch
         >>> spec = LayerSpec(gradient={"weight": {"format": "E4M3", "scale": 1.0}})
         >>> model = quantize_model(nn.Sequential(nn.Linear(2, 1)), spec, defer_weight_gradients=True)
         >>> model(torch.tensor([[900.0, 1.0]])).sum().backward()

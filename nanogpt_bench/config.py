@@ -104,9 +104,10 @@ class ModelConfig:
         "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
         minimum=1.0,
     )
-    granularity: str = setting(
+    granularity: str | None = setting(
+        None,
+        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row; null: "
         "channel",
-        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row",
         choices=("tensor", "channel", "block"),
     )
     tied: str | None = setting(

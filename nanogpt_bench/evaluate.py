@@ -55,7 +55,7 @@ def evaluate(
     Raises:
         BenchError: settings, corpus, checkpoint or weights that can't be used, or nothing to compare.
     """
-    resolved = resolve(config)
+    resolved = resolve(_without_granularity(config) if formats else config)
     with runtime(resolved) as device:
         corpus = open_corpus(resolved)
         own = {format_summary(resolved): resolved}
@@ -87,10 +87,17 @@ def _untrained(config: Config, resolved: Config, fmt: str) -> Config:
     if fmt == "none":
         row.model.format, row.model.formats = None, {}
         row.model.storage = row.model.tied = row.model.headroom = None
-        return resolve(row)
+        return resolve(_without_granularity(row))
     row.model.format = fmt
     row.model.storage = None if resolved.model.storage == "float32" else resolved.model.storage
     return resolve(row)
+
+
+def _without_granularity(config: Config) -> Config:
+    """Return a copy without what is said of the rows in a format, in a configuration that may have none."""
+    config = copy.deepcopy(config)
+    config.model.granularity = None
+    return config
 
 
 def _evaluation(name: str, trainer: Trainer, float_loss: float | None) -> Evaluation:

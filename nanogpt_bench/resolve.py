@@ -224,6 +224,11 @@ def _check_storage(config: Config) -> None:
             f"model.formats: {model.formats} can't be used with {by}, which keeps float weights; "
             f"give another --rule: {', '.join(rules_with_format())}"
         )
+    if model.storage == "float32" and model.granularity is not None:
+        by = f"rule {config.rule!r}" if config.rule else "storage float32"
+        raise BenchError(
+            f"model.granularity: {model.granularity!r} means nothing under {by}, whose weights are floats; leave it out"
+        )
     if model.storage != "float32" and not model.formats:
         by = f"rule {config.rule!r}" if config.rule else f"model.storage {model.storage!r}"
         raise BenchError(f"{by} needs a format for the weights; give --model.format E4M3 or model.formats")
@@ -252,6 +257,7 @@ def _check_optimizer(config: Config) -> None:
 def _check_monitors(config: Config) -> None:
     """Refuse measures, budgets and levels that mean nothing."""
     monitor, alerts = config.monitor, config.alerts
+    _check_trend(config)
     for key in ("activation_format", "gradient_format"):
         if getattr(monitor, key) is not None:
             name = format_name(getattr(monitor, key), f"monitor.{key}")
@@ -268,6 +274,19 @@ def _check_monitors(config: Config) -> None:
         raise BenchError(
             f"shadow.of: 'master' needs a master copy, which model.storage {config.model.storage!r} does not have; "
             "allowed: dequantised"
+        )
+
+
+def _check_trend(config: Config) -> None:
+    """Refuse what nobody would look for once the trend of the loss is not followed."""
+    if config.monitor.trend:
+        return
+    for reason in ("divergence", "plateau"):
+        if reason in config.train.stop_on:
+            raise BenchError(f"train.stop_on: {reason!r} needs monitor.trend, which is off; leave one of them out")
+    if config.alerts.baseline is not None:
+        raise BenchError(
+            f"alerts.baseline: {config.alerts.baseline!r} needs monitor.trend, which is off; leave one of them out"
         )
 
 

@@ -30,7 +30,7 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
             model,
             formats=dict(settings.formats),
             storage="grid" if continuous else settings.storage,
-            granularity=settings.granularity,
+            granularity=settings.granularity or "channel",
             seed=config.seed,
             tied=settings.tied or "refuse",
             defer_weight_gradients=True,  # see nanogpt_bench.clipping

@@ -276,7 +276,7 @@ class _Run:
     def _end_if_asked(self, step: Step) -> None:
         """End the run on what `train.stop_on` names, seen in this step's validation."""
         asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
-        if self.outcome.status != "finished" or "val/loss" not in step.record or step.last:
+        if trend is None or self.outcome.status != "finished" or "val/loss" not in step.record or step.last:
             return
         if "divergence" in asked and trend.diverging and trend.excess is not None:
             against = "the baseline's" if alerts.baseline else "its own best"

@@ -32,9 +32,15 @@ class MonitorConfig:
     geometry: bool = setting(
         True, "stiffness, distances in ULPs and the warp of the chart, where weights have a format"
     )
+    trend: bool = setting(
+        True,
+        "smoothed training loss, its excess over the baseline or its own best, plateaus; without it there is no alert "
+        "of early divergence, and train.stop_on takes neither divergence nor plateau",
+    )
     resources: bool = setting(True, "memory, and the share of the machine's speed, at every validation")
     fisher: bool = setting(False, "trace and largest eigenvalues of the Fisher matrix (extra fisher)")
     fisher_matrix: str = setting("kfac", "what stands for a layer's Fisher matrix", choices=FISHER_MATRICES)
+    fisher_eigenvalues: int = setting(5, "how many of each layer's largest eigenvalues are recorded", minimum=1)
     interval: int = setting(100, "steps between two looks", minimum=1)
     stall_interval: int | None = setting(
         None, "steps between two looks at the stall; null: monitor.interval", minimum=1

@@ -2,7 +2,7 @@
 
 from fp8manifold.monitor.attention import attention_entropy
 from fp8manifold.monitor.bits import BitFigures, bit_figures, code_histogram, gap_lengths
-from fp8manifold.monitor.fisher import FisherFigures, fisher_figures, fisher_ratio
+from fp8manifold.monitor.fisher import FisherFigures, eigenvalue_ratios, fisher_figures, fisher_ratio
 from fp8manifold.monitor.geometry import (
     GeometryFigures,
     PathTracker,
@@ -51,6 +51,7 @@ __all__ = [
     "code_drift",
     "code_histogram",
     "code_unchanged",
+    "eigenvalue_ratios",
     "fisher_figures",
     "fisher_ratio",
     "gap_lengths",

@@ -1,4 +1,4 @@
-"""The Fisher information of linear layers: its trace and its largest eigenvalue."""
+"""The Fisher information of linear layers: its trace and its largest eigenvalues."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
 from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches
 from fp8manifold.optim._fisher_metric import Layer, mean_over_tokens
 
-__all__ = ["FisherFigures", "fisher_figures", "fisher_ratio"]
+__all__ = ["FisherFigures", "eigenvalue_ratios", "fisher_figures", "fisher_ratio"]
 
 _REPRESENTATIONS: Final = ("kfac", "diagonal")
 
@@ -23,8 +23,13 @@ class FisherFigures:
 
     trace: float
     """Sum of the eigenvalues."""
-    top: float
-    """The largest eigenvalue."""
+    eigenvalues: tuple[float, ...]
+    """The largest eigenvalues, in decreasing order."""
+
+    @property
+    def top(self) -> float:
+        """The largest eigenvalue."""
+        return self.eigenvalues[0]
 
 
 def fisher_figures(
@@ -33,12 +38,13 @@ def fisher_figures(
     *,
     representation: Literal["kfac", "diagonal"] = "kfac",
     samples: int = 1,
+    eigenvalues: int = 1,
     seed: int = 0,
     step: int = 0,
     max_features: int = 4096,
     logits: Logits = call_model,
 ) -> dict[str, FisherFigures]:
-    """Trace and largest eigenvalue of the Fisher information of a token, for each linear layer at its present weights.
+    """Trace and largest eigenvalues of the Fisher information of a token, for each linear layer at its present weights.
 
     .. math:: F_{kfac} = \\tfrac1N \\sum y y^T \\otimes \\tfrac1N \\sum x x^T, \\qquad
               F_{diagonal} = \\mathrm{diag} \\left( \\tfrac1N \\sum y^2 \\otimes x^2 \\right)
@@ -52,6 +58,7 @@ def fisher_figures(
         batches: a few batches to measure with.
         representation: ``kfac`` or ``diagonal``.
         samples: labels drawn for each token.
+        eigenvalues: how many of the largest to find; a layer with fewer weights has one for each.
         seed, step: key of the draws.
         max_features: layers that are wider on either side are left out.
         logits: function (model, batch) to the logits (..., V); the default calls the model with the batch, or its
@@ -70,12 +77,12 @@ def fisher_figures(
         >>> with torch.no_grad():
         ...     _ = model[0].weight.zero_()
         >>> fisher_figures(model, [torch.tensor([[2.0, 0.0], [2.0, 0.0]])])["0"]  # y = +-(1/2, -1/2), x = (2, 0)
-        FisherFigures(trace=2.0, top=2.0)
+        FisherFigures(trace=2.0, eigenvalues=(2.0,))
 
     Source: Martens and Grosse 2015; Karakida, Akaho and Amari 2019 for the top eigenvalue.
     """
     check_choice("representation", representation, _REPRESENTATIONS)
-    for name, value in (("samples", samples), ("max_features", max_features)):
+    for name, value in (("samples", samples), ("eigenvalues", eigenvalues), ("max_features", max_features)):
         check_int(name, value, 1, 2**31)
     load_nngeometry()
     given = list(batches)
@@ -88,10 +95,10 @@ def fisher_figures(
     rows = rows_of_batches(model, [layer.module for layer in layers], given, logits, Draws(seed, step, samples))
     if representation == "diagonal":
         measured = mean_over_tokens(layers, rows, lambda layer, part: (layer.fisher.diagonal(part),))
-        figures = [_of_diagonal(*found) for found in measured]
+        figures = [_of_diagonal(*found, eigenvalues) for found in measured]
     else:
         measured = mean_over_tokens(layers, rows, lambda layer, part: layer.fisher.factors(part))
-        figures = [_of_factors(*found) for found in measured]
+        figures = [_of_factors(*found, eigenvalues) for found in measured]
     return {layer.fisher.name: found for layer, found in zip(layers, figures, strict=True)}
 
 
@@ -110,23 +117,66 @@ def fisher_ratio(quantised: dict[str, FisherFigures], shadow: dict[str, FisherFi
         TypeError: a value that is no :class:`FisherFigures`.
 
     Example:
-        >>> fisher_ratio({"fc": FisherFigures(3.0, 2.0)}, {"fc": FisherFigures(2.0, 1.0)})
+        >>> fisher_ratio({"fc": FisherFigures(3.0, (2.0,))}, {"fc": FisherFigures(2.0, (1.0,))})
         {'fc': 1.5}
     """
+    _check_figures(quantised, shadow)
+    both = [name for name in quantised if name in shadow]
+    return {name: _over(quantised[name].trace, shadow[name].trace) for name in both}
+
+
+def eigenvalue_ratios(
+    quantised: dict[str, FisherFigures], shadow: dict[str, FisherFigures]
+) -> dict[str, tuple[float | None, ...]]:
+    """The ratios of the largest eigenvalues, each over that of the same rank, layer by layer.
+
+    .. math:: \\lambda_i(F(w_8)) / \\lambda_i(F(w_{32}))
+
+    Args:
+        quantised, shadow: as in :func:`fisher_ratio`.
+
+    Returns:
+        For every layer that both have, as many ratios as both have eigenvalues; None where the shadow's is 0.  What is
+        not finite gives NaN, Inf or 0, as division does.
+
+    Raises:
+        TypeError: a value that is no :class:`FisherFigures`.
+
+    Example:
+        >>> eigenvalue_ratios({"fc": FisherFigures(3.0, (2.0, 1.0))}, {"fc": FisherFigures(2.0, (1.0, 0.0))})
+        {'fc': (2.0, None)}
+    """
+    _check_figures(quantised, shadow)
+    pairs = {name: (quantised[name].eigenvalues, shadow[name].eigenvalues) for name in quantised if name in shadow}
+    return {name: tuple(_over(a, b) for a, b in zip(*pair, strict=False)) for name, pair in pairs.items()}
+
+
+def _check_figures(quantised: dict[str, FisherFigures], shadow: dict[str, FisherFigures]) -> None:
     for figures in (*quantised.values(), *shadow.values()):
         if not isinstance(figures, FisherFigures):
             raise TypeError(f"{figures!r} must be a FisherFigures, not {type(figures).__name__}")
-    both = [name for name in quantised if name in shadow]
-    return {name: quantised[name].trace / shadow[name].trace if shadow[name].trace else None for name in both}
 
 
-def _of_diagonal(diagonal: Tensor) -> FisherFigures:
-    return FisherFigures(float(diagonal.double().sum()), float(diagonal.amax()))
+def _over(a: float, b: float) -> float | None:
+    return a / b if b else None
 
 
-def _of_factors(inputs: Tensor, outputs: Tensor) -> FisherFigures:
+def _of_diagonal(diagonal: Tensor, count: int) -> FisherFigures:
+    return FisherFigures(float(diagonal.double().sum()), _largest(diagonal.flatten(), count))
+
+
+def _of_factors(inputs: Tensor, outputs: Tensor, count: int) -> FisherFigures:
     """The eigenvalues of a Kronecker product are the products of those of its factors."""
     sides = inputs.double(), outputs.double()
     traces = [float(side.trace()) for side in sides]
-    tops = [float(torch.linalg.eigvalsh(side)[-1]) if bool(side.isfinite().all()) else float("nan") for side in sides]
-    return FisherFigures(traces[0] * traces[1], tops[0] * tops[1])
+    # A side that is not finite has no eigenvalues: one NaN stands for them.
+    spectra = [_spectrum(side)[-count:] for side in sides]
+    return FisherFigures(traces[0] * traces[1], _largest(torch.outer(*spectra).flatten(), count))
+
+
+def _spectrum(side: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(side) if bool(side.isfinite().all()) else side.new_full((1,), float("nan"))
+
+
+def _largest(values: Tensor, count: int) -> tuple[float, ...]:
+    return tuple(values.topk(min(count, values.numel())).values.tolist())

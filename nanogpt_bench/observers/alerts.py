@@ -48,7 +48,7 @@ class AlertObserver(Observer):
         self,
         settings: AlertsConfig,
         path: Path,
-        trend: TrendObserver,
+        trend: TrendObserver | None,
         *,
         stall: bool,
         tell: Callable[[Alert], None] = lambda alert: None,
@@ -165,14 +165,15 @@ class AlertObserver(Observer):
             yield Alert(step.number, "WARN", "entropy_collapse", text, _number(lowest), limit)
 
     def _divergence(self, step: Step) -> Iterator[Alert]:
-        if "train/excess" not in step.record or not self._trend.diverging or self._trend.excess is None:
+        trend = self._trend
+        if trend is None or "train/excess" not in step.record or not trend.diverging or trend.excess is None:
             return
         against = "the baseline's" if self._settings.baseline else "its own best"
         text = (
-            f"the smoothed training loss is {self._trend.excess:.1%} above {against} at step {step.number}, "
-            f"for {self._trend.evals_above} validations in a row"
+            f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}, "
+            f"for {trend.evals_above} validations in a row"
         )
-        yield Alert(step.number, "WARN", "early_divergence", text, self._trend.excess, self._settings.divergence)
+        yield Alert(step.number, "WARN", "early_divergence", text, trend.excess, self._settings.divergence)
 
     def _budgets(self, step: Step) -> Iterator[Alert]:
         for limits, word, beyond in (

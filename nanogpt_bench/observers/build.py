@@ -42,7 +42,7 @@ _LOSING = ("nearest", "residual8", "residual4")
 class Observers:
     """A run's observers: those with something to tell the loop by name, and all in the order they are called."""
 
-    trend: TrendObserver
+    trend: TrendObserver | None
     stall: Stall | None
     shadow: ShadowObserver | None
     alerts: AlertObserver | None
@@ -68,7 +68,7 @@ def build_observers(
     tell: Callable[[Alert], None],
 ) -> Observers:
     """Return the observers of a resolved configuration; files in `run_dir` are opened."""
-    trend = TrendObserver(config.alerts, baseline)
+    trend = TrendObserver(config.alerts, baseline) if config.monitor.trend else None
     alerts = _alerts(config, run_dir, trend, tell)
     shadow = _shadow(config, trainer)
     stall, monitors = _monitors(config, trainer, shadow)
@@ -125,10 +125,19 @@ def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:
 def _fisher(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> Fisher:
     current = None if shadow is None else shadow.current
     monitor = config.monitor
-    return Fisher(trainer.eval_batch, current, monitor.interval, monitor.fisher_matrix, config.seed)
+    return Fisher(
+        trainer.eval_batch,
+        current,
+        monitor.interval,
+        matrix=monitor.fisher_matrix,
+        eigenvalues=monitor.fisher_eigenvalues,
+        seed=config.seed,
+    )
 
 
-def _alerts(config: Config, run_dir: Path, trend: TrendObserver, tell: Callable[[Alert], None]) -> AlertObserver | None:
+def _alerts(
+    config: Config, run_dir: Path, trend: TrendObserver | None, tell: Callable[[Alert], None]
+) -> AlertObserver | None:
     if not config.alerts.enabled:
         return None
     loses = config.model.storage in ROUNDED and config.optimizer.writeback in _LOSING

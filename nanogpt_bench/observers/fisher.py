@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from nanogpt_bench.observers.base import Observer, Step
 
 
 class Fisher(Observer):
-    """Records `geometry/fisher_trace`, `fisher_top` and, with a shadow, `fisher_ratio` every `interval` steps.
+    """Records the trace and the first `eigenvalues` eigenvalues of every layer's Fisher matrix every `interval` steps.
 
+    They are `geometry/fisher_trace` and `geometry/fisher_top_I` with I from 1; with a shadow also its own,
+    `fisher_shadow_trace` and `fisher_shadow_top_I`, and the ratios to these, `fisher_ratio` and `fisher_top_ratio_I`.
     `matrix` is `kfac` or `diagonal`; `shadow` gives the float32 model with the weights of this moment.
     """
 
@@ -23,29 +25,49 @@ class Fisher(Observer):
         batches: Callable[[], Sequence[tuple[Tensor, Tensor]]],
         shadow: Callable[[Step], nn.Module] | None,
         interval: int,
+        *,
         matrix: str,
+        eigenvalues: int,
         seed: int,
     ) -> None:
         self._batches, self._shadow, self._interval = batches, shadow, interval
         self._matrix: Any = matrix
-        self._seed = seed
+        self._eigenvalues, self._seed = eigenvalues, seed
 
     def after_step(self, step: Step) -> None:
         if not step.due(self._interval):
             return
         own = self._measure(step.model, step)
-        step.add("geometry/fisher_trace", {name: found.trace for name, found in own.items()})
-        step.add("geometry/fisher_top", {name: found.top for name, found in own.items()})
+        _add(step, "fisher", own)
         if self._shadow is not None:
-            ratios = fm.monitor.fisher_ratio(own, self._measure(self._shadow(step), step))
-            step.add("geometry/fisher_ratio", ratios)
+            shadow = self._measure(self._shadow(step), step)
+            _add(step, "fisher_shadow", shadow)
+            step.add("geometry/fisher_ratio", fm.monitor.fisher_ratio(own, shadow))
+            _add_ranks(step, "fisher_top_ratio", fm.monitor.eigenvalue_ratios(own, shadow))
 
     def _measure(self, model: nn.Module, step: Step) -> dict[str, fm.monitor.FisherFigures]:
         gradients = {parameter: parameter.grad for parameter in model.parameters()}
         with buffers_kept(model):
             found = fm.monitor.fisher_figures(
-                model, self._batches(), representation=self._matrix, seed=self._seed, step=step.number
+                model,
+                self._batches(),
+                representation=self._matrix,
+                eigenvalues=self._eigenvalues,
+                seed=self._seed,
+                step=step.number,
             )
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
         return found
+
+
+def _add(step: Step, name: str, found: Mapping[str, fm.monitor.FisherFigures]) -> None:
+    step.add(f"geometry/{name}_trace", {layer: figures.trace for layer, figures in found.items()})
+    _add_ranks(step, f"{name}_top", {layer: figures.eigenvalues for layer, figures in found.items()})
+
+
+def _add_ranks(step: Step, name: str, found: Mapping[str, Sequence[float | None]]) -> None:
+    """Record figures by rank, from 1; a layer with few weights lacks the last of them."""
+    for rank in range(max(map(len, found.values()), default=0)):
+        ranked = {layer: values[rank] for layer, values in found.items() if rank < len(values)}
+        step.add(f"geometry/{name}_{rank + 1}", ranked)

@@ -73,6 +73,8 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     settings = assemble(base, axes)
     if axes != dict(point):
         settings.pop("model.formats", None)
+    if "rule" in point and _keeps_floats(base, point):
+        settings.pop("model.granularity", None)
     try:
         built = build_config(settings)
         config = resolve(built)
@@ -88,10 +90,14 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
     """The point; without formats where the rule keeps float weights, so that it stands in the grid once."""
-    rule = RULES.get(str(point.get("rule", base.get("rule"))))
-    if rule is None or rule.storage != "float32":
+    if not _keeps_floats(base, point):
         return dict(point)
-    return {key: value for key, value in point.items() if not key.startswith("model.format")}
+    return {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
+
+
+def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
+    rule = RULES.get(str(point.get("rule", base.get("rule"))))
+    return rule is not None and rule.storage == "float32"
 
 
 def describe(config: Config, axes: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
+from nanogpt_bench.resolve import resolve
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.train import Progress, run
 from nanogpt_bench.watch_config import AlertsConfig
@@ -273,3 +274,33 @@ def test_alerts_can_be_turned_off(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
     summary = run(tiny(rule="fp32", alerts__enabled=False), tmp_path / "r")
     assert summary["alerts"] == {}
     assert not (tmp_path / "r" / "alerts.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train__stop_on": "[divergence]"}, r"train\.stop_on: 'divergence' needs monitor\.trend, which is off"),
+        ({"train__stop_on": "[nan, plateau]"}, r"train\.stop_on: 'plateau' needs monitor\.trend, which is off"),
+        ({"alerts__baseline": "runs/b"}, r"alerts\.baseline: 'runs/b' needs monitor\.trend, which is off"),
+    ],
+)
+def test_what_follows_the_trend_is_refused_without_it(tiny: Tiny, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        resolve(tiny(rule="fp32", monitor__trend=False, **settings))
+
+
+def test_without_the_trend_nothing_diverges(tiny: Tiny, tmp_path: Path) -> None:
+    """The run that alerts of early divergence with it."""
+    settings = {"rule": "fp32", "optimizer__lr": 3.0, "optimizer__grad_clip": 0.0, "eval__interval": 1}
+    alerts = {"alerts__divergence_evals": 1, "alerts__divergence": 1e-3}
+    kinds = {}
+    for trend in (True, False):
+        folder = tmp_path / str(trend)
+        run(tiny(**settings, **alerts, monitor__trend=trend), folder)
+        kinds[trend] = (
+            {a["kind"] for a in lines(folder / "alerts.jsonl")} if (folder / "alerts.jsonl").exists() else set()
+        )
+        found = any("train/loss_smoothed" in record for record in lines(folder / "metrics.jsonl"))
+        assert found is trend
+    assert "early_divergence" in kinds[True]
+    assert kinds[False] == kinds[True] - {"early_divergence"}

@@ -64,6 +64,15 @@ def test_without_formats_the_file_s_own_stands_beside_float(
     assert words.count("none") == 1
 
 
+def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
+    losses = {}
+    for granularity in ("tensor", "channel"):
+        rows = evaluate(tiny(model__granularity=granularity), ["E2M1"])
+        losses[granularity] = [row.val_loss for row in rows]
+    assert losses["tensor"][0] == losses["channel"][0]
+    assert losses["tensor"][1] != losses["channel"][1]
+
+
 def test_the_loss_is_the_first_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
     from nanogpt_bench.train import run
 

@@ -196,3 +196,13 @@ def test_formats_to_measure_against_and_levels_take_their_own_spelling() -> None
     config = resolve(load_config(None, [*words, "--alerts.levels.overflow", "error"]))
     assert (config.monitor.activation_format, config.monitor.gradient_format) == ("E4M3", None)
     assert config.alerts.levels == {"kurtosis": "off", "overflow": "ERROR"}
+
+
+@pytest.mark.parametrize(
+    ("options", "by"), [(["--rule=fp32"], "rule 'fp32'"), ([], "storage float32"), (["--rule=sgd"], "rule 'sgd'")]
+)
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_a_granularity_needs_weights_with_a_format(options: list[str], by: str, granularity: str) -> None:
+    with pytest.raises(BenchError, match=f"model.granularity: '{granularity}' means nothing under {by}"):
+        resolve(load_config(None, [*options, f"--model.granularity={granularity}"]))
+    resolve(load_config(None, ["--rule=nearest", "--model.format=E4M3", f"--model.granularity={granularity}"]))

@@ -21,6 +21,7 @@ from rich.console import Console
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.board import Board
+from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
@@ -142,6 +143,19 @@ def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
     assert (config.rule, config.optimizer.lr, config.train.batch_size, config.seed) == ("nearest", 0.001, 3, 8)
     assert config.model.formats == {"*": "E7M0"}
     assert config.train.max_steps == 4
+
+
+def test_granularities_of_a_float_rule_are_one_point(write):
+    axes = {"rule": ["fp32", "nearest"], "model.granularity": ["tensor", "channel"], "model.format": ["E4M3", "E7M0"]}
+    planned = plan_sweep(read_sweep(write(axes=axes)))
+    assert [run.rule for run in planned].count("fp32") == 1
+    assert len(planned) == 1 + 4
+    shared = {"model.granularity": "tensor", "model.formats.lm_head": "E5M2"}
+    with pytest.raises(BenchError, match=r"model\.granularity: 'tensor' means nothing under rule 'fp32'"):
+        plan_sweep(read_sweep(write(settings={"rule": "fp32", "model.granularity": "tensor"}, axes={"seed": [1]})))
+    axes = {"rule": ["fp32", "nearest"], "model.format": ["E4M3"]}
+    settings = [run.settings for run in plan_sweep(read_sweep(write(settings=shared, axes=axes)))]
+    assert ["model.granularity" in one for one in settings] == [False, True]
 
 
 def test_a_reference_leaves_the_rules_own_settings_behind(write):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.monitor import FisherFigures, fisher_figures, fisher_ratio
+from fp8manifold.monitor import FisherFigures, eigenvalue_ratios, fisher_figures, fisher_ratio
 from fp8manifold.optim._fisher_capture import sample_labels
 
 pytest.importorskip("nngeometry", reason="extra fisher")
@@ -35,12 +35,12 @@ def gradients_by_token(model: nn.Module, weight: Tensor, x: Tensor, *, seed: int
 
 def test_the_diagonal_is_brute_force() -> None:
     model, x = classifier(), batch()
-    found = fisher_figures(model, [x], representation="diagonal", seed=3, step=4)
+    found = fisher_figures(model, [x], representation="diagonal", eigenvalues=4, seed=3, step=4)
     for name in ("0", "2"):
         weight = model.get_submodule(name).weight
         moments = gradients_by_token(model, weight, x, seed=3, step=4).square().mean(0)
         assert found[name].trace == pytest.approx(moments.sum().item(), rel=1e-4)
-        assert found[name].top == pytest.approx(moments.max().item(), rel=1e-4)
+        assert found[name].eigenvalues == pytest.approx(moments.flatten().topk(4).values.tolist(), rel=1e-4)
 
 
 def test_kfac_is_the_product_of_its_factors() -> None:
@@ -49,11 +49,15 @@ def test_kfac_is_the_product_of_its_factors() -> None:
     labels = sample_labels(model(x).detach(), seed=0, step=0, stream=0)
     at_output = (model(x).softmax(-1) - F.one_hot(labels, 4)).detach()
     inputs, outputs = hidden.T @ hidden / 16, at_output.T @ at_output / 16
-    found = fisher_figures(model, [x])["2"]
+    found = fisher_figures(model, [x], eigenvalues=30)["2"]
     dense = torch.kron(outputs, inputs).double()
     assert found.trace == pytest.approx(dense.trace().item(), rel=1e-4)
     assert found.top == pytest.approx(torch.linalg.eigvalsh(dense)[-1].item(), rel=1e-4)
     assert found.top < found.trace
+    spectrum = torch.linalg.eigvalsh(dense).flip(0)
+    assert len(found.eigenvalues) == 20  # there are no more
+    assert torch.tensor(found.eigenvalues, dtype=torch.float64).allclose(spectrum, rtol=1e-4, atol=1e-7)
+    assert fisher_figures(model, [x], eigenvalues=3)["2"].eigenvalues == pytest.approx(found.eigenvalues[:3])
 
 
 def test_batches_and_samples_are_averaged() -> None:
@@ -96,13 +100,20 @@ def test_quantised_weights_against_their_shadow(storage: str) -> None:
 
 
 def test_the_ratio_of_layers_that_both_have() -> None:
-    one, zero = FisherFigures(1.0, 1.0), FisherFigures(0.0, 0.0)
-    assert fisher_ratio({"a": one, "b": one, "c": one}, {"b": zero, "c": FisherFigures(4.0, 1.0)}) == {
+    one, zero = FisherFigures(1.0, (1.0,)), FisherFigures(0.0, (0.0,))
+    assert fisher_ratio({"a": one, "b": one, "c": one}, {"b": zero, "c": FisherFigures(4.0, (1.0,))}) == {
         "b": None,
         "c": 0.25,
     }
     with pytest.raises(TypeError, match="float"):
         fisher_ratio({"a": 1.0}, {"a": one})  # type: ignore[dict-item]
+
+
+def test_eigenvalues_are_compared_rank_by_rank() -> None:
+    ours, theirs = FisherFigures(9.0, (6.0, 3.0, 1.0)), FisherFigures(9.0, (4.0, 0.0))
+    assert eigenvalue_ratios({"a": ours, "b": ours}, {"a": theirs}) == {"a": (1.5, None)}
+    with pytest.raises(TypeError, match="float"):
+        eigenvalue_ratios({"a": ours}, {"a": 1.0})  # type: ignore[dict-item]
 
 
 def test_layers_that_are_left_out_and_options_that_are_refused() -> None:
@@ -113,6 +124,8 @@ def test_layers_that_are_left_out_and_options_that_are_refused() -> None:
         fisher_figures(model, [batch()], representation="ekfac")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no batch"):
         fisher_figures(model, [])
+    with pytest.raises(ValueError, match="eigenvalues=0"):
+        fisher_figures(model, [batch()], eigenvalues=0)
     with pytest.raises(ValueError, match="samples=0"):
         fisher_figures(model, [batch()], samples=0)
 
@@ -123,3 +136,4 @@ def test_weights_that_are_no_numbers_have_no_figures() -> None:
         model[2].weight.fill_(math.inf)
     found = fisher_figures(model, [batch()], representation="diagonal")["2"]
     assert not math.isfinite(found.trace)
+    assert math.isnan(fisher_figures(model, [batch()], eigenvalues=3)["2"].top)

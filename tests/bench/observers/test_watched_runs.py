@@ -20,7 +20,7 @@ from nanogpt_bench.step import Trainer
 from nanogpt_bench.train import run
 
 Tiny = Callable[..., Config]
-FLAGS = ("stall", "ranges", "bits", "attention", "gradients", "geometry", "resources")
+FLAGS = ("stall", "ranges", "bits", "attention", "gradients", "geometry", "resources", "trend")
 OFF = {f"monitor__{flag}": False for flag in FLAGS}
 ALL_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, policy: delayed}, gradient: E5M2, rounding: split}}"
 GRID_FORMATS = "{'*': {weight: E4M3, activation: {format: E4M3, rounding: stochastic}, gradient: E5M2}}"
@@ -65,6 +65,7 @@ NAMESPACES = {
     "gradients": "grad/l2",
     "geometry": "geometry/",
     "resources": "memory/",
+    "trend": "train/loss_smoothed",
 }
 
 
@@ -171,11 +172,22 @@ def test_fisher_information_at_the_weights_and_at_the_shadows(tiny: Tiny, tmp_pa
     settings = {"rule": "master", "model__format": "E2M1", "train__precision": "float32", "monitor__fisher": True}
     shadow = {"shadow__enabled": True, "shadow__of": "master", "train__max_steps": 2}
     last = records_of(tiny(**settings, **shadow), tmp_path / "r")[-1]
-    assert last["geometry/fisher_trace/lm_head"] >= last["geometry/fisher_top/lm_head"] > 0
+    tops = [last[f"geometry/fisher_top_{rank}/lm_head"] for rank in (1, 2, 3, 4, 5)]
+    assert last["geometry/fisher_trace/lm_head"] >= tops[0] > 0
+    assert tops == sorted(tops, reverse=True)
+    assert "geometry/fisher_top_6" not in last
+    shadows = [last[f"geometry/fisher_shadow_top_{rank}/lm_head"] for rank in (1, 2, 3, 4, 5)]
+    ratios = [last[f"geometry/fisher_top_ratio_{rank}/lm_head"] for rank in (1, 2, 3, 4, 5)]
+    assert ratios == [top / shadow for top, shadow in zip(tops, shadows, strict=True)]
+    assert tops != shadows
+    traces = last["geometry/fisher_trace/lm_head"] / last["geometry/fisher_shadow_trace/lm_head"]
+    assert last["geometry/fisher_ratio/lm_head"] == traces
     assert 0.2 < last["geometry/fisher_ratio"] < 5
     assert last["geometry/fisher_ratio"] != 1.0
-    diagonal = records_of(tiny(**settings, **shadow, monitor__fisher_matrix="diagonal"), tmp_path / "d")[-1]
-    assert 0 < diagonal["geometry/fisher_top/lm_head"] != last["geometry/fisher_top/lm_head"]
+    other = {"monitor__fisher_matrix": "diagonal", "monitor__fisher_eigenvalues": 1}
+    diagonal = records_of(tiny(**settings, **shadow, **other), tmp_path / "d")[-1]
+    assert 0 < diagonal["geometry/fisher_top_1/lm_head"] != tops[0]
+    assert "geometry/fisher_top_2/lm_head" not in diagonal
 
 
 def test_fisher_without_its_package_is_refused_before_the_run_begins(
