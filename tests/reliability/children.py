@@ -1,0 +1,53 @@
+"""Children of a parent that has imported torch and the bench, and done nothing else: each runs one command line."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import bench_child
+
+#: what the parent imports before its first child; a name that is missing is left out
+_PRELOAD = (
+    *("pytest", "_pytest.config", "jsonargparse", "rich.console", "rich.progress", "safetensors.torch"),
+    *("nanogpt_bench.cli", "nanogpt_bench.train", "nanogpt_bench.run_command", "nanogpt_bench.checkpoint"),
+    "bench_child",
+)
+_FORKSERVER = multiprocessing.get_context("forkserver")
+#: a child that takes longer hangs
+PATIENCE_S = 120.0
+
+
+def start(folder: Path, words: Sequence[str], told: bench_child.Told | None = None) -> Any:
+    """Start a child that runs a command line of the bench in `folder` and return its process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _FORKSERVER.set_forkserver_preload(list(_PRELOAD))
+    child = _FORKSERVER.Process(target=bench_child.command, args=(str(folder), list(words), told), daemon=True)
+    child.start()
+    return child
+
+
+def wait_for(child: Any, seconds: float) -> int | None:
+    """Return a child's exit code, -N if signal N ended it, or None if it goes on after `seconds`."""
+    wait([child.sentinel], seconds)
+    code: int | None = child.exitcode
+    return code
+
+
+def finish(child: Any, folder: Path) -> int:
+    """Wait for a child's end and return its exit code; one that hangs is killed and fails the test."""
+    code = wait_for(child, PATIENCE_S)
+    if code is None:
+        child.kill()
+        raise AssertionError(f"a child hung: {output(folder)}")
+    return code
+
+
+def output(folder: Path) -> str:
+    """The last lines that the children in a folder wrote."""
+    path = folder / "output.txt"
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]) if path.exists() else ""

@@ -1,0 +1,109 @@
+"""Runs of half a second that differ in what a checkpoint has to hold, and what must be equal after a fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+STEPS = 24
+#: what depends on the clock, and on the machine and what else it does
+MACHINE = frozenset(
+    {
+        *("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead", "mfu"),
+        *("time", "seconds", "training_seconds", "elapsed_s", "tokens_per_s", "shadow_overhead", "environment"),
+        # of the state of the shadow, the alerts and the files of records, whose times have as many digits as they have
+        *("overheads", "plain_step", "ages", "bytes"),
+    }
+)
+_BASE = {
+    "model.n_layer": 1,
+    "model.n_head": 2,
+    "model.n_embd": 16,
+    "model.block_size": 8,
+    "train.max_steps": STEPS,
+    "train.batch_size": 2,
+    "eval.interval": 6,
+    "eval.batches": 1,
+    "optimizer.warmup_steps": 4,
+    "monitor.interval": 4,
+    "monitor.dead_steps": 4,
+    "checkpoint.every": 3,
+    "checkpoint.keep": 2,
+}
+#: random bits, ULP residuals, 8-bit averages, amax histories, dropout's generator, a shadow, float baselines
+KINDS: Mapping[str, Mapping[str, object]] = {
+    "fp8 stochastic": {"rule": "stochastic", "model.format": "E4M3", "model.dropout": 0.1},
+    "fp8 residual8": {
+        "model.format": "E5M2",
+        "model.storage": "fp8",
+        "optimizer.name": "stiffness_adamw",
+        "optimizer.writeback": "residual8",
+        "optimizer.moments": "8bit",
+        "optimizer.lr": 2e-3,
+    },
+    "fp8 riemannian": {"rule": "riemannian", "model.format": "E3M4"},
+    "master delayed": {
+        "rule": "master",
+        "model.formats": '{"*": {"weight": "E4M3", "activation": "E4M3", "gradient": "E5M2", "policy": "delayed", '
+        '"history": 16, "granularity": "tensor"}}',
+        "shadow.enabled": True,
+        "shadow.interval": 4,
+    },
+    "bf16": {"rule": "bf16-mixed", "model.dropout": 0.1, "train.accumulation": 2},
+}
+
+
+def words(kind: str, corpus: Path, more: Mapping[str, object] | None = None) -> list[str]:
+    """Return the command line of a kind of run, which starts it or goes on with it; `more` are settings of its own."""
+    settings = {**_BASE, "data.dir": str(corpus), **KINDS[kind], **(more or {})}
+    options = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    return ["run", "bf16_baseline.yaml" if kind == "bf16" else "e4m3.yaml", "--name", "r", "--resume", *options]
+
+
+def traces(run_dir: Path) -> dict[str, Any]:
+    """Return all that a finished run left, by name, but for what depends on the clock or the machine."""
+    left: dict[str, Any] = {}
+    for path in sorted(run_dir.rglob("*")):
+        name = path.relative_to(run_dir).as_posix()
+        if path.is_dir() or path.name in ("environment.json", "manifest.json"):
+            left[name] = None  # what a manifest says follows from the files
+        elif path.suffix == ".json":
+            left[name] = without_machine(json.loads(path.read_text(encoding="utf-8")))
+        elif path.suffix == ".jsonl":
+            left[name] = [without_machine(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        elif path.suffix == ".safetensors":
+            left[name] = _tensors(path)
+        else:
+            left[name] = path.read_bytes()
+    return left
+
+
+def _tensors(path: Path) -> dict[str, tuple[Any, ...]]:
+    """Return the tensors of a file: dtype, shape and bytes by name, so that every bit counts, those of NaN too."""
+    named = {name: tensor for name, tensor in load_file(path).items() if name.rpartition("/")[2] not in MACHINE}
+    return {name: (t.dtype, t.shape, t.flatten().view(torch.uint8).numpy().tobytes()) for name, t in named.items()}
+
+
+def without_machine(content: Any) -> Any:
+    """Return JSON's content without the keys of `MACHINE`, at any depth; a state's dicts are lists of pairs."""
+    if isinstance(content, dict):
+        return {key: without_machine(value) for key, value in content.items() if key not in MACHINE}
+    if not isinstance(content, list):
+        return content
+    return [without_machine(value) for value in content if not _pair_of_machine(value)]
+
+
+def _pair_of_machine(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in MACHINE
+
+
+def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files of two runs that differ, or that one of them lacks."""
+    return sorted(
+        name for name in {*left, *right} if name not in left or name not in right or left[name] != right[name]
+    )
