@@ -95,10 +95,10 @@ def fisher_figures(
     rows = rows_of_batches(model, [layer.module for layer in layers], given, logits, Draws(seed, step, samples))
     if representation == "diagonal":
         measured = mean_over_tokens(layers, rows, lambda layer, part: (layer.fisher.diagonal(part),))
-        figures = [_of_diagonal(*found, eigenvalues) for found in measured]
+        figures = [_of_diagonal(*found, count=eigenvalues) for found in measured]
     else:
         measured = mean_over_tokens(layers, rows, lambda layer, part: layer.fisher.factors(part))
-        figures = [_of_factors(*found, eigenvalues) for found in measured]
+        figures = [_of_factors(*found, count=eigenvalues) for found in measured]
     return {layer.fisher.name: found for layer, found in zip(layers, figures, strict=True)}
 
 
@@ -161,11 +161,11 @@ def _over(a: float, b: float) -> float | None:
     return a / b if b else None
 
 
-def _of_diagonal(diagonal: Tensor, count: int) -> FisherFigures:
+def _of_diagonal(diagonal: Tensor, *, count: int) -> FisherFigures:
     return FisherFigures(float(diagonal.double().sum()), _largest(diagonal.flatten(), count))
 
 
-def _of_factors(inputs: Tensor, outputs: Tensor, count: int) -> FisherFigures:
+def _of_factors(inputs: Tensor, outputs: Tensor, *, count: int) -> FisherFigures:
     """The eigenvalues of a Kronecker product are the products of those of its factors."""
     sides = inputs.double(), outputs.double()
     traces = [float(side.trace()) for side in sides]

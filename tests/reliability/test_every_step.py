@@ -1,0 +1,253 @@
+"""A run stopped after every one of its steps and taken up from disk each time: the same bits as without a stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanogpt_bench import run_state
+from nanogpt_bench.checkpoint import newest, read
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.rules import RULES, available_rules
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.signals import StopRequest
+from nanogpt_bench.train import run
+
+FEW, MANY = 4, 50
+OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")
+OWN = (*OWN, "riemannian_sgd", "fisher")
+WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+MOMENTS = ("float32", "bfloat16", "8bit")
+GRANULARITIES = ("tensor", "channel", "block")
+POLICIES = ("dynamic", "static", "delayed")
+FORMATS = ("E4M3", "E5M2", "E3M4", "E7M0")
+#: what two runs of the same numbers may differ in
+MACHINE = ("time/elapsed_s", "time/tokens_per_s", "memory/peak_bytes", "shadow/overhead", "mfu")
+#: tensors of the monitors that are times
+TIMES = ("ShadowObserver/overheads",)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torchao.*", "ignore:.*Enum.*"),
+    pytest.mark.filterwarnings("ignore::fp8manifold.SaturationWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination, by the settings that make it."""
+
+    name: str
+    settings: dict[str, Any]
+    steps: int = FEW
+
+
+def own_case(optimizer: str, writeback: str, storage: str, moments: str, granularity: str, fmt: str) -> Case:
+    """An optimizer of ours on weights without a master copy."""
+    settings = {
+        "optimizer.name": optimizer,
+        "optimizer.writeback": writeback,
+        "model.storage": storage,
+        "optimizer.moments": moments,
+        "model.granularity": granularity,
+        "model.formats": f"{{attn: {fmt}, mlp: {fmt}}}",
+    }
+    return Case("-".join((optimizer, writeback, storage, moments, granularity, fmt)), _with_options(settings))
+
+
+def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
+    if settings["optimizer.name"] == "fisher":
+        settings["optimizer.refresh"] = 3
+    if settings["optimizer.name"] == "stiffness_adamw":
+        settings |= {"optimizer.stiffness": 1.0, "optimizer.stiffness_end": 0.0}
+    return settings
+
+
+def goes(optimizer: str, writeback: str, moments: str = "float32") -> bool:
+    """Whether the library takes these together: errors need an average that can hold them."""
+    return writeback != "momentum" or (optimizer not in ("madam", "stiffness_lion") and moments != "8bit")
+
+
+def moments_of(writeback: str, index: int) -> str:
+    return MOMENTS[(index // 2) % (2 if writeback == "momentum" else 3)]
+
+
+def all_own() -> Iterator[Case]:
+    for optimizer in OWN:
+        for writeback in WRITEBACKS:
+            for moments in MOMENTS:
+                for storage, granularities in (("fp8", GRANULARITIES), ("grid", GRANULARITIES[:2])):
+                    for granularity in granularities if goes(optimizer, writeback, moments) else ():
+                        yield own_case(optimizer, writeback, storage, moments, granularity, "E4M3")
+
+
+def sample_of_own() -> Iterator[Case]:
+    """Every optimizer with every write-back; all other choices in turn."""
+    pairs = [(optimizer, writeback) for optimizer in OWN for writeback in WRITEBACKS if goes(optimizer, writeback)]
+    for index, (optimizer, writeback) in enumerate(pairs):
+        storage = "grid" if index % 3 == 2 else "fp8"
+        granularity = GRANULARITIES[index % (2 if storage == "grid" else 3)]
+        yield own_case(optimizer, writeback, storage, moments_of(writeback, index), granularity, FORMATS[index % 4])
+
+
+def continuous_cases() -> Iterator[Case]:
+    for optimizer in ("stiffness_adamw", "stiffness_sgd", "riemannian_adam", "madam"):
+        settings = {"optimizer.name": optimizer, "model.storage": "continuous", "model.format": "E4M3"}
+        yield Case(f"{optimizer}-continuous", _with_options(settings))
+
+
+def master_cases() -> Iterator[Case]:
+    """Every policy with every granularity, in all four operands; stochastic rounding counts its draws."""
+    for index, policy in enumerate(POLICIES):
+        for granularity in GRANULARITIES:
+            # What flows changes its rows from batch to batch: a scale that looks back has to be the tensor's.
+            flowing = f"policy: {policy}, granularity: {granularity if policy == 'dynamic' else 'tensor'}"
+            weight = f"{{format: E4M3, policy: {policy}, granularity: {granularity}}}"
+            activation = f"{{format: E4M3, {flowing}}}"
+            gradient = f"{{format: E5M2, rounding: stochastic, {flowing}}}"
+            spec = f"{{weight: {weight}, activation: {activation}, gradient: {gradient}}}"
+            settings = {
+                "model.formats": f"{{attn: {spec}, mlp: {spec}}}",
+                "optimizer.name": ("adamw", "sgd")[index % 2],
+                "model.storage": "master",
+                "train.accumulation": 2,
+            }
+            yield Case(f"master-{policy}-{granularity}", settings)
+    spec = "{weight: E4M3, activation: E4M3, gradient: {format: E5M2, scale: global}}"
+    yield Case("master-global", {"model.formats": f"{{attn: {spec}, mlp: {spec}}}"})
+
+
+def baseline_cases() -> Iterator[Case]:
+    for name, rule in RULES.items():
+        if rule.storage == "float32":
+            yield Case(f"baseline-{name}", {"rule": name, "model.n_embd": 64})
+
+
+def long_cases() -> Iterator[Case]:
+    for rule in ("stochastic-8bit", "residual4", "bf16-mixed"):
+        more = {} if rule == "bf16-mixed" else {"model.format": "E4M3"}
+        yield Case(f"{MANY}-steps-{rule}", {"rule": rule, "shadow.enabled": True, "shadow.interval": 7} | more, MANY)
+
+
+QUICK = [*sample_of_own(), *continuous_cases(), *master_cases(), *baseline_cases(), *long_cases()]
+FULL = [Case(case.name, case.settings, MANY) for case in all_own()]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    text = "".join(
+        f"Line {number}: {number * number % 97} foxes jump over {number % 7} dogs.\n" for number in range(200)
+    )
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    prepare_text(folder / "text.txt", folder / "prepared", "char")
+    return folder / "prepared"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted(tally: Callable[..., None]) -> Iterator[dict[str, int]]:
+    counts = {"combinations": 0, "stops": 0}
+    yield counts
+    tally("runs stopped after every step and taken up", counts["combinations"], f"{counts['stops']:,} stops, bit-exact")
+
+
+def settings_of(case: Case, corpus: Path) -> list[str]:
+    settings = {
+        "data.dir": corpus,
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": 32,
+        "model.block_size": 8,
+        "model.dropout": 0.1,
+        "train.max_steps": case.steps,
+        "train.batch_size": 2,
+        "optimizer.warmup_steps": 2,
+        "eval.interval": 2,
+        "eval.batches": 1,
+        "monitor.interval": 2,
+        "monitor.histogram_interval": 2,
+        "checkpoint.every": None,
+        "checkpoint.keep": 1,
+        "alerts.cooldown_s": 0,
+        **case.settings,
+    }
+    return [f"--{key}={'null' if value is None else value}" for key, value in settings.items()]
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key not in MACHINE} for record in found]
+
+
+def stopped() -> StopRequest:
+    """A request that came before the step at hand."""
+    request = StopRequest()
+    request.note(signal.SIGTERM)
+    return request
+
+
+def check_case(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+    config = load_config(None, settings_of(case, corpus))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(config, whole)
+    for step in range(case.steps + 1):
+        torch.manual_seed(0)  # nothing may depend on what a process happens to hold
+        summary = run(config, parts, resume=True, stop=stopped(), say=lambda line: None)
+        assert (summary["status"], summary["steps"]) == ("stopped" if step < case.steps else "finished", step)
+        counted["stops"] += 1
+    for ours, theirs in zip(records(parts), records(whole), strict=True):
+        assert ours == theirs, f"step {theirs['step']}"
+    for name in ("histograms.jsonl", "alerts.jsonl", "weights.json"):
+        contents = [(folder / name).read_bytes() if (folder / name).exists() else b"" for folder in (parts, whole)]
+        assert contents[0] == contents[1], name
+    assert_same_state(whole, parts)
+    counted["combinations"] += 1
+
+
+def assert_same_state(whole: Path, parts: Path) -> None:
+    first, second = (read(newest(folder)[0] or folder) for folder in (whole, parts))
+    assert first.step == second.step
+    assert first.metadata == second.metadata
+    assert first.facts["state"]["optimizer"] == second.facts["state"]["optimizer"]
+    assert first.tensors.keys() == second.tensors.keys() >= {"model", "random"}
+    for stem, tensors in first.tensors.items():
+        assert tensors.keys() == second.tensors[stem].keys()
+        for name, tensor in tensors.items():
+            other = second.tensors[stem][name]
+            assert tensor.dtype == other.dtype
+            same = torch.equal(tensor.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+            assert same or name in TIMES, f"{stem}: {name}"
+
+
+def skip_unless_available(case: Case) -> None:
+    rule = case.settings.get("rule") or ("fisher" if case.settings.get("optimizer.name") == "fisher" else None)
+    if rule is not None and rule not in available_rules():
+        pytest.skip(f"{RULES[rule].needs} is not installed")
+
+
+@pytest.mark.parametrize("case", QUICK, ids=[case.name for case in QUICK])
+def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+    skip_unless_available(case)
+    with torch.compiler.set_stance("force_eager"):  # torchao's steps: the same without a minute of compiling
+        check_case(case, corpus, tmp_path, counted)
+
+
+@pytest.mark.parametrize("case", FULL, ids=[case.name for case in FULL])
+def test_all_combinations(case: Case, full: bool, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+    if not full:
+        pytest.skip("--full tries every combination")
+    skip_unless_available(case)
+    check_case(case, corpus, tmp_path, counted)
+
+
+def test_what_is_not_put_back_is_noticed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison can fail: without the optimizer's state, the same chain ends elsewhere."""
+    monkeypatch.setattr(run_state, "_restore_optimizer", lambda *parts: None)
+    case = Case("forgetful", {"rule": "stochastic", "model.format": "E4M3"})
+    with pytest.raises(AssertionError, match="step 2"):
+        check_case(case, corpus, tmp_path, {"stops": 0, "combinations": 0})
