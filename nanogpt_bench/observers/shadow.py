@@ -27,12 +27,12 @@ class ShadowObserver(Observer):
         self._random: Tensor | None = None
         self._begun = self._spent = 0.0
         self._plain_step: float | None = None
-        self._overheads: list[float] = []
+        self._overheads, self._looks = 0.0, 0
 
     @property
     def overhead(self) -> float | None:
         """Mean time of a comparison as a share of a step without one, None before the first."""
-        return sum(self._overheads) / len(self._overheads) if self._overheads else None
+        return self._overheads / self._looks if self._looks else None
 
     def before_forward(self, step: Step) -> None:
         if step.micro_step == 0:
@@ -56,8 +56,10 @@ class ShadowObserver(Observer):
             self._plain_step = rest
             return
         # Against a step without any look, where there has been one: monitors take their time in the same steps.
-        self._overheads.append(self._spent / (self._plain_step or rest))
-        step.record["shadow/overhead"] = self._overheads[-1]
+        overhead = self._spent / (self._plain_step or rest)
+        step.record["shadow/overhead"] = overhead
+        self._overheads += overhead
+        self._looks += 1
 
     def current(self, step: Step) -> nn.Module:
         """Return the shadow with the weights of this moment."""
@@ -67,10 +69,11 @@ class ShadowObserver(Observer):
 
     def state(self) -> dict[str, Any]:
         """Return the times: the shadow's weights are copied from the model whenever it is asked."""
-        return {"overheads": torch.tensor(self._overheads, dtype=torch.float64), "plain_step": self._plain_step}
+        return {"overheads": self._overheads, "looks": self._looks, "plain_step": self._plain_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._overheads, self._plain_step = state["overheads"].tolist(), state["plain_step"]
+        self._overheads, self._looks = state["overheads"], state["looks"]
+        self._plain_step = state["plain_step"]
 
     def _take(self, act: Any, step: Step) -> None:
         begun = perf_counter()

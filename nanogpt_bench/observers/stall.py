@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import fp8manifold as fm
@@ -34,7 +33,8 @@ class Stall(Observer):
         self._sizes = {name: layer.weight.numel() for name, layer in layers.items()}
         self._start = {name: _Start(layer) for name, layer in layers.items()}
         self._figures: dict[str, dict[str, float | None]] = defaultdict(dict)
-        self._seen: list[float] = []
+        # A sum and a count, not the figures themselves: what a checkpoint holds does not grow with the run.
+        self._total, self._looks = 0.0, 0
 
     @property
     def metric(self) -> str:
@@ -44,14 +44,14 @@ class Stall(Observer):
     @property
     def mean(self) -> float | None:
         """Mean over the steps observed, None before the first."""
-        return sum(self._seen) / len(self._seen) if self._seen else None
+        return self._total / self._looks if self._looks else None
 
     def state(self) -> dict[str, Any]:
         start = {name: first.state() for name, first in self._start.items()}
-        return {"seen": torch.tensor(self._seen, dtype=torch.float64), "start": start}
+        return {"total": self._total, "looks": self._looks, "start": start}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._seen = state["seen"].tolist()
+        self._total, self._looks = state["total"], state["looks"]
         for name, first in self._start.items():
             first.load_state(state["start"][name])
 
@@ -87,7 +87,8 @@ class Stall(Observer):
         for metric, shares in self._figures.items():
             step.add(metric, shares, self._sizes)
         if self.metric in self._figures:
-            self._seen.append(step.record[self.metric] or 0.0)
+            self._total += step.record[self.metric] or 0.0
+            self._looks += 1
         self._figures.clear()
 
 
