@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL
@@ -19,15 +20,7 @@ from small_runs import differences, traces, words
 
 #: steps, and kills spread over them
 QUICK, FULL = (2000, 10), (20_000, 100)
-#: an alert and a histogram at the first look, since each opens a file of its own
-SETTINGS = {
-    "eval.interval": 50,
-    "monitor.interval": 50,
-    "monitor.histogram_interval": 1,
-    "shadow.interval": 50,
-    "alerts.stall": 0.01,
-    "checkpoint.every": 20,
-}
+SETTINGS = {"eval.interval": 50, "monitor.interval": 50, "shadow.interval": 50, "checkpoint.every": 20}
 #: a process that has committed so many checkpoints has done everything a run does
 WARM = 5
 #: memory is compared between medians of so many samples
@@ -55,13 +48,22 @@ class Sampler:
     def __call__(self, name: str, path: str) -> None:
         where = below_checkpoints(path)
         if name == "rename" and where is not None and where.startswith("step-"):
-            held = (_memory(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+            held = (_memory(), _descriptors(), len(os.listdir("/proc/self/task")))
             append(self._path, " ".join(map(str, (os.getpid(), where.removeprefix("step-"), *held))))
 
 
 def _memory() -> int:
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return resident * os.sysconf("SC_PAGE_SIZE")
+
+
+def _descriptors() -> int:
+    """Open descriptors, but for one of each file of records: these are opened when there is a first line to write."""
+    open_files = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            open_files.append(os.readlink(f"/proc/self/fd/{number}"))
+    return len(open_files) - len({name for name in open_files if name.endswith(".jsonl")})
 
 
 def read_samples(folder: Path) -> list[Sample]:
