@@ -36,7 +36,7 @@ def run_command(
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
     config = resolve(load_config(path, overrides))
-    run_dir = RUNS / checked_name(name) if name else (latest_name if resume else free_name)(path.stem)
+    run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
     with stop_requests() as stop, _display(config) as show:
@@ -58,7 +58,7 @@ def checked_name(name: str) -> str:
     Raises:
         BenchError: it is empty, a path, or hidden.
     """
-    if Path(name).name != name or name.startswith("."):
+    if not name or Path(name).name != name or name.startswith("."):
         raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
     return name
 

@@ -50,6 +50,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "e4m3.yaml", "--optimizer.name", "stifness_sgd"], ["stifness_sgd", "'stiffness_sgd'"]),
         (["run", "e4m3.yaml", "--model.storage", "fp9"], ["fp9", "did you mean 'fp8'"]),
         (["run", "e4m3.yaml", "--name", "a/b"], ["--name", "a/b"]),
+        (["run", "e4m3.yaml", "--name", ""], ["--name", "is not allowed"]),
         (["run", "bf16_baseline.yaml", "--data.dir", "gone"], ["gone", "prepare stdlib"]),
         (["compare", "--fromats", "E4M3"], ["--fromats", "did you mean '--formats'"]),
         (["compare", "--seeds", "0"], ["--seeds", "'0'", ">= 1"]),
