@@ -19,6 +19,8 @@ from typing import Any
 #: audit events that mean a program is run, or a class looked up by what a file says
 RUNS = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "pickle.find_class"}
 RUNS |= {"ctypes.dlopen", "socket.connect", "os.putenv", "cpython.run_command", "cpython.run_file"}
+#: what torch opens, where it is built for GPUs, to ask the driver how many there are
+DRIVER = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
 
 
 def serve() -> None:
@@ -58,7 +60,9 @@ def _attacked(main: Any, job: dict[str, Any]) -> dict[str, Any]:
     watching = True
 
     def hook(event: str, details: tuple[Any, ...]) -> None:
-        if watching and (event in RUNS or (_runs_text(event, details) and not _draws_letters(sys._getframe(1)))):
+        if not watching or (event, details) == DRIVER:
+            return
+        if event in RUNS or (_runs_text(event, details) and not _draws_letters(sys._getframe(1))):
             executions.append(f"{event} {str(details)[:200]}")
 
     sys.addaudithook(hook)
