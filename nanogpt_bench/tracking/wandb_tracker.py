@@ -39,6 +39,7 @@ class WandbTracker:
             tags=[*tracking.tags, *([config.rule] if config.rule else [])],
             config=dataclasses.asdict(config),
             mode=mode,
+            allow_val_change=bool(known),  # a resumed run may have been given another setting
             settings=wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT),
             **resume,
         )

@@ -226,3 +226,56 @@ def test_wandb_offline_writes_its_files(tiny: Tiny, tmp_path: Path) -> None:
     (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb")
     assert facts["id"] in file.name
     assert file.stat().st_size > 1000
+
+
+def broken_off(config: Config, run_dir: Path, at: int) -> None:
+    """Run until a step, losing what has been done since the last checkpoint."""
+
+    def break_off(progress: Any) -> None:
+        if progress.step == at:
+            raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(config, run_dir, on_progress=break_off)
+
+
+@pytest.mark.parametrize(("mode", "resume", "run_id"), [("online", "must", "abc123"), ("offline", None, "abc123")])
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, resume: str | None, run_id: str
+) -> None:
+    config = tiny(rule="fp32", tracking__wandb=mode, checkpoint__every=2)
+    first = FakeWandb(monkeypatch, "k")
+    broken_off(config, tmp_path / "r", at=5)
+    assert (first.given["id"], first.exit_code) == (None, 1)
+    facts = json.loads((tmp_path / "r" / "checkpoints" / "step-4" / "state.json").read_text())["trackers"]
+    assert facts["wandb"]["id"] == run_id
+    second = FakeWandb(monkeypatch, "k")
+    summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
+    assert (second.given["id"], second.given.get("resume")) == (run_id, resume)
+    assert second.given["allow_val_change"]
+    assert [step for step, _ in second.logged] == [5, 6]
+    assert (second.exit_code, summary["trackers"]["wandb"]["id"]) == (0, run_id)
+
+
+def test_a_resumed_run_goes_on_in_wandbs_own_files(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    config = tiny(rule="fp32", tracking__wandb="offline", checkpoint__every=2)
+    broken_off(config, tmp_path / "r", at=5)
+    summary = run(config, tmp_path / "r", resume=True, say=lambda line: None)
+    files = list((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.stem for file in files} == {f"run-{summary['trackers']['wandb']['id']}"}
+    assert summary["trackers"]["wandb"]["dropped"] is None
+
+
+def test_a_resumed_run_goes_on_in_tensorboard(tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(rule="fp32", tracking__tensorboard=True, checkpoint__every=2)
+    broken_off(config, tmp_path / "r", at=5)
+    run(config, tmp_path / "r", resume=True, say=lambda line: None)
+    events = EventAccumulator(str(tmp_path / "r" / "tensorboard"))
+    events.Reload()
+    records = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(record["step"], pytest.approx(record["train/loss"])) for record in records[1:]]
