@@ -24,6 +24,7 @@ _LARGEST_EXPONENT: Final = 100  # float32 holds 1.5 * 2^23 times the power of tw
 _SMALLEST_EXPONENT: Final = -102  # float32 holds 2^-24 of the smallest ulp, the resolution of a random draw
 _LARGEST_ULP_EXPONENT: Final = 24  # the smallest float32 is still a nonzero fraction of the smallest ulp
 
+_LONGEST_NAME: Final = 40  # of a name that is read; an error quotes no more of it
 _EXMY = re.compile(r"E([0-9]+)M([0-9]+)(FNUZ|FN|IEEE|FINITE|P3109E|P3109F)?(?:_B(-?[0-9]+))?")
 _P3109 = re.compile(r"P3109_([0-9]+)P([0-9]+)(F)?")
 
@@ -118,6 +119,8 @@ class FloatFormat:
         if not isinstance(name, str):
             raise TypeError(f"format name must be a str, not {type(name).__name__}: {name!r}")
         text = name.strip().upper()
+        if len(text) > _LONGEST_NAME:
+            raise ValueError(_unreadable(f"{name[:_LONGEST_NAME]}...", text[:_LONGEST_NAME], ""))
         try:
             if match := _EXMY.fullmatch(text):
                 e, m, layout, bias = match.groups()

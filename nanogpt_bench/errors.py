@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 #: of a word whose nearest spelling is looked for
 LONGEST_WORD = 200
+#: of an error's message, which may quote what a file holds
+LONGEST_MESSAGE = 4000
 
 
 class BenchError(ValueError):
     """Something the user asked for can't be done; `str(error)` is one line that says what and how to fix it."""
+
+    def __init__(self, message: object) -> None:
+        """Take a message; what is no printable text in it is escaped, its middle left out where it is very long."""
+        super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -52,3 +59,31 @@ def unknown(kind: str, word: object, known: Iterable[str]) -> BenchError:
 def one_line(error: BaseException | str) -> str:
     """Return a message, or an exception's, with every run of white space, line breaks included, as one blank."""
     return " ".join(str(error).split())
+
+
+def printable(text: str) -> str:
+    """Return a text on one line and without what a terminal obeys: such characters by their number.
+
+    Escape sequences, marks that turn the direction of what follows, and halves of surrogate pairs are among them.
+
+    >>> printable("a\\x1b[31m\\u202eb")
+    'a\\\\x1b[31m\\\\u202eb'
+    """
+    return text if text.isprintable() else _UNPRINTABLE.sub(_escaped, text)
+
+
+_UNPRINTABLE = re.compile(r"[^ -~]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else ascii(found[0])[1:-1]
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, the middle of a longer one left out.
+
+    >>> shortened("abcdefghij", 7)
+    'ab … ij'
+    """
+    side = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:side]} … {text[-side:]}"

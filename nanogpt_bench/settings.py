@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -132,10 +132,22 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
         key, text = _next_override(queue)
         mapping = mapping_above(key)
         if mapping:
-            values[mapping] = {**(values.get(mapping) or {}), key[len(mapping) + 1 :]: _read_entry(mapping, text)}
+            values[mapping] = {**entries_of(values, mapping), key[len(mapping) + 1 :]: _read_entry(mapping, text)}
         else:
             values[key] = _read_value(key, text)
     return values
+
+
+def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:
+    """Return the entries that a mapping setting has so far.
+
+    Raises:
+        BenchError: it was given something else.
+    """
+    entries = values.get(mapping) or {}
+    if not isinstance(entries, dict):
+        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {_type_name(mapping)}")
+    return entries
 
 
 def _next_override(queue: list[str]) -> tuple[str, str]:
@@ -297,8 +309,16 @@ def _check_range(key: str, value: Any, metadata: Any) -> None:
             raise _not_a_choice(key, word, metadata["choices"])
     if not isinstance(value, int | float):
         return
-    if not (math.isfinite(value) and inside(value, metadata)):
+    if not (is_finite(value) and inside(value, metadata)):
         raise BenchError(f"{key}: {value!r} is out of range; give {_type_name(key)}")
+
+
+def is_finite(value: float) -> bool:
+    """Return whether a number is one that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def inside(value: float, metadata: Any) -> bool:

@@ -37,8 +37,11 @@ def find_shipped(name: str, folder: Path, kind: str) -> Path:
         BenchError: neither exists; names the nearest shipped file.
     """
     path = Path(name)
-    if path.is_file():
-        return path
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise BenchError(f"{kind} {name!r} can't be read: {error.strerror or error}") from None
     last = path.name if path.suffix else f"{path.name}.yaml"
     if path.parent.as_posix() in (".", folder.name) and (folder / last).is_file():
         return folder / last

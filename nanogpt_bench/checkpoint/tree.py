@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanogpt_bench.errors import one_line, printable, shortened
+
 #: nothing that is saved is nested deeper; an outline that is was not made here
 DEEPEST = 64
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -155,11 +157,14 @@ class _Reader:
         if kind is None:
             allowed = ", ".join(sorted(self._classes)) or "none"
             raise ValueError(f"the outline names the class {_shown(outline['class'])}; allowed: {allowed}")
-        parts = self._dict(outline["parts"], depth)
+        parts, rest = self._dict(outline["parts"], depth), self.read(outline["rest"], depth + 1)
+        if not all(isinstance(part, Tensor) for part in parts.values()):
+            raise ValueError(f"the outline holds {_shown(outline['parts'])} as the parts of a {kind.__name__}")
         try:
-            made = kind.__tensor_unflatten__(parts, self.read(outline["rest"], depth + 1), None, None)
+            made = kind.__tensor_unflatten__(parts, rest, None, None)
         except Exception as error:  # whatever the class makes of parts that don't fit
-            raise ValueError(f"the parts of a {kind.__name__} do not fit together: {error}") from None
+            why = shortened(printable(one_line(error)), 200)
+            raise ValueError(f"the parts of a {kind.__name__} do not fit together: {why}") from None
         if list(made.shape) != outline["size"]:
             raise ValueError(f"a {kind.__name__} has the shape {list(made.shape)}, not {_shown(outline['size'])}")
         return made
@@ -169,5 +174,4 @@ _KINDS = {"float": "_float", "dtype": "_dtype", "tuple": "_tuple", "dict": "_dic
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(printable(repr(value)), 60)

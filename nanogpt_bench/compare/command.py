@@ -16,7 +16,7 @@ from rich.console import Console
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.plan import PlannedRun, choose_rows, longest_first, plan_runs
+from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.errors import BenchError
@@ -58,6 +58,7 @@ def compare(
         BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that is taken.
     """
     rows = choose_rows(formats, rules, demonstration)
+    check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
     if data_dir is not None:
         _check_corpus(data_dir, demonstration)
     folder = _new_folder(out)

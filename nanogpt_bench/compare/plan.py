@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,23 @@ from nanogpt_bench.compare.demonstration import (
     RELATIVE_COST,
     Demonstration,
 )
+from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.rules import RULES, available_rules, check_available
+
+#: of a comparison or a sweep: to check the settings of that many takes minutes, its page as many megabytes
+MOST_RUNS = 10_000
+
+
+def check_count(runs: int, source: str) -> None:
+    """Refuse more runs than are planned, before any is.
+
+    Raises:
+        BenchError: more than `MOST_RUNS`; names `source`, which asks for them.
+    """
+    if runs > MOST_RUNS:
+        count = f"{runs:,}" if runs < 10**15 else f"about 10^{math.log10(runs):.0f}"
+        raise BenchError(f"{source} asks for {count} runs; at most {MOST_RUNS:,} are planned")
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,6 @@ def _chosen(rules: Sequence[str]) -> list[str]:
 
 def _canonical(formats: Sequence[str]) -> list[str]:
     # Imported here because it brings torch along, which takes seconds that the default rows need not spend.
-    from nanogpt_bench.errors import BenchError
     from nanogpt_bench.resolve import format_name
 
     names = list(dict.fromkeys(format_name(name, "--formats") for name in formats))

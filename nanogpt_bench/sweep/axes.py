@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, unknown
-from nanogpt_bench.settings import FIELDS, flatten, mapping_above, unknown_key
+from nanogpt_bench.settings import FIELDS, entries_of, flatten, mapping_above, unknown_key
 
 SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")
@@ -56,10 +56,17 @@ class Axis:
         """
         if not isinstance(self.values, Range):
             return self.values
-        count = self.values.points
-        if count is None:
-            raise BenchError(f"axes.{self.key}: a grid needs points, the number of values from min to max")
+        count = self.size
         return tuple(dict.fromkeys(self.values.at(place / max(1, count - 1)) for place in range(count)))
+
+    @property
+    def size(self) -> int:
+        """How many values a grid has, at most: those of a range of whole numbers may fall on each other."""
+        if not isinstance(self.values, Range):
+            return len(self.values)
+        if self.values.points is None:
+            raise BenchError(f"axes.{self.key}: a grid needs points, the number of values from min to max")
+        return self.values.points
 
     def draw(self, source: random.Random) -> Any:
         """One value at random."""
@@ -104,10 +111,21 @@ def read_axis(key: str, values: Any) -> Axis:
         return Axis(key, _range(key, values))
     if not isinstance(values, list) or not values:
         raise BenchError(f"axes.{key}: {values!r} is not allowed; give a list of values, or min and max")
-    twice = [value for place, value in enumerate(values) if value in values[:place]]
-    if twice:
-        raise BenchError(f"axes.{key}: {twice[0]!r} is there twice")
+    seen: set[Any] = set()
+    for value in values:
+        if (known := _hashable(value)) in seen:
+            raise BenchError(f"axes.{key}: {value!r} is there twice")
+        seen.add(known)
     return Axis(key, tuple(values))
+
+
+def _hashable(value: Any) -> Any:
+    """A value of a file as one that a set can hold, equal where the values are."""
+    if isinstance(value, Mapping):
+        return "mapping", frozenset((key, _hashable(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "list", tuple(map(_hashable, value))
+    return frozenset(value) if isinstance(value, set) else value
 
 
 def check_key(key: str) -> None:
@@ -128,13 +146,15 @@ def _range(key: str, values: Mapping[Any, Any]) -> Range:
         raise BenchError(f"axes.{key}.points: {points!r} is not allowed; give a whole number >= 2")
     if not low < high or (scale == "log" and low <= 0):
         raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a log scale")
+    if not math.isfinite(high / low if scale == "log" else high - low):
+        raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are too far apart")
     return Range(low, high, scale, points, whole=key in FIELDS and FIELDS[key][1] in (int, int | None))
 
 
 def _number(key: str, name: str, value: Any) -> float:
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise BenchError(f"axes.{key}.{name}: {value!r} is not allowed; give a number")
@@ -162,14 +182,15 @@ def assemble(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
     {'model.formats': {'*': {'weight': 'E5M2', 'ste': 'clipped'}}}
     """
     given = {**base, **point}
-    formats = dict(given.pop("model.formats", None) or {})
+    formats = dict(entries_of(given, "model.formats"))
+    given.pop("model.formats", None)
     entries = [(key, given.pop(key)) for key in list(given) if key == "model.format" or key.startswith(FORMATS)]
     for key, value in sorted(entries, key=lambda entry: _option(entry[0]) is not None):
         if value is not None or key != "model.format":
             _put(formats, key, value)
     for key in [key for key in given if mapping_above(key)]:
         mapping = mapping_above(key) or ""
-        given[mapping] = {**(given.get(mapping) or {}), key[len(mapping) + 1 :]: given.pop(key)}
+        given[mapping] = {**entries_of(given, mapping), key[len(mapping) + 1 :]: given.pop(key)}
     return given | ({"model.formats": formats} if formats else {})
 
 

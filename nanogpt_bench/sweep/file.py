@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from nanogpt_bench import untrusted
 from nanogpt_bench.config import allowed
 from nanogpt_bench.errors import BenchError, one_line, unknown
-from nanogpt_bench.settings import bounds, inside, parse_overrides, read_yaml
+from nanogpt_bench.settings import bounds, inside, is_finite, parse_overrides, read_yaml
 from nanogpt_bench.shipped import find_config, find_shipped
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 
@@ -148,7 +148,10 @@ def _base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _beside(path: Path, name: str) -> Path:
     """A configuration named in a sweep file: beside that file, or as `run` would find it."""
     beside = path.parent / name
-    return beside if beside.is_file() else find_config(name)
+    try:
+        return beside if beside.is_file() else find_config(name)
+    except OSError as error:
+        raise BenchError(f"config {name!r} can't be read: {error.strerror or error}") from None
 
 
 def _settings(content: Any, key: str) -> dict[str, Any]:
@@ -186,7 +189,7 @@ def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
     if Ellipsis in kinds:
         return _words(key, value)
     kind = next(kind for kind in kinds if kind is not type(None))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and is_finite(value):
         value = float(value)
     if type(value) is not kind:
         raise BenchError(f"{key}: {value!r} is not allowed; give {_WORDS[kind]}{bounds(metadata)}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.reference import reference_settings
@@ -47,9 +48,21 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
     """
     if not sweep.axes:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
+    check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
     points = list(_points(sweep))
     planned = [*plan_reference(sweep, points), *(plan_point(sweep.base, point) for point in points)]
     return named_once(planned)
+
+
+def count_points(sweep: SweepFile) -> int:
+    """Return how many points the file asks for, at most, without making them.
+
+    Raises:
+        BenchError: a range of a grid that does not say how many.
+    """
+    if sweep.search == "random":
+        return sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
+    return math.prod(axis.size for axis in sweep.axes)
 
 
 def _points(sweep: SweepFile) -> Iterable[Point]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.compare.plan import check_count
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.reference import float_rule, reference_settings
 from nanogpt_bench.report.files import write_text
@@ -55,13 +56,16 @@ def plan_study(sweep: SweepFile) -> Study:
     formats = sweep.axis("model.format")
     if formats is None:
         raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
+    seeds = sweep.axis("seed")
+    repeats = seeds.size if seeds is not None else 1
+    check_count(formats.size * repeats, f"{sweep.path.name} (--sensitivity)")
     names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
     if "none" in names:
         raise BenchError("axes.model.format: 'none' is what the gaps are measured against; leave it out")
-    seeds = sweep.axis("seed")
     points = [{"seed": seed} for seed in seeds.grid()] if seeds is not None else [{}]
     base = {key: value for key, value in sweep.base.items() if key not in ("model.format", "model.formats")}
     patterns = _patterns(sweep, base, names[0])
+    check_count(len(patterns) * len(names) * len(points), f"{sweep.path.name} (--sensitivity)")
     cells = {
         (pattern, name): tuple(_cell_run(base, sweep.sensitivity, pattern, name, point) for point in points)
         for pattern in patterns

@@ -1,0 +1,302 @@
+"""Whatever is written into a configuration, a sweep file, a format's name or a checkpoint's outline: it is taken, or
+refused in one line. Nothing else comes out, and nothing hangs."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import parsed
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from parsed import is_taken
+
+import fp8manifold as fm
+from nanogpt_bench import shipped
+from nanogpt_bench.checkpoint.tree import capture_tree
+from nanogpt_bench.cli import main
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.settings import FIELDS, SECTIONS, default_of
+from nanogpt_bench.sweep import file as sweep_file
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
+CONTROL = st.sampled_from(["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"])
+CHOICES = {word for item, _ in FIELDS.values() for word in item.metadata["choices"] or ()}
+FORMATS = ("E4M3", "e7m0", "E3M4IEEE", "E9M9", "none")
+WORDS = st.sampled_from([*sorted(CHOICES), *RULES, *FORMATS, "*", "attn", "weight", "off", "nan", "null", "../x"])
+NUMBERS = st.integers(-2, 10**6) | st.sampled_from([10**399, -(2**70), 1e308, -0.0, 5e-324]) | st.floats()
+LEAVES = st.none() | st.booleans() | NUMBERS | WORDS | ANY_TEXT | st.binary(max_size=8) | st.dates() | st.datetimes()
+KEYS = st.sampled_from([*FIELDS, *SECTIONS, "model.formats.attn", "alerts.at_most.x", "alerts.levels.x"])
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(WORDS | ANY_TEXT | NUMBERS, inner, max_size=3)
+        | st.sets(st.integers(0, 3), max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+def values_of(key: str) -> st.SearchStrategy[Any]:
+    """Values that a setting may have, more or less, and now and then any other."""
+    item, hint = FIELDS[key]
+    if item.metadata["choices"]:
+        known: st.SearchStrategy[Any] = st.sampled_from(item.metadata["choices"])
+    elif key == "rule":
+        known = st.sampled_from(sorted(RULES))
+    elif "format" in key:
+        known = st.sampled_from(FORMATS)
+    else:
+        known = st.integers(1, 9) if "int" in str(hint) else st.just(default_of(item)) | st.sampled_from([0.25, 1, 2.5])
+    if key == "model.formats":
+        known = st.dictionaries(st.sampled_from(["*", "attn", "blocks.0"]) | ANY_TEXT, known | LAYERS, max_size=2)
+    return st.one_of(known, known, known, known, known, VALUES)
+
+
+LAYERS = st.dictionaries(
+    st.sampled_from(["weight", "activation", "gradient", "granularity", "policy", "history", "rounding", "ste", "x"]),
+    st.sampled_from([*FORMATS, "tensor", "dynamic", "delayed", "split", "clipped", 16]) | VALUES,
+    max_size=3,
+)
+PAIRS = st.sampled_from(sorted(FIELDS)).flatmap(lambda key: st.tuples(st.just(key), values_of(key)))
+SETTINGS = st.lists(PAIRS, max_size=5).map(dict) | st.dictionaries(
+    KEYS | ANY_TEXT | st.integers(0, 3), VALUES, max_size=4
+)
+RANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "min": NUMBERS | LEAVES,
+        "max": NUMBERS | LEAVES,
+        "scale": st.sampled_from(["log", "linear"]) | LEAVES,
+        "points": st.integers(1, 5) | st.just(10**15) | LEAVES,
+    },
+)
+CALM = sorted(
+    key for key in FIELDS if key.startswith(("eval.", "failure.", "checkpoint.", "train.max")) or key == "seed"
+)
+CALM_AXES = st.sampled_from(CALM).flatmap(
+    lambda key: st.dictionaries(st.just(key), st.lists(values_of(key), min_size=1, max_size=2), min_size=1)
+)
+AXES = st.lists(
+    st.sampled_from(sorted(FIELDS)).flatmap(
+        lambda key: st.tuples(st.just(key), st.lists(values_of(key), min_size=1, max_size=2) | RANGES)
+    ),
+    min_size=1,
+    max_size=2,
+).map(dict)
+SWEEPS = st.fixed_dictionaries(
+    {},
+    optional={
+        "config": WORDS | LEAVES | st.just("e4m3.yaml") | st.just("x" * 5000),
+        "settings": SETTINGS | VALUES,
+        "axes": AXES | CALM_AXES | st.dictionaries(KEYS | ANY_TEXT, st.lists(VALUES, max_size=3) | RANGES, max_size=2),
+        "search": st.sampled_from(["grid", "random"]) | LEAVES,
+        "samples": NUMBERS | LEAVES,
+        "sample_seed": NUMBERS | LEAVES,
+        "workers": NUMBERS | LEAVES,
+        "reference": SETTINGS | VALUES,
+        "lr_limits": st.dictionaries(st.sampled_from(["resolution", "span", "tolerance"]), VALUES, max_size=2),
+        "sensitivity": st.dictionaries(st.sampled_from(["patterns", "blocks", "operand"]), VALUES, max_size=2),
+    },
+)
+#: what means something in YAML, or breaks it
+MARKS = r"""
+:  -  { } [ ] , &a *a ' " | > # ? = 0x - 0 9 null true 1e999 .inf 1:1 --- ... !!float !!set !!binary !!timestamp !!int
+!!python/object:os.x %YAML
+"""
+FRAGMENTS = st.sampled_from(MARKS.split()).map(lambda mark: f"{mark} ") | st.sampled_from(["\n", "\t", "<<: *a", "|\n"])
+EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 20), FRAGMENTS | CONTROL | ANY_TEXT), min_size=1, max_size=4)
+
+
+def as_yaml(content: Any) -> bytes:
+    """A file that holds some content; what YAML has no word for is left to its own escapes."""
+    return yaml.safe_dump(content, allow_unicode=True).encode("utf-8", errors="surrogatepass")
+
+
+def edited(text: str, edits: list[tuple[float, int, str]]) -> bytes:
+    """A text with stretches of it replaced: where each begins as a share, how long it is, and what takes its place."""
+    for share, length, new in edits:
+        start = int(share * len(text))
+        text = text[:start] + new + text[start + length :]
+    return text.encode("utf-8", errors="surrogatepass")
+
+
+def texts(folder: Path) -> st.SearchStrategy[str]:
+    """The files that come with the package."""
+    return st.sampled_from([path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.yaml"))])
+
+
+BYTES = st.binary(max_size=200)
+CONFIG_FILES = SETTINGS.map(as_yaml) | st.builds(edited, texts(shipped.FOLDER), EDITS) | VALUES.map(as_yaml) | BYTES
+CALM_SWEEPS = st.builds(
+    lambda axes, other, more: {"axes": axes} | ({} if more else other), CALM_AXES, SWEEPS, st.booleans()
+)
+SWEEP_FILES = (
+    CALM_SWEEPS.map(as_yaml)
+    | SWEEPS.map(as_yaml)
+    | st.builds(edited, texts(sweep_file.FOLDER), EDITS)
+    | VALUES.map(as_yaml)
+    | BYTES
+)
+OVERRIDES = st.lists(
+    PAIRS.map(lambda pair: f"--{pair[0]}={pair[1]}")
+    | st.builds(
+        "--{}{}{}".format,
+        KEYS | ANY_TEXT | st.builds("model.formats.{}".format, ANY_TEXT),
+        st.sampled_from(["=", "=", "=", ""]),
+        WORDS | ANY_TEXT | NUMBERS.map(str) | VALUES.map(repr) | st.just("[" * 99) | CONTROL,
+    )
+    | ANY_TEXT,
+    max_size=3,
+)
+NAMES = (
+    st.from_regex(r"(?i)e[0-9]m[0-9](fnuz|fn|ieee|finite|p3109[ef])?(_b-?[0-9]{1,3})?", fullmatch=True)
+    | st.from_regex(r"(?i)p3109_[0-9]p[0-9]{1,2}f?", fullmatch=True)
+    | ANY_TEXT
+    | st.integers(0, 5000).map(lambda n: f"E{'9' * n}M1")
+    | st.integers(0, 5000).map(lambda n: f"E4M3_B{'9' * n}")
+    | st.sampled_from(["E\uff14M\uff13", "E\u00b2M1", "\u017f", "E4M3\n", "\x00E4M3", "e4m3\ufb01nite"])
+)
+
+
+class Tried:
+    """How many inputs of a kind were tried, and how many of them were taken."""
+
+    def __init__(self) -> None:
+        self.all = self.taken = 0
+
+    def __call__(self, taken: bool) -> None:
+        self.all += 1
+        self.taken += taken
+
+
+@pytest.fixture
+def tried(request: pytest.FixtureRequest, tally: Callable[..., None]) -> Iterator[Tried]:
+    """Counts what a test tries; both outcomes must occur, lest it try one thing only."""
+    count = Tried()
+    yield count
+    tally(f"fuzzed: {request.node.callspec.id}", count.all, f"{count.taken:,} taken, the others refused in one line")
+    assert 0 < count.taken < count.all
+
+
+def fuzz(inputs: st.SearchStrategy[Any], once: Callable[[Any], None], examples: int, full: bool) -> None:
+    """Try a number of inputs, fifty times as many in the full tier."""
+    limits = settings(
+        max_examples=examples * (50 if full else 1),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    limits(seed(random.randrange(2**32) if full else 5)(given(inputs)(once)))()
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "x.yaml"
+
+
+@pytest.mark.parametrize(
+    ("parse", "inputs", "examples"),
+    [
+        pytest.param(parsed.config, st.tuples(CONFIG_FILES, st.just([])), 100, id="config files"),
+        pytest.param(parsed.config, st.tuples(st.just(b""), OVERRIDES), 100, id="overrides"),
+        pytest.param(parsed.config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"),
+        pytest.param(parsed.sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
+    ],
+)
+def test_a_file_is_taken_or_refused_in_one_line(
+    parse: Callable[..., None],
+    inputs: st.SearchStrategy[tuple[bytes, list[str]]],
+    examples: int,
+    tried: Tried,
+    path: Path,
+    full: bool,
+) -> None:
+    def once(given: tuple[bytes, list[str]]) -> None:
+        path.write_bytes(given[0])
+        tried(is_taken(partial(parse, path, given[1])))
+
+    fuzz(inputs, once, examples, full)
+
+
+@pytest.mark.parametrize("command", [pytest.param("run", id="run's files"), pytest.param("sweep", id="sweep's files")])
+def test_a_command_ends_with_code_2_and_one_line(
+    command: str, tried: Tried, path: Path, full: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """A file that is taken finds no corpus; a sweep of more than some runs is left to the other tests."""
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr("nanogpt_bench.compare.plan.MOST_RUNS", parsed.MOST_PLANNED)
+
+    def once(given: tuple[bytes, list[str]]) -> None:
+        path.write_bytes(given[0])
+        with parsed.at_most(parsed.MOST_SECONDS):
+            code = main([command, str(path), *given[1], "--model.init_from=null", "--data.dir=missing"])
+        out, said = capsys.readouterr()
+        assert code == 2
+        assert not out
+        assert said.endswith("\n")
+        assert said[:-1].isprintable(), repr(said)
+        assert [each.name for each in path.parent.iterdir()] == [path.name]
+        tried("'missing' has no meta.json" in said)
+
+    files = CONFIG_FILES if command == "run" else SWEEP_FILES
+    words = OVERRIDES.map(lambda words: [word for word in words if word.startswith("--") and "=" in word])
+    fuzz(st.tuples(files, st.just([]) | words), once, 30, full)
+
+
+@pytest.mark.parametrize("inputs", [pytest.param(NAMES, id="format names")])
+def test_a_format_name_is_read_or_refused_in_one_line(inputs: Any, tried: Tried, full: bool) -> None:
+    fuzz(inputs, lambda name: tried(is_taken(partial(parsed.format_name, name), ValueError)), 500, full)
+
+
+def whole_tree() -> Any:
+    """A tree with everything that is ever saved."""
+    weight = fm.FP8Tensor(torch.linspace(-1, 1, 64).view(2, 32), "E4M3", granularity="block")
+    state = {0: {"step": torch.tensor(3.0), "moment": weight}, (1, "a"): [torch.ones(2), -0.0, float("nan"), 2**70]}
+    return {"state": state, "dtype": torch.bfloat16, "text": "a\u2028", "none": None, "pair": (True, [])}
+
+
+NODES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT | st.sampled_from(["state/0/step", "nan"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.builds(
+            lambda kind, item: {kind: item},
+            st.sampled_from(["dict", "tuple", "float", "dtype", "tensor", "class", "x"]),
+            inner,
+        )
+    ),
+    max_leaves=5,
+)
+
+
+def places(outline: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Every (container, key) in an outline."""
+    for key in list(outline) if isinstance(outline, dict) else range(len(outline)) if isinstance(outline, list) else []:
+        found.append((outline, key))
+        places(outline[key], found)
+    return found
+
+
+@pytest.mark.parametrize("examples", [pytest.param(400, id="outlines of a tree")])
+def test_a_changed_tree_is_restored_or_refused_in_one_line(examples: int, tried: Tried, full: bool) -> None:
+    def once(data: st.DataObject) -> None:
+        tensors, outline = capture_tree(whole_tree())
+        for _ in range(data.draw(st.integers(1, 3))):
+            container, key = data.draw(st.sampled_from(places([outline], [])))
+            others = st.sampled_from([at[k] for at, k in places([outline], [])])
+            container[key] = copy.deepcopy(data.draw(NODES | others))
+        tried(is_taken(partial(parsed.tree, tensors, outline), ValueError))
+
+    fuzz(st.data(), once, examples, full)
