@@ -15,6 +15,8 @@ import bench_child
 _PRELOAD = (
     *("pytest", "_pytest.config", "jsonargparse", "rich.console", "rich.progress", "safetensors.torch"),
     *("nanogpt_bench.cli", "nanogpt_bench.train", "nanogpt_bench.run_command", "nanogpt_bench.checkpoint"),
+    # what torch imports when a run makes its first parameter: most of a short run's time
+    *("torch._dynamo", "torch.distributed.tensor"),
     "bench_child",
 )
 _FORKSERVER = multiprocessing.get_context("forkserver")
