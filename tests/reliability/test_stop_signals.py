@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # with the next, what a run's first parameter imports: the children find it done
+import torch.distributed.tensor
 
 from nanogpt_bench.checkpoint import Disk, newest, steps, verify
 from nanogpt_bench.corpus import prepare_text
