@@ -24,12 +24,12 @@ project_copyright = "the fp8manifold authors"
 release = version = installed_version("fp8manifold")
 
 extensions = [
+    "_mathml",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
@@ -87,6 +87,7 @@ sphinx_gallery_conf = {
 }
 
 html_theme = "furo"
+html_math_renderer = "mathml"
 html_title = "fp8manifold"
 html_static_path = ["_static"]
 html_css_files = ["figures.css"]
