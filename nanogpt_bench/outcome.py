@@ -40,6 +40,8 @@ class Outcome:
     best_val_loss: float | None = None
     seconds: float = 0.0
     training_seconds: float = 0.0
+    #: bytes of model and optimizer after the last step
+    held_bytes: int | None = None
     #: steps in a row with a loss or gradient that was not finite, and where they began
     anomalies: int = 0
     first_anomaly: int = 0

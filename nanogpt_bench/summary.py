@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import Config
-from nanogpt_bench.memory import bytes_of, held_bytes
+from nanogpt_bench.memory import bytes_of
 from nanogpt_bench.resolve import format_summary, rule_name
 from nanogpt_bench.surgery import quantized_layers
 
@@ -42,7 +42,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "final_val_loss": loss,
         "best_val_loss": outcome.best_val_loss,
         "first_val_loss": outcome.first_val_loss,
-        "bytes_per_parameter": held_bytes(model, trainer.optimizer) / count(model.parameters()),
+        "bytes_per_parameter": _ratio(outcome.held_bytes or 0, count(model.parameters())),
         "bytes_per_quantized_parameter": _ratio(bytes_of(weights, trainer.optimizer), count(weights)),
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,

@@ -22,6 +22,7 @@ from nanogpt_bench.data import open_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.failures import failures_of
+from nanogpt_bench.memory import held_bytes
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
 from nanogpt_bench.outcome import Outcome, Progress
@@ -138,6 +139,8 @@ class _Run:
         self.sentry = Sentry(trainer)
         self.started = perf_counter()
         self.last_stall: float | None = None
+        #: whether this process has taken a step
+        self.stepped = False
         #: the last step that is over, skipped or not; None before the first validation
         self.done: int | None = None
 
@@ -170,6 +173,7 @@ class _Run:
     def save(self, step: Step) -> None:
         """Commit a checkpoint of the state after a step."""
         loss, outcome = step.record.get("val/loss"), self.outcome
+        self._measure()
         facts = {
             "config": config_facts(self.config),
             "environment": self.environment,
@@ -183,6 +187,11 @@ class _Run:
         }
         contents = capture(step.number, self.trainer, self.watch.all, facts)
         commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
+
+    def _measure(self) -> None:
+        """Count what is held; not in a process that took no step, whose optimizer has yet to build its tables."""
+        if self.stepped or self.outcome.held_bytes is None:
+            self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
 
     def _save_if_due(self, step: Step) -> None:
         settings, status = self.config.checkpoint, self.outcome.status
@@ -219,6 +228,7 @@ class _Run:
         step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
         self.sentry.before()
         self.trainer.train_step(step, self.observers)
+        self.stepped = True
         spent = perf_counter() - begun
         step.anomaly = self.sentry.after(step)
         if step.anomaly is None:
@@ -357,6 +367,7 @@ class _Run:
 
     def _finish(self) -> dict[str, Any]:
         self._close()
+        self._measure()
         self.outcome.seconds = perf_counter() - self.started
         write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
         summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)

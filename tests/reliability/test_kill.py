@@ -36,6 +36,7 @@ REMOVING = "while an old one, or litter, is removed"
 class Undisturbed:
     """A run that nothing happened to: what it left, what it did to its checkpoints, and how long it took."""
 
+    folder: Path
     words: list[str]
     traces: dict[str, Any]
     operations: list[str]
@@ -67,7 +68,7 @@ def _undisturbed(line: list[str], folder: Path) -> Undisturbed:
     child = children.start(folder, line, Record(folder / "operations"))
     assert children.finish(child, folder) == 0, children.output(folder)
     operations = (folder / "operations").read_text(encoding="utf-8").splitlines()
-    return Undisturbed(line, traces(folder / "runs" / "r"), operations, perf_counter() - begun)
+    return Undisturbed(folder, line, traces(folder / "runs" / "r"), operations, perf_counter() - begun)
 
 
 def place(operation: str) -> str:
@@ -85,6 +86,15 @@ def test_an_undisturbed_run_passes_every_place_that_kills_are_aimed_at(undisturb
         passed = Counter(map(place, whole.operations))
         assert set(passed) == {SAVING, RENAMING, RENAMED, REMOVING}, kind
         assert passed[RENAMING] == STEPS // 3, kind  # a rename commits a checkpoint, every three steps
+
+
+def test_a_run_killed_before_its_summary_writes_the_same(undisturbed: dict[str, Undisturbed], tmp_path: Path) -> None:
+    for kind, whole in undisturbed.items():
+        folder = tmp_path / kind
+        shutil.copytree(whole.folder, folder)
+        (folder / "runs" / "r" / "summary.json").unlink()
+        assert children.finish(children.start(folder, whole.words), folder) == 0, children.output(folder)
+        assert differences(whole.traces, traces(folder / "runs" / "r")) == [], kind
 
 
 def test_killed_runs_end_as_if_nothing_had_happened(
