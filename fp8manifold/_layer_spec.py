@@ -94,7 +94,15 @@ class LayerSpec:
         return all(getattr(self, name) is None for name in OPERANDS)
 
     def operand(self, name: OperandName) -> OperandSpec | None:
-        """How an operand is quantised, with every option filled in that has a meaning; None if it is not."""
+        """How an operand is quantised, with every option filled in that has a meaning; None if it is not.
+
+        Args:
+            name: ``weight``, ``activation``, ``activation_gradient`` or ``weight_gradient``.
+
+        Raises:
+            ValueError: another name.
+        """
+        check_choice("name", name, OPERANDS)
         spec: OperandSpec | None = getattr(self, name)
         if spec is None:
             return None

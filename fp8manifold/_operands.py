@@ -81,6 +81,9 @@ class OperandSpec:
     def filled(self, **defaults: Any) -> "OperandSpec":
         """A copy in which what was None has the layer's value.
 
+        Args:
+            defaults: the layer's values by name, ``policy`` among them.
+
         Raises:
             ValueError: a history where the policy is not ``delayed``.
         """

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
-from fp8manifold._codec import decode_bits
+from fp8manifold._codec import decode_bits, encode_bits
 from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import decode, to_chart
+from fp8manifold.grid import check_codes, decode, to_chart
 
 __all__ = [
     "REMAINDER_STEPS",
     "checked_codes",
     "dequantize_codes",
+    "encode_in_graph",
     "expand_scale",
     "is_traced",
     "largest_magnitude",
@@ -65,6 +66,20 @@ def _decode_pieces(codes: Tensor, scale: Tensor, out: Tensor, fmt: FloatFormat, 
         torch.mul(decode(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))
 
 
+def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
+    """Codes of values in units of their scale, in a graph: rounded to nearest, as no draw can be counted there.
+
+    Raises:
+        RuntimeError: ``rounding`` is ``stochastic``, and the values will be there.
+    """
+    if rounding == "stochastic" and not units.is_meta:
+        raise RuntimeError(
+            "compiled code can't write to an FP8Tensor in place with rounding='stochastic', whose draws are counted "
+            "outside the graph: write in eager mode, take rounding='nearest', or step it with fp8manifold.optim"
+        )
+    return encode_bits(units.float(), fmt)
+
+
 def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
     """What rounding ``w`` left, in 1/256 of a chart step: int8 of ``w``'s shape, 0 for NaN.
 
@@ -87,9 +102,7 @@ def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:
         TypeError: no uint8 tensor.
         ValueError: the code of an infinity, or one beyond the format's width.
     """
-    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
-        got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-        raise TypeError(f"codes must be a uint8 tensor, not {got}")
+    check_codes(codes)
     if not is_traced(codes) and codes.numel():
         if int(codes.max()) >= 2 * fmt.sign_bit:
             raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")

@@ -11,6 +11,7 @@ from fp8manifold.scaling import BLOCK_SIZE, Granularity, SaturationWarning, stor
 
 __all__ = [
     "broadcasts_to",
+    "check_covers",
     "describe_change",
     "describe_scale",
     "fresh_scale",
@@ -59,6 +60,14 @@ def power_of_two(scale: Tensor) -> Tensor:
         if bool(wrong.any()):
             raise ValueError(f"scale holds {scale[wrong][0].item():g}: every entry must be a power of two")
     return scale
+
+
+def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
+    """Raise ValueError unless the largest stored magnitude under each scale is within its range."""
+    beyond = largest > scale * fmt.max
+    if bool(beyond.any()):
+        top = float(largest[beyond].max())
+        raise ValueError(f"scale is too narrow: a stored value of {top:g} needs one of at least {top / fmt.max:g}")
 
 
 def _scale_shape(shape: torch.Size, granularity: str) -> torch.Size:

@@ -53,7 +53,8 @@ def fake_quantize(
         rounding, seed, step, stream: as in :func:`round_to_grid`.
 
     Returns:
-        Tensor like ``x``.  NaN stays NaN, Inf saturates, an empty tensor stays empty.
+        Tensor like ``x``.  NaN stays NaN, Inf saturates, -0 is kept where the layout has it, an empty tensor stays
+        empty.
 
     Raises:
         TypeError: ``x`` is not a float tensor.

@@ -17,6 +17,7 @@ from fp8manifold.random_bits import check_words, draw_range
 __all__ = [
     "Overflow",
     "Rounding",
+    "check_codes",
     "decode",
     "encode",
     "from_chart",
@@ -36,8 +37,8 @@ def ulp(x: Tensor, fmt: FormatLike) -> Tensor:
         fmt: a format or its name.
 
     Returns:
-        Tensor like ``x``.  NaN gives NaN; values beyond the range, Inf included, have the spacing of the top binade;
-        zero and subnormals have the smallest one.
+        Tensor like ``x``, positive.  NaN gives NaN; values beyond the range, Inf included, have the spacing of the top
+        binade; +0, -0 and subnormals have the smallest one.  An empty tensor gives an empty one.
 
     Raises:
         TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
@@ -81,12 +82,12 @@ def round_to_grid(
         rounding: ``nearest``, ``toward_zero``, ``up``, ``down`` or ``stochastic``.
         overflow: ``saturate`` takes everything beyond the range, Inf included, to ``+-max``; ``inf_or_nan`` gives Inf,
             or NaN where the layout has no Inf (a ``finite`` layout saturates).
-        seed: key of the random bits of ``stochastic``; see :func:`fp8manifold.random_bits` for the key words
-            ``step``, ``stream`` and ``offset``.
+        seed, step, stream, offset: key of the random bits of ``stochastic``, as in :func:`fp8manifold.random_bits`.
         bits: the 24-bit draws themselves (int32, shape of ``x``), in place of ``seed``.
 
     Returns:
-        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is kept where the layout has it.
+        Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is kept where the layout has it; an empty
+        tensor stays empty.
 
     Raises:
         TypeError: ``x`` is no float tensor, or float16 with a format that reaches beyond it.
@@ -128,14 +129,17 @@ def encode(
 ) -> Tensor:
     """Round every element to the format and return its code.
 
-    ``decode(encode(x)) == round_to_grid(x)`` for every ``x`` that is accepted.
+    .. math:: \\mathrm{decode}(\\mathrm{encode}(x)) = \\mathrm{round\\_to\\_grid}(x)
+
+    for every ``x`` that is accepted.
 
     Args:
         x, fmt, rounding, overflow, seed, step, stream, offset, bits: as in :func:`round_to_grid`.
 
     Returns:
         uint8 tensor of the shape of ``x``: sign, exponent and mantissa in the low ``fmt.bits`` bits.  NaN gives the
-        format's (positive, quiet) NaN code.
+        format's (positive, quiet) NaN code, Inf the code of what :func:`round_to_grid` makes of it, and -0 the code of
+        +0 where the layout has no other; an empty tensor gives an empty one.
 
     Raises:
         TypeError: as :func:`round_to_grid`.
@@ -144,6 +148,8 @@ def encode(
     Example:
         >>> encode(torch.tensor([1.0, -1.0, 448.0]), "E4M3").tolist()
         [56, 184, 126]
+
+    Source: OCP FP8 specification 1.0; IEEE P3109, for the codes.
     """
     fmt = as_format(fmt)
     y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits)
@@ -158,15 +164,19 @@ def encode(
 
 
 def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of codes.
+    """The values of codes: a table look-up of :meth:`FloatFormat.decode_code`.
+
+    .. math:: (-1)^s \\, 2^{\\max(E, 1) - bias} ([E > 0] + m / 2^M)
+
+    for sign ``s``, exponent field ``E`` and mantissa field ``m``.
 
     Args:
         codes: uint8 tensor of any shape.
         fmt: a format or its name.
-        dtype: dtype of the result.
+        dtype: dtype of the result: float16, bfloat16, float32 or float64.
 
     Returns:
-        Tensor of ``codes``' shape; the codes of NaN and Inf give NaN and Inf.
+        Tensor of ``codes``' shape; the codes of NaN, Inf and -0 give NaN, Inf and -0, no codes an empty tensor.
 
     Raises:
         TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
@@ -177,15 +187,20 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
         [1.0, -1.0, nan]
     """
     fmt = as_format(fmt)
-    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
-        got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-        raise TypeError(f"codes must be a uint8 tensor, not {got}")
+    check_codes(codes)
     working_dtype(torch.empty(0, dtype=dtype), "dtype")
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel() and int(codes.max()) >= 2 * fmt.sign_bit:
         raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")
     table = _decode_table(fmt, dtype, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def check_codes(codes: Tensor, name: str = "codes") -> None:
+    """Raise TypeError unless ``codes`` is a uint8 tensor."""
+    if not isinstance(codes, Tensor) or codes.dtype != torch.uint8:
+        got = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise TypeError(f"{name} must be a uint8 tensor, not {got}")
 
 
 def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
@@ -202,7 +217,7 @@ def to_chart(x: Tensor, fmt: FormatLike) -> Tensor:
     Returns:
         Tensor like ``x``, in steps (ulp); differentiable, with derivative 1/S.
         Values beyond the range, Inf included, go to its ends; NaN stays NaN; -0
-        gives -0.
+        gives -0; an empty tensor stays empty.
 
     Raises:
         TypeError: ``x`` is not a float tensor, or its dtype can't hold the format.
@@ -230,7 +245,8 @@ def from_chart(c: Tensor, fmt: FormatLike) -> Tensor:
     Returns:
         Tensor like ``c``, differentiable with derivative S; integers give values
         of the format exactly.  Coordinates beyond the last code, Inf
-        included, give ``+-max``; NaN stays NaN; -0 gives -0.
+        included, give ``+-max``; NaN stays NaN; -0 gives -0; an empty tensor stays
+        empty.
 
     Raises:
         TypeError: ``c`` is not a float tensor, or its dtype can't hold the format.

@@ -32,7 +32,8 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         \\operatorname{grad} f &= S(x)^2 \\nabla f.
 
     The manifold is one-dimensional in every element (``ndim = 0``), flat, and ends at ``+-s max``, where ``expmap``
-    and ``projx`` stop.  +0 and -0 are one point.  NaN stays NaN in every map.
+    and ``projx`` stop, and where Inf is taken to.  +0 and -0 are one point.  NaN stays NaN in every map, and an empty
+    tensor stays empty.
 
     Args:
         fmt: a format or its name.
@@ -75,7 +76,11 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
     def stiffness(self, x: Tensor) -> Tensor:
-        """One ULP at ``x``, in value; of the shape of ``x`` and the scale together."""
+        """One ULP at ``x``, in value; of the shape of ``x`` and the scale together, and that of the top binade for NaN.
+
+        Args:
+            x: float tensor.
+        """
         wide, scale = self._working(x)
         return (self._chart.stiffness(self._inside(wide / scale)) * scale).to(x.dtype)
 
@@ -85,7 +90,7 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         return self._chart.forward(self._inside(wide / scale)).to(x.dtype)
 
     def from_chart(self, c: Tensor) -> Tensor:
-        """The point at a coordinate, ``+-s max`` beyond the ends."""
+        """The point at the coordinate ``c``, in steps from zero; ``+-s max`` beyond the ends."""
         wide, scale = self._working(c, "c")
         return (self._inside(self._chart.inverse(wide)) * scale).to(c.dtype)
 
@@ -225,7 +230,10 @@ class FP8Manifold(StiffnessManifold):
     ``retr(x, u)`` rounds ``exp_x(u)`` to the grid and ``projx`` takes the nearest value; ``expmap``, ``logmap``,
     ``dist`` and ``transp`` are those of the ambient :class:`StiffnessManifold`, so ``expmap`` leaves the grid.
 
-    What the two retractions keep of the definition, openly:
+    .. math:: R_x(u) = s \\, \\mathrm{round}(\\exp_x(u) / s), \\qquad \\mathrm{projx}(x) = s \\, \\mathrm{round}(x / s)
+
+    NaN, Inf, -0 and empty tensors are treated as in :class:`StiffnessManifold`; where the layout has no -0 its points
+    are +0.  What the two retractions keep of the definition, openly:
 
     - ``nearest`` breaks ``dR_x(0) = id``: a step below half an ULP does nothing.  That *is* bit stall.
     - ``stochastic`` keeps it in the mean: ``E[R_x(u)] = exp_x(u)`` away from the ends of the range.
@@ -252,6 +260,8 @@ class FP8Manifold(StiffnessManifold):
         [0.3125, -0.6875]
         >>> bool((manifold.retr(weight, torch.zeros(2)) == weight).all())
         True
+
+    Source: Absil, Mahony and Sepulchre 2008 for retractions; the rounded ones are this library's.
     """
 
     __scaling__ = geoopt.Manifold.__scaling__.copy()
@@ -291,7 +301,7 @@ class FP8Manifold(StiffnessManifold):
         return torch.where(u == 0, x, (self.round(moved) * scale).to(x.dtype))
 
     def round(self, x: Tensor) -> Tensor:
-        """Round, in units of the scale and in the manifold's own mode; a stochastic rounding advances ``counter``."""
+        """Round ``x``, in units of the scale, in the manifold's own mode; stochastic rounding advances ``counter``."""
         if self.rounding == "nearest":
             return round_to_grid(x, self.format)
         rounded = round_to_grid(

@@ -35,6 +35,9 @@ _STREAMS: Final = {name: 2**32 + index for index, name in enumerate(OPERANDS)}
 class QuantizedLinear(nn.Linear):
     """A linear layer whose operands take values of float formats.
 
+    .. math:: y = Q_x(x) \\, Q_W(W)^T + b, \\qquad
+              g_x = Q_g(g_y) \\, Q_W(W), \\qquad g_W = Q_{gW}\\left( Q_g(g_y)^T Q_x(x) \\right)
+
     With storage ``master`` the weight is an ordinary float parameter that is fake-quantised in the forward pass
     (quantisation-aware training); with ``grid`` it is a ``geoopt.ManifoldParameter`` on an :class:`FP8Manifold`, whose
     float32 values lie on the grid at a static power-of-two scale, and there is no master copy.  With ``fp8`` it is an
@@ -42,7 +45,8 @@ class QuantizedLinear(nn.Linear):
 
     The layer's input, the gradient that arrives at its output and the gradient of its weight are quantised as they
     come, where the specification gives them a format.  A gradient that holds Inf or NaN becomes NaN as a whole, so that
-    no saturation hides it.
+    no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout
+    has it, and an empty batch has an empty output.
 
     Loading a state dict takes the weight of another ``fp8`` layer exactly, scale, counter and seed included; a float
     weight is rounded, at a scale of its own.
@@ -71,6 +75,9 @@ class QuantizedLinear(nn.Linear):
         >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")
         >>> layer(torch.zeros(1, 4)).shape, layer.weight_codes().dtype
         (torch.Size([1, 2]), torch.uint8)
+
+    Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning) for quantised operands; Jacob et al. 2018 for
+    quantisation-aware training.
     """
 
     draws: Tensor
@@ -165,19 +172,19 @@ class QuantizedLinear(nn.Linear):
         return expand_scale(scale, BLOCK_SIZE, self.weight.shape) if blocks else scale
 
     def weight_codes(self) -> Tensor:
-        """uint8 codes of the quantised weight.
+        """The codes of the quantised weight, uint8 in its shape.
 
         Raises:
             ValueError: the weight is not quantised, or holds a NaN that its format has no code for.
         """
         if self.weight_format is None:
-            raise ValueError("this layer's weight is not quantised: it has no codes")
+            raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
         if isinstance(self.weight, FP8Tensor):
             return self.weight.codes.clone()
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 
     def extra_repr(self) -> str:
-        """nn.Linear's, with formats and storage."""
+        """What ``nn.Linear`` shows, with formats and storage."""
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
         return f"{super().extra_repr()}, {', '.join(shown)}, storage={self.storage}"

@@ -62,8 +62,9 @@ def fp8_mm(
         out_dtype: of the result; that of ``a`` if None.
 
     Returns:
-        ``(M, N)``.  NaN in an operand is NaN in what depends on it, Inf saturates; a sum over nothing is 0.  A G that
-        holds Inf or NaN makes both gradients NaN, so that no saturation hides it.
+        ``(M, N)``, empty where M or N is 0.  NaN in an operand is NaN in what depends on it, Inf saturates, -0 counts
+        as 0; a sum over nothing (K = 0) is 0.  A G that holds Inf or NaN makes both gradients NaN, so that no
+        saturation hides it.
 
     Raises:
         TypeError: an operand that is no float tensor.

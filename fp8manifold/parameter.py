@@ -15,12 +15,16 @@ __all__ = ["FP8Parameter"]
 class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  # geoopt is untyped
     """An :class:`FP8Tensor` to train: a parameter of any ``nn.Module``, and of geoopt's optimizers.
 
+    .. math:: w = s \\cdot \\operatorname{decode}(code)
+
     Gradients are ordinary tensors of the apparent dtype.  ``manifold`` is the :class:`FP8Manifold` of its format and
-    scale, so geoopt's RiemannianAdam and RiemannianSGD step it on the grid.
+    scale, so geoopt's RiemannianAdam and RiemannianSGD step it on the grid.  NaN, Inf, -0 and empty tensors are treated
+    as in :class:`FP8Tensor`.
 
     Args:
-        w, fmt, granularity, headroom, scale, rounding, seed, dtype, keep_remainder: as in :class:`FP8Tensor`.
-        requires_grad: whether it is trained.
+        w, fmt: as in :class:`FP8Tensor`.
+        options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``seed``, ``dtype`` and ``keep_remainder``, as
+            there, and ``requires_grad``: whether it is trained, which it is unless told otherwise.
 
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.

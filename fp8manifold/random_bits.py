@@ -56,7 +56,7 @@ def random_bits(
 
     Raises:
         TypeError: a key word is not an int.
-        ValueError: a key word is out of range.
+        ValueError: a key word is out of range (below 0, or ``2**64`` and more).
 
     Example:
         >>> whole = random_bits(6, seed=1, step=2, stream=3)

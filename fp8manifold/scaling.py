@@ -55,7 +55,7 @@ def amax_scale(
 
     Returns:
         float32 tensor that broadcasts against ``x``; under ``block`` it has the shape of ``x`` with a 32nd of the last
-        dimension.  It is 1 where the magnitude is 0 or not finite, and for an empty tensor.
+        dimension.  It is 1 where the magnitude is 0 (+0 or -0) or not finite (a NaN or Inf), and for an empty tensor.
 
     Raises:
         ValueError: an unknown granularity, an axis that ``x`` does not have, or a last dimension that 32 does not
@@ -106,6 +106,8 @@ def storage_scale(
 ) -> Tensor:
     """The power-of-two scale of weights that are stored on the grid.
 
+    .. math:: s = 2^{\\lceil \\log_2 (\\max|w| \\cdot headroom / max) \\rceil}
+
     The largest weight may grow by ``headroom`` before it saturates.  A format of more than 40 binades is not pushed
     to its top: the largest weight is placed at most 40 binades above the smallest spacing, where nothing is lost and
     squares of the stiffness stay within float32.
@@ -118,12 +120,11 @@ def storage_scale(
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 
     Returns:
-        float32 tensor of powers of two, 1 where all weights are 0.  It broadcasts against ``w``; under ``block`` it has
-        the shape of ``w`` with a 32nd of the last dimension.
+        float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
+        against ``w``; under ``block`` it has the shape of ``w`` with a 32nd of the last dimension.
 
     Raises:
-        ValueError: as :func:`amax_scale`, a headroom below 1, weights that are not finite, or a last dimension that
-            32 does not divide.
+        ValueError: as :func:`amax_scale`, a headroom below 1, or weights that are NaN or Inf.
 
     Example:
         >>> storage_scale(torch.tensor([[0.25, -0.5]]), "E4M3").item() == 2.0**-5
@@ -140,7 +141,11 @@ def storage_scale(
 def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:
     """The scale that stored weights should have by now: the present one, unless they left its middle.
 
-    Where the largest weight has reached the end of the range, the scale is made wide enough to leave ``headroom``
+    .. math:: s' = s^* \\text{ where } amax \\ge s \\, max \\text{ or } 16 s^* \\le s, \\qquad
+              s' = s \\text{ elsewhere},
+
+    with ``s*`` the :func:`storage_scale` of ``amax``.  Where the largest weight has reached the end of the range, the
+    scale is made wide enough to leave ``headroom``
     again; where it has shrunk so far that the scale could be 16 times smaller with that headroom, it is made so
     narrow (which moves no weight); everywhere else it stays, whatever ``headroom`` it leaves.
 
@@ -151,7 +156,8 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
         headroom: as in :func:`storage_scale`.
 
     Returns:
-        float32 powers of two of the shape of ``scale``; unchanged where ``amax`` is 0 or NaN.
+        float32 powers of two of the shape of ``scale``; unchanged where ``amax`` is 0 (+0 or -0) or NaN, the largest
+        there is (``2^127``) where it is Inf.  Empty tensors give an empty one.
 
     Raises:
         ValueError: a headroom below 1.

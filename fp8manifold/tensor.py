@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int
-from fp8manifold._codec import encode_bits
 from fp8manifold._dispatch import DTYPES, EncodedTensor
 from fp8manifold._float_bits import working_dtype
 from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
+    encode_in_graph,
     expand_scale,
     is_traced,
     largest_magnitude,
@@ -22,6 +22,7 @@ from fp8manifold._storage import (
 )
 from fp8manifold._stored_scale import (
     broadcasts_to,
+    check_covers,
     describe_change,
     describe_scale,
     fresh_scale,
@@ -61,6 +62,7 @@ class FP8Tensor(EncodedTensor):
         seed: key of the random bits of ``stochastic``; give every tensor one of its own.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
+        requires_grad: whether autograd records what is done with it.
 
     Attributes:
         codes: uint8, in the shape of the tensor.
@@ -70,7 +72,8 @@ class FP8Tensor(EncodedTensor):
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
 
-    NaN is kept where the format has a code for it, Inf saturates, -0 is kept where the layout has it.
+    NaN is kept where the format has a code for it, Inf saturates, -0 is kept where the layout has it, and an empty
+    tensor has no codes and a scale of 1.
 
     Raises:
         TypeError: ``w`` is no float tensor, or an option of another type.
@@ -81,6 +84,8 @@ class FP8Tensor(EncodedTensor):
         >>> w = FP8Tensor(torch.tensor([[0.3, -0.7]]), "E4M3")
         >>> w.codes.tolist(), w.scale.item() == 2.0**-5, (w + 1).tolist()
         ([[82, 219]], True, [[1.3125, 0.3125]])
+
+    Source: OCP FP8 specification 1.0 for the codes, OCP Microscaling Formats 1.0 for blocks and their scales.
     """
 
     codes: Tensor
@@ -127,6 +132,10 @@ class FP8Tensor(EncodedTensor):
     def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
         """Round a float tensor: the constructor under a name of its own, with its options.
 
+        Args:
+            w, fmt: as in the constructor.
+            options: the constructor's other arguments, by name.
+
         Raises:
             TypeError, ValueError: as the constructor.
 
@@ -158,10 +167,12 @@ class FP8Tensor(EncodedTensor):
             fmt, rounding, seed, dtype: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
+            requires_grad: whether autograd records what is done with it.
 
         Raises:
             TypeError: ``codes`` is not uint8.
-            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.
+            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.  Codes of NaN
+                and -0 are taken as they are.
 
         Example:
             >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
@@ -209,7 +220,12 @@ class FP8Tensor(EncodedTensor):
         return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
-        """The same tensor with every part changed; never requires a gradient, as autograd sees to that."""
+        """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
+
+        Args:
+            change: function of one part (codes, scale, counter, remainder) to what takes its place, such as ``clone``.
+            dtype: what the new tensor appears as; None keeps it.
+        """
         remainder = None if self.remainder is None else change(self.remainder)
         parts = (change(self.codes), change(self.scale), change(self.counter), remainder)
         return self._wrap(*parts, self._traits(dtype))
@@ -251,7 +267,7 @@ class FP8Tensor(EncodedTensor):
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor) -> None:
-        """Round values of the tensor's shape, in its own mode, and store their codes in place.
+        """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
         Where some saturate, a :class:`SaturationWarning` says so.
         """
@@ -260,7 +276,7 @@ class FP8Tensor(EncodedTensor):
         self._drop_remainder()
 
     def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes, scale and counter of another tensor, in place and exactly; what ``copy_`` of one does.
+        """Take codes, scale and counter of ``other``, in place and exactly; what ``copy_`` of a tensor does.
 
         Raises:
             ValueError: another format or shape, or scales finer than the own.
@@ -287,20 +303,12 @@ class FP8Tensor(EncodedTensor):
         """Codes of values under a scale; stochastic rounding advances the counter."""
         steps = values / expand_scale(scale, self.block_size, self.codes.shape)
         if is_traced(self.codes):
-            return self._encoded_in_graph(steps, rounding)
+            return encode_in_graph(steps, self.format, rounding)
         if rounding == "nearest":
             return encode(steps, self.format)
         codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter))
         self.counter.add_(1)
         return codes
-
-    def _encoded_in_graph(self, steps: Tensor, rounding: str) -> Tensor:
-        if rounding == "stochastic" and not steps.is_meta:
-            raise RuntimeError(
-                "compiled code can't write to an FP8Tensor in place with rounding='stochastic', whose draws are counted"
-                " outside the graph: write in eager mode, take rounding='nearest', or step it with fp8manifold.optim"
-            )
-        return encode_bits(steps.float(), self.format)
 
     @property
     def manifold(self) -> FP8Manifold:
@@ -331,8 +339,7 @@ class FP8Tensor(EncodedTensor):
         if not broadcasts_to(new.shape, self.scale.shape):
             raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(self.scale.shape)}")
         new, largest = new.expand(self.scale.shape), self.largest()
-        if bool((largest > new * self.format.max).any()):
-            raise ValueError(f"scale is too narrow: the largest stored value is {float(largest.max()):g}")
+        check_covers(new, largest, self.format)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
         self.codes.copy_(self._encoded(values, new, "stochastic"))

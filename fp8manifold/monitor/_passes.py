@@ -40,11 +40,15 @@ def plain(x: Tensor, name: str = "x") -> Tensor:
     return x.detach()
 
 
-def check_shapes(first: Tensor, *others: Tensor) -> None:
-    """Raise ValueError unless all tensors have one shape."""
-    shapes = [tuple(t.shape) for t in (first, *others)]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"all tensors must have one shape: got {', '.join(map(str, shapes))}")
+def check_shapes(**tensors: Tensor) -> None:
+    """Raise TypeError unless all are tensors, ValueError unless they have one shape."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        got = ", ".join(f"{name} has {shape}" for name, shape in shapes.items())
+        raise ValueError(f"all tensors must have one shape: {got}")
 
 
 def fitting(scale: ScaleLike, x: Tensor) -> Tensor:

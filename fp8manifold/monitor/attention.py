@@ -27,7 +27,7 @@ def attention_entropy(query: Tensor, key: Tensor, *, causal: bool = True, scale:
 
     Returns:
         float32 tensor (H,), the mean over batch and queries, between 0 (one key has it all) and ln U.  A NaN or Inf in
-        a head gives NaN there; an empty batch gives 0.
+        a head gives NaN there, -0 is 0; an empty batch gives 0.
 
     Raises:
         TypeError: not float tensors.

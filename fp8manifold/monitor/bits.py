@@ -20,15 +20,19 @@ __all__ = ["BitFigures", "bit_figures", "code_histogram", "gap_lengths"]
 def code_histogram(x: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> Tensor:
     """How many elements have each code, after rounding ``x / scale`` to the nearest value.
 
+    .. math:: n_c = \\#\\{i : \\mathrm{encode}(x_i / s) = c\\}
+
     Args:
         x: float tensor of any shape, or the uint8 codes themselves (``scale`` is then not used).
         fmt: a format or its name.
         scale: positive, broadcasting against ``x``.
 
     Returns:
-        int64 tensor of ``2**bits`` counts in code order; all zero for an empty tensor.
+        int64 tensor of ``2**bits`` counts in code order; all zero for an empty tensor.  NaN has the code of
+        :func:`fp8manifold.encode`, Inf that of the largest value, -0 its own where the layout has it.
 
     Raises:
+        TypeError: ``x`` is neither a float tensor nor uint8.
         ValueError: a NaN in a format that has none, or a scale that does not fit ``x`` or is not positive.
 
     Example:
@@ -36,7 +40,7 @@ def code_histogram(x: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> Tensor
         [2, 15]
     """
     fmt = as_format(fmt)
-    if x.dtype is torch.uint8:
+    if isinstance(x, Tensor) and x.dtype is torch.uint8:
         return torch.bincount(x.flatten(), minlength=2 * fmt.sign_bit)
     x, size = plain(x), 2 * fmt.sign_bit
     counts = torch.zeros(size, dtype=torch.int64, device=x.device)
@@ -93,8 +97,8 @@ def bit_figures(counts: Tensor, fmt: FormatLike, ever: Tensor | None = None) -> 
         ever: sum of earlier histograms.
 
     Returns:
-        A :class:`BitFigures`.  Codes of NaN and Inf are left out; +0 and -0 are two codes.  All figures are 0 where
-        there is nothing to count.
+        A :class:`BitFigures`.  Codes of NaN and Inf are left out; +0 and -0 are two codes.  All figures are 0 for an
+        empty histogram, which has nothing to count.
 
     Raises:
         ValueError: a histogram of another length than the format's number of codes.
@@ -132,12 +136,15 @@ def bit_figures(counts: Tensor, fmt: FormatLike, ever: Tensor | None = None) -> 
 def gap_lengths(counts: Tensor, fmt: FormatLike) -> list[int]:
     """Lengths of the runs of unused values between the lowest and the highest used one, in order of value.
 
+    .. math:: \\{\\, b - a - 1 : a < b \\text{ next to each other among the used positions}, \\; b > a + 1 \\,\\}
+
     Args:
         counts: int64, of :func:`code_histogram`.
         fmt: the format, or its name.
 
     Returns:
-        The lengths; +0 and -0 are one value.  What lies outside the used values is no gap.
+        The lengths, in steps of the format; +0 and -0 are one value, NaN and Inf none.  What lies outside the used
+        values is no gap, and an empty histogram has none.
 
     Raises:
         ValueError: a histogram of another length than the format's number of codes.

@@ -73,7 +73,8 @@ def geometry_figures(
 
     Returns:
         A :class:`GeometryFigures`; the slope is that of the weights that are not zero.  NaN or Inf in ``w`` makes
-        its figures NaN or None; of an empty tensor all is 0 but the smallest eigenvalue, which is 1, and what is None.
+        its figures NaN or None, -0 is 0; of an empty tensor all is 0 but the smallest eigenvalue, which is 1, and what
+        is None.
 
     Raises:
         TypeError: not float tensors.
@@ -88,10 +89,10 @@ def geometry_figures(
     check_number("damping", damping, 0.0, 1.0)
     check_number("clip", clip, 1.0)
     fitted = fitting(scale, w)
-    tensors = [w] if gradient is None else [w, plain(gradient, "gradient")]
-    check_shapes(*tensors)
+    tensors = {"w": w} if gradient is None else {"w": w, "gradient": plain(gradient, "gradient")}
+    check_shapes(**tensors)
     sums, n = FieldSums(fmt, w.dtype), w.numel()
-    for scales, part, *more in scaled_blocks(fitted, *tensors):
+    for scales, part, *more in scaled_blocks(fitted, *tensors.values()):
         sums.add(part, scales, more[0] if more else None)
     mean, largest = sums.stiffness(n)
     return GeometryFigures(
@@ -131,7 +132,8 @@ def warp_figures(before: Tensor, target: Tensor, fmt: FormatLike, scale: ScaleLi
         scale: positive, broadcasting against the weights.
 
     Returns:
-        A :class:`WarpFigures`; 0 for an empty tensor.  NaN gives NaN.  A target beyond the range is taken to its end.
+        A :class:`WarpFigures`; 0 for an empty tensor.  NaN makes the distortion NaN and counts as a crossing; +0 and -0
+        are one point.  What lies beyond the range, Inf included, is taken to its end.
 
     Raises:
         TypeError: not float tensors.
@@ -142,7 +144,7 @@ def warp_figures(before: Tensor, target: Tensor, fmt: FormatLike, scale: ScaleLi
         WarpFigures(size=2, warp_crossings=0.5, warp_distortion=1.0)
     """
     before, target = plain(before, "before"), plain(target, "target")
-    check_shapes(before, target)
+    check_shapes(before=before, target=target)
     fmt, sums = as_format(fmt), []
     for _, x, y in unit_blocks(fitting(scale, before), before, target):
         start, end = inside(x, fmt), inside(y, fmt)
@@ -167,7 +169,8 @@ def chart_distance(a: Tensor, b: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0
         scale: positive, broadcasting against them.
 
     Returns:
-        ULPs; 0 for an empty tensor.  NaN gives NaN; values beyond the range count as its end.
+        ULPs; 0 for an empty tensor.  NaN gives NaN; values beyond the range, Inf included, count as its end; +0 and -0
+        are one point.
 
     Raises:
         TypeError: not float tensors.
@@ -178,7 +181,7 @@ def chart_distance(a: Tensor, b: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0
         6.0
     """
     a, b = plain(a, "a"), plain(b, "b")
-    check_shapes(a, b)
+    check_shapes(a=a, b=b)
     fmt = as_format(fmt)
     steps = [chart_steps(x, y, fmt).sum().double() for _, x, y in unit_blocks(fitting(scale, a), a, b)]
     return float(torch.stack(steps).sum()) / max(a.numel(), 1)
@@ -190,7 +193,9 @@ class PathTracker:
     .. math:: length = \\sum_t \\overline{d(w_t, w_{t-1})}, \\qquad displacement = \\overline{d(w_t, w_0)}, \\qquad
               d(a, b) = |\\varphi(a / s) - \\varphi(b / s)|
 
-    Two copies of the weights are kept.  Looked at every few steps only, the length is a lower bound.
+    Two copies of the weights are kept.  Looked at every few steps only, the length is a lower bound.  NaN makes both
+    NaN; values beyond the range, Inf included, count as its end; +0 and -0 are one point; both are 0 for an empty
+    tensor.
 
     Args:
         start: the weights at the beginning.
@@ -217,6 +222,10 @@ class PathTracker:
     def update(self, w: Tensor, scale: ScaleLike = 1.0) -> None:
         """Add the distance from the last look, measured at the present scale.
 
+        Args:
+            w: the weights now, of the first ones' shape.
+            scale: positive, broadcasting against ``w``.
+
         Raises:
             TypeError: ``w`` is not a float tensor.
             ValueError: another shape than the first one's, or a scale that does not fit it or is not positive.
@@ -237,6 +246,9 @@ class PathTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was called; the tensors are held, not copied.
+
+        Args:
+            state: what :meth:`state_dict` gave.
 
         Raises:
             ValueError: tensors of another shape than those of this tracker.
@@ -261,7 +273,7 @@ def metric_min_eigenvalue(metric: Tensor, damping: float = 0.0) -> float:
         damping: added to every eigenvalue.
 
     Returns:
-        The eigenvalue, computed in float64; infinite for an empty metric, NaN where an entry is not finite.
+        The eigenvalue, computed in float64; infinite for an empty metric, NaN where an entry is NaN or Inf; -0 is 0.
 
     Raises:
         TypeError: ``metric`` is not a float tensor.
@@ -292,7 +304,7 @@ def orthogonality(q: Tensor) -> float:
         q: (..., n, p) with n >= p, such as a parameter constrained by geoopt to its Stiefel manifold.
 
     Returns:
-        The largest norm among the matrices; 0 for an empty tensor.  NaN gives NaN.
+        The largest norm among the matrices; 0 for an empty tensor.  NaN gives NaN, Inf gives Inf or NaN, -0 is 0.
 
     Raises:
         TypeError: ``q`` is not a float tensor.

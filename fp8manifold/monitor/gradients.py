@@ -48,8 +48,8 @@ def gradient_figures(g: Tensor) -> GradientFigures:
         g: float tensor of any shape.
 
     Returns:
-        A :class:`GradientFigures`.  NaN or Inf in ``g`` make the norms NaN or Inf and ``snr`` None; of an empty tensor
-        all is 0 but ``snr``, which is None.
+        A :class:`GradientFigures`.  NaN or Inf in ``g`` make the norms NaN or Inf and ``snr`` None, -0 is a zero; of an
+        empty tensor all is 0 but ``snr``, which is None.
 
     Raises:
         TypeError: ``g`` is not a float tensor.
@@ -109,7 +109,7 @@ def shadow_figures(g: Tensor, reference: Tensor) -> ShadowFigures:
 
     Returns:
         A :class:`ShadowFigures`.  The cosine of equal gradients is 1 exactly.  Both figures are None where either
-        tensor holds NaN or Inf, where both are zero, and for empty tensors.
+        tensor holds NaN or Inf, where both are zero (+0 or -0), and for empty tensors.
 
     Raises:
         TypeError: not float tensors.
@@ -120,7 +120,7 @@ def shadow_figures(g: Tensor, reference: Tensor) -> ShadowFigures:
         ShadowFigures(size=2, cosine=0.7071067811865475, quant_snr_db=3.010299956639812)
     """
     g, reference = plain(g, "g"), plain(reference, "reference")
-    check_shapes(g, reference)
+    check_shapes(g=g, reference=reference)
     if g.numel() == 0:
         return ShadowFigures(0, None, None)
     tops = torch.stack([torch.stack([x.abs().amax().double() for x in pair]) for pair in blocks(g, reference)]).amax(0)
@@ -161,8 +161,9 @@ def update_to_noise(before: Tensor, target: Tensor, fmt: FormatLike, scale: Scal
         scale: positive, broadcasting against the weights.
 
     Returns:
-        The ratio; infinite where rounding adds no noise, None where nothing was asked for.  Beyond the range there is
-        no noise.  NaN gives NaN.
+        The ratio; infinite where rounding adds no noise, None where nothing was asked for, as in an empty tensor.
+        Beyond the range there is no noise.  NaN gives NaN, Inf gives Inf (NaN where both
+        are Inf); +0 and -0 are one weight.
 
     Raises:
         TypeError: not float tensors.
@@ -173,7 +174,7 @@ def update_to_noise(before: Tensor, target: Tensor, fmt: FormatLike, scale: Scal
         0.3333333333333333
     """
     before, target = plain(before, "before"), plain(target, "target")
-    check_shapes(before, target)
+    check_shapes(before=before, target=target)
     fmt, sums = as_format(fmt), []
     for scales, start, wanted in unit_blocks(fitting(scale, before), before, target):
         end = inside(wanted, fmt)
@@ -185,7 +186,7 @@ def update_to_noise(before: Tensor, target: Tensor, fmt: FormatLike, scale: Scal
     asked, added = torch.stack(sums).sum(0).tolist()
     if asked == 0:
         return None
-    return asked / added if added else math.inf
+    return float(asked / added if added else asked * math.inf)
 
 
 class DeadRuns:
@@ -193,7 +194,8 @@ class DeadRuns:
 
     .. math:: r_i \\leftarrow (r_i + 1) [\\,|g_i| < threshold\\,], \\qquad dead = \\frac1n \\#\\{r_i \\ge patience\\}
 
-    Two bytes an element are kept; runs are counted up to 32767 steps.
+    Two bytes an element are kept; runs are counted up to 32767 steps.  NaN and Inf end a run, -0 is a zero; of an empty
+    gradient no share is dead.
 
     Args:
         patience: steps after which an element is dead.
@@ -221,7 +223,9 @@ class DeadRuns:
     def update(self, g: Tensor, steps: int = 1) -> None:
         """Count the gradient of one step, or, where only some are looked at, of the ``steps`` since the last look.
 
-        A NaN ends a run.
+        Args:
+            g: float tensor, of one shape in all updates.
+            steps: how many steps it stands for.
 
         Raises:
             TypeError: ``g`` is not a float tensor.
@@ -261,6 +265,9 @@ class DeadRuns:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on counting where ``state_dict`` was called; ``runs`` is held, not copied.
+
+        Args:
+            state: what :meth:`state_dict` gave.
 
         Raises:
             TypeError: ``runs`` is neither None nor an int16 tensor.

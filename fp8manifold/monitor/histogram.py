@@ -21,6 +21,7 @@ class Histogram:
     edges: tuple[float, ...]
     """Ascending, one more than there are counts."""
     counts: tuple[int, ...]
+    """How many elements are in each bin."""
 
 
 @torch.no_grad()
@@ -34,7 +35,8 @@ def magnitude_histogram(x: Tensor) -> Histogram:
 
     Returns:
         The binades from the lowest to the highest that is occupied, with a first bin from 0 for zeros and subnormals of
-        float32 (float64: of its own).  NaN and Inf are left out; of an empty tensor it is the one bin [0, 1).
+        float32 (float64: of its own), -0 included.  NaN and Inf are left out; of an empty tensor it is the one bin
+        [0, 1).
 
     Raises:
         TypeError: ``x`` is not a float tensor.
@@ -59,7 +61,8 @@ def stiffness_histogram(w: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0) -> H
         scale: positive, broadcasting against ``w``.
 
     Returns:
-        As :func:`magnitude_histogram`; weights that are NaN are left out.
+        As :func:`magnitude_histogram`; weights that are NaN are left out, those beyond the range, Inf included, have
+        the stiffness of its end, and +0 and -0 the smallest one.  Of an empty tensor it is the one bin [0, 1).
 
     Raises:
         TypeError: ``w`` is not a float tensor.
@@ -88,7 +91,7 @@ def residual_histogram(w: Tensor, fmt: FormatLike, scale: ScaleLike = 1.0, bins:
 
     Returns:
         The histogram; what lies beyond the range of the format by more than half an ULP is in the first or last bin,
-        NaN and Inf in none.
+        NaN and Inf in none, +0 and -0 in that of 0.  All counts are 0 for an empty tensor.
 
     Raises:
         TypeError: ``w`` is not a float tensor.

@@ -58,7 +58,8 @@ def range_figures(x: Tensor, fmt: FormatLike | None = None, scale: ScaleLike = 1
 
     Returns:
         A :class:`RangeFigures`.  Inf overflows; NaN counts as ``nonfinite`` only, and moments are those of the finite
-        elements.  Of an empty tensor shares and ``amax`` are 0, and there are no moments.
+        elements; -0 is 0, which no format underflows.  Of an empty tensor shares and ``amax`` are 0, and there are no
+        moments.
 
     Raises:
         TypeError: ``x`` is not a float tensor.
@@ -95,11 +96,13 @@ def range_figures(x: Tensor, fmt: FormatLike | None = None, scale: ScaleLike = 1
 def scale_changes(before: ScaleLike, after: ScaleLike) -> float:
     """Share of the scales that two moments of training differ in.
 
+    .. math:: \\frac1n \\#\\{i : before_i \\ne after_i\\}
+
     Args:
         before, after: numbers, or tensors of one shape.
 
     Returns:
-        A number in [0, 1]; 0 for an empty tensor.
+        A number in [0, 1]; 0 for an empty tensor.  A NaN differs from everything, Inf from all but Inf, -0 is 0.
 
     Raises:
         ValueError: shapes that differ.

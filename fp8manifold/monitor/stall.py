@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold.formats import FormatLike, as_format
+from fp8manifold.grid import check_codes
 from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, share, unit_blocks
 from fp8manifold.monitor._position import chart_steps, inside, spacing
 
@@ -23,9 +24,11 @@ def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
         after: weights after the write-back; all of one shape.
 
     Returns:
-        A number in [0, 1]; 0 for an empty tensor.  A NaN in ``target`` counts as a request.
+        A number in [0, 1]; 0 for an empty tensor.  A NaN in ``target`` counts as a request, as Inf does; a NaN in
+        ``before`` has moved.  +0 and -0 are one weight.
 
     Raises:
+        TypeError: not tensors.
         ValueError: shapes that differ.
 
     Example:
@@ -33,7 +36,7 @@ def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
         >>> update_lost(before, torch.tensor([1.0, 1.01, 1.01, 1.2]), torch.tensor([1.0, 1.0, 1.125, 1.25]))
         0.25
     """
-    check_shapes(before, target, after)
+    check_shapes(before=before, target=target, after=after)
     return share((target != before) & (after == before))
 
 
@@ -47,9 +50,11 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
         before, after: the master weights themselves; all of one shape.
 
     Returns:
-        A number in [0, 1]; 0 for an empty tensor.
+        A number in [0, 1]; 0 for an empty tensor.  A NaN has moved, Inf has where the other is not Inf; +0 and -0 are
+        one weight.
 
     Raises:
+        TypeError: not tensors.
         ValueError: shapes that differ.
 
     Example:
@@ -57,7 +62,7 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
         >>> code_unchanged(codes, codes, torch.tensor([1.0, 1.0]), torch.tensor([1.01, 1.0]))
         0.5
     """
-    check_shapes(before_codes, after_codes, before, after)
+    check_shapes(before_codes=before_codes, after_codes=after_codes, before=before, after=after)
     return share((after != before) & (after_codes == before_codes))
 
 
@@ -96,8 +101,9 @@ def stall_figures(
         scale: positive, broadcasting against the weights.
 
     Returns:
-        A :class:`StallFigures`.  A NaN in ``target`` or ``before`` makes the two means NaN; all is 0 for an empty
-        tensor.
+        A :class:`StallFigures`.  A NaN in ``target`` or ``before`` makes the two means NaN, Inf makes ``update_ulps``
+        Inf (NaN where both are Inf); +0 and -0 are one weight.  All is 0 for an empty tensor, and ``update_success``
+        None.
 
     Raises:
         TypeError: not float tensors.
@@ -110,7 +116,7 @@ def stall_figures(
         (1.0, 0.0, 0.25, 0.375)
     """
     before, target, after = plain(before, "before"), plain(target, "target"), plain(after, "after")
-    check_shapes(before, target, after)
+    check_shapes(before=before, target=target, after=after)
     fmt, sums = as_format(fmt), []
     for _, start, wanted, end in unit_blocks(fitting(scale, before), before, target, after):
         asked, moved = wanted != start, end != start
@@ -131,6 +137,8 @@ def stall_figures(
 def residual_saturation(residual: Tensor, size: int | None = None) -> float:
     """Share of ULP residuals that stand at an end of their range.
 
+    .. math:: \\frac1n \\#\\{i : r_i \\in \\{-2^{b - 1}, 2^{b - 1} - 1\\}\\}, \\qquad b = 8 \\text{ or } 4 \\text{ bits}
+
     Args:
         residual: what an optimizer with ``writeback="residual8"`` keeps as ``state[p]["residual"]``, int8; or with
             ``residual4``, uint8, two a byte.
@@ -149,6 +157,8 @@ def residual_saturation(residual: Tensor, size: int | None = None) -> float:
         >>> residual_saturation(torch.tensor([0x80, 0x07], dtype=torch.uint8), size=3)  # 0, -8 and 7
         0.6666666666666666
     """
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"residual must be a tensor, not {type(residual).__name__}")
     if residual.dtype is torch.int8:
         return share((residual == -128) | (residual == 127))
     if residual.dtype is not torch.uint8:
@@ -168,7 +178,8 @@ def code_drift(start: Tensor, now: Tensor, fmt: FormatLike) -> float:
         fmt: the format, or its name.
 
     Returns:
-        Steps; 0 for an empty tensor.  Codes of NaN and Inf count as the numbers beyond the largest value.
+        Steps; 0 for an empty tensor.  Codes of NaN and Inf count as the numbers beyond the largest value, those of +0
+        and -0 as one.
 
     Raises:
         TypeError: not uint8.
@@ -179,10 +190,9 @@ def code_drift(start: Tensor, now: Tensor, fmt: FormatLike) -> float:
         2.0
     """
     fmt = as_format(fmt)
-    check_shapes(start, now)
-    for name, codes in (("start", start), ("now", now)):
-        if codes.dtype is not torch.uint8:
-            raise TypeError(f"{name} has dtype {codes.dtype}: uint8 codes are needed")
+    check_codes(start, "start")
+    check_codes(now, "now")
+    check_shapes(start=start, now=now)
     moved = (_signed(now, fmt.sign_bit) - _signed(start, fmt.sign_bit)).abs_()
     return int(moved.sum()) / max(moved.numel(), 1)
 

@@ -47,7 +47,8 @@ def zero_gradient_zone(
 
     Returns:
         A number in [0, 1]; 0 for an empty weight, 1 without rows.  An output beyond the range of its format stays
-        there for every step that does not bring it back.
+        there for every step that does not bring it back, an output that is NaN or Inf in a float dtype for every step;
+        a weight that is NaN, or meets an input that is NaN or Inf, is in no zone; +0 and -0 are one weight.
 
     Raises:
         TypeError: not float tensors, or an output dtype other than bfloat16, float16 and float32.
@@ -61,6 +62,8 @@ def zero_gradient_zone(
     w, x = plain(weight, "weight"), plain(inputs, "inputs")
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"weight must be (O, I) and inputs (..., I): got {tuple(w.shape)} and {tuple(x.shape)}")
+    if not w.numel():
+        return 0.0
     fitted = fitting(scale, w)
     half = ulp(w.to(fitted.dtype) / fitted, as_format(fmt)) * (fitted / 2)
     rows = x.reshape(-1, w.shape[1]).float()

@@ -1,5 +1,6 @@
 """Schedules of a step's options: plain functions of the number of steps taken."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,17 +27,25 @@ def anneal(start: float, end: float, steps: int) -> Callable[[int], float]:
 
     .. math:: k(t) = start + (end - start) \\min(t / steps, 1)
 
+    Args:
+        start: the value at step 0.
+        end: the value from step ``steps`` on.
+        steps: how many steps it takes from one to the other.
+
+    Returns:
+        A function of the number of steps taken, for ``stiffness``, ``scale`` or ``exponent`` of an optimizer.
+
     Raises:
         TypeError: a value of another type.
-        ValueError: ``steps`` below 1.
+        ValueError: ``start`` or ``end`` is NaN or Inf, ``steps`` below 1.
 
     Example:
         >>> k = anneal(1.0, 0.0, 100)
         >>> k(0), k(50), k(1000)
         (1.0, 0.5, 0.0)
     """
-    check_number("start", start, -float("inf"))
-    check_number("end", end, -float("inf"))
+    for name, value in (("start", start), ("end", end)):
+        check_number(name, value, -math.inf, math.inf, open_low=True, open_high=True)
     check_int("steps", steps, 1, 2**62)
     return _Anneal(start, end, steps)
 

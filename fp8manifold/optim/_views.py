@@ -17,10 +17,13 @@ class StepView:
     """What an observer sees of one quantised parameter in one step; the tensors are detached and not to be changed."""
 
     parameter: Tensor
+    """The parameter itself, after the step."""
     before: Tensor
+    """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
     target: Tensor
     """The value requested, before the write-back rounds it."""
     after: Tensor
+    """The value after the write-back."""
     stiffness: Tensor
     """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
 

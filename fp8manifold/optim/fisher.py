@@ -83,6 +83,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         on_nonfinite: what happens when a gradient is not finite, or a damped ``F`` not positive definite: ``skip``
             leaves out the whole step (with a ``RuntimeWarning`` if it is because of ``F``), ``raise`` raises.
         reset_every: forget momentum, running averages and ``F``, which is then measured anew, every so many steps.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
         TypeError: an option of another type, a loader that can be iterated over once only.

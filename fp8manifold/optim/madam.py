@@ -40,6 +40,7 @@ class Madam(StiffnessOptimizer):
         writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite, stabilize_every,
             reset_every: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``; ``damping`` and ``clip``
             only say what ``bounded_share`` counts.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.

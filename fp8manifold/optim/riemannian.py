@@ -45,6 +45,7 @@ class RiemannianAdam(Riemannian):
             it is linear.  Metrics other than ``ulp`` are not bounded.
         refresh_every: steps between two computations of S_ref.
         compile, maximize, on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Attributes:
         bounded_share: share of the quantised weights that met a bound at the last refresh.
@@ -171,6 +172,7 @@ class RiemannianSGD(Riemannian):
         weight_decay: as in :class:`RiemannianAdam`.
         stabilize, float_lr, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
             stabilize_every, reset_every: as in :class:`RiemannianAdam`.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
         TypeError, ValueError: as :class:`RiemannianAdam`; Nesterov needs momentum and no dampening.

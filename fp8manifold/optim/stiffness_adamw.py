@@ -54,6 +54,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         on_nonfinite: ``skip`` leaves out a whole step with a gradient that is not finite, ``raise`` raises.
         stabilize_every: project parameters to their manifold every so many steps.
         reset_every: clear the running averages every so many steps.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Attributes:
         bounded_share: share of the quantised weights whose ratio met ``damping`` or ``clip`` at the last refresh.

@@ -29,6 +29,7 @@ class StiffnessLion(StiffnessOptimizer):
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness, metric, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
             stabilize_every, reset_every: as in :class:`StiffnessAdamW`, without ``writeback="momentum"``.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`.

@@ -34,6 +34,7 @@ class StiffnessSGD(StiffnessOptimizer):
         stiffness, metric, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
             stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
             ``momentum`` > 0, the former without Nesterov.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
         TypeError, ValueError: as :class:`StiffnessAdamW`; Nesterov needs momentum and no dampening.

@@ -164,7 +164,7 @@ def test_a_change_drops_the_remainder() -> None:
         (torch.tensor([1.0, math.nan, 1.0, 1.0])[:, None], "scale holds nan"),
         (torch.ones(4, 2), r"\(4, 2\): it must fit \(4, 1\)"),
         (torch.ones(3, 1), r"\(3, 1\): it must fit \(4, 1\)"),
-        (2.0**-30, "too narrow: the largest stored value"),
+        (2.0**-30, "too narrow: a stored value of 0.3125 needs one of at least 0.0006975"),
     ],
 )
 def test_refusals(scale: Any, message: str) -> None:
