@@ -2,10 +2,10 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["check_choice", "check_int", "check_keys", "check_number"]
+__all__ = ["check_choice", "check_entries", "check_int", "check_keys", "check_number"]
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -44,3 +44,10 @@ def check_keys(name: str, keys: Iterable[object], allowed: Sequence[str]) -> Non
             raise ValueError(
                 f"{name} has an unknown key {key!r}: one of {', '.join(allowed)}; did you mean {nearest!r}?"
             )
+
+
+def check_entries(name: str, given: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Raise ValueError, naming what is missing, unless a saved state has every entry."""
+    missing = [entry for entry in needed if entry not in given]
+    if missing:
+        raise ValueError(f"{name} lacks {', '.join(missing)}: it has {', '.join(map(str, given)) or 'nothing'}")

@@ -114,9 +114,12 @@ def _check_matrices(a: Tensor, b: Tensor) -> None:
     for name, x in (("a", a), ("b", b)):
         working_dtype(x, name)
         if x.dim() != 2:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be a matrix")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: it must be a matrix, of two dimensions")
     if a.shape[1] != b.shape[0]:
-        raise ValueError(f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied")
+        raise ValueError(
+            f"a of shape {tuple(a.shape)} and b of shape {tuple(b.shape)} can't be multiplied: a must have as many "
+            "columns as b has rows"
+        )
 
 
 def _measured_scale(x: Tensor, fmt: str, granularity: ProductGranularity, axis: int, pow2: bool) -> Tensor:

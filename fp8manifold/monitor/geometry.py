@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._charts import UlpChart
-from fp8manifold._checks import check_number
+from fp8manifold._checks import check_entries, check_number
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.monitor._field import FieldSums
 from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, scaled_blocks, unit_blocks
@@ -251,8 +251,9 @@ class PathTracker:
             state: what :meth:`state_dict` gave.
 
         Raises:
-            ValueError: tensors of another shape than those of this tracker.
+            ValueError: an entry is missing, or tensors of another shape than those of this tracker.
         """
+        check_entries("state", state, ("start", "last", "length", "displacement"))
         for name in ("start", "last"):
             if state[name].shape != self._start.shape:
                 raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK, runs_in_blocks
-from fp8manifold._checks import check_int, check_number
+from fp8manifold._checks import check_entries, check_int, check_number
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, unit_blocks
@@ -271,7 +271,9 @@ class DeadRuns:
 
         Raises:
             TypeError: ``runs`` is neither None nor an int16 tensor.
+            ValueError: an entry is missing.
         """
+        check_entries("state", state, ("runs", "bound"))
         runs = state["runs"]
         if runs is not None and not (isinstance(runs, Tensor) and runs.dtype == torch.int16):
             raise TypeError(f"runs must be None or an int16 tensor, not {getattr(runs, 'dtype', type(runs).__name__)}")

@@ -91,7 +91,7 @@ def _slack(outputs: Tensor, output: FormatLike | torch.dtype, scale: ScaleLike) 
     if not isinstance(output, torch.dtype):
         return _slack_of_format(outputs, as_format(output), scale)
     if output not in _HALVES:
-        raise TypeError(f"output={output} must be bfloat16, float16, float32 or a format")
+        raise TypeError(f"output={output} must be torch.bfloat16, torch.float16, torch.float32 or a format")
     rounded = outputs.to(output)
     infinity = torch.full_like(rounded, float("inf"))
     ends = [torch.nextafter(rounded, end).double() for end in (-infinity, infinity)]

@@ -33,8 +33,13 @@ def check_parameters(parameters: list[Tensor]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its manifold on "
                 f"{manifold.scale.device}: move both to one device"
             )
-    if len({id(p) for p in parameters}) < len(parameters):
-        raise ValueError("a parameter appears twice in a group: each may be stepped once")
+    seen: set[int] = set()
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} appears twice in a group: each may be stepped once"
+            )
+        seen.add(id(parameter))
 
 
 def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
@@ -80,8 +85,8 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
     kept_in = {8: torch.int8, 4: torch.uint8}
     if bits and "residual" in entry and entry["residual"].dtype != kept_in[bits]:
         raise ValueError(
-            f"the state of a parameter of shape {tuple(parameter.shape)} has another residual than "
-            f"writeback={group['writeback']!r} keeps: the width of a residual can't change over a run"
+            f"the state of a parameter of shape {tuple(parameter.shape)} has a residual in {entry['residual'].dtype}, "
+            f"but writeback={group['writeback']!r} keeps it in {kept_in[bits]}: its width can't change over a run"
         )
 
 

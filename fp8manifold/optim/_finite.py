@@ -20,7 +20,11 @@ def all_finite(optimizer: torch.optim.Optimizer) -> bool:
     pairs = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for _, parameter in pairs:
         if parameter.grad.is_sparse or parameter.grad.is_complex():
-            raise ValueError(f"{type(optimizer).__name__} takes dense real gradients only")
+            kind = "sparse" if parameter.grad.is_sparse else str(parameter.grad.dtype)
+            raise ValueError(
+                f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
+                f"{tuple(parameter.shape)} is {kind}"
+            )
     if squares_sum_up([parameter for _, parameter in pairs]):
         return True
     each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
@@ -61,5 +65,8 @@ def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float =
     if bool((wide * wide).isfinite().all()):
         return True
     if group["on_nonfinite"] == "raise":
-        raise FloatingPointError(f"a gradient of shape {tuple(parameter.shape)} is not finite, or its square is not")
+        raise FloatingPointError(
+            f"a gradient of shape {tuple(parameter.shape)} is not finite, or its square is not: on_nonfinite='skip' "
+            "leaves such steps out"
+        )
     return False

@@ -134,7 +134,10 @@ def mean_over_tokens(
                 counts[i] += tokens
     for layer, count in zip(layers, counts, strict=True):
         if not count:
-            raise FloatingPointError(f"layer {layer.fisher.name!r} was not reached: its Fisher metric is undefined")
+            raise FloatingPointError(
+                f"layer {layer.fisher.name!r} was not reached by any batch: its Fisher metric is undefined; leave it "
+                "out of the parameters, or give batches that reach it"
+            )
     return [tuple(s / count for s in total) for total, count in zip(sums, counts, strict=True)]
 
 
@@ -167,7 +170,10 @@ def _ekfac(
 ) -> list[dict[str, Any]]:
     for layer, factors in zip(layers, charted, strict=True):
         if not all(bool(factor.isfinite().all()) for factor in factors):
-            raise FloatingPointError(f"layer {layer.fisher.name!r}: its Fisher metric is not finite")
+            raise FloatingPointError(
+                f"layer {layer.fisher.name!r}: its Fisher metric is not finite; look for Inf and NaN in the model's "
+                "activations"
+            )
     bases = {
         layer.module: _on_the_left(layer.fisher.eigenvectors(found), of)
         for layer, found, of in zip(layers, charted, sides, strict=True)

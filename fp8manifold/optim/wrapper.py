@@ -59,6 +59,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         >>> optimizer.step()
         >>> bool((model.manifold.projx(model.weight) == model.weight).all())
         True
+
+    Source: the factor is that of :class:`StiffnessAdamW`, around a step that is another's.
     """
 
     def __init__(
@@ -117,7 +119,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
         return dict(self.__dict__)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer."""
+        """Add a group to the wrapped optimizer.
+
+        Args:
+            param_group: its ``params`` and options, as the wrapped optimizer takes them.
+        """
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,8 +134,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave.
 
+        Args:
+            state_dict: that of another wrapper, around the same kind of optimizer with as many parameters.
+
         Raises:
-            ValueError: the state of another kind of optimizer.
+            ValueError: the state of another kind of optimizer, or of another number of parameters.
         """
         if missing := {"optimizer", "steps_taken", "references"} - state_dict.keys():
             raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")

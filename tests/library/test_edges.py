@@ -117,3 +117,12 @@ def test_lists_are_no_tensors(figure: Callable[[], Any]) -> None:
 def test_a_schedule_has_finite_ends(value: float) -> None:
     with pytest.raises(ValueError, match=r"end=.* is out of range: \(-inf, inf\)"):
         fm.optim.anneal(1.0, value, 10)
+
+
+@pytest.mark.parametrize("tracker", [monitor.DeadRuns(), monitor.PathTracker(of(1.0), "E4M3")], ids=["dead", "path"])
+def test_a_state_that_lacks_something_is_refused(tracker: Any) -> None:
+    state = tracker.state_dict()
+    for name in state:
+        rest = {key: value for key, value in state.items() if key != name}
+        with pytest.raises(ValueError, match=rf"^state lacks {name}: it has "):
+            tracker.load_state_dict(rest)
