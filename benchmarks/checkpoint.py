@@ -1,6 +1,6 @@
 """What a checkpoint costs: time and bytes of a commit, as ratios to ``torch.save`` of the same state in the same run.
 
-    python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH]
+    python benchmarks/checkpoint.py [--elements 10000000] [--repeats 9] [--folder PATH] [--record]
 
 The state is a model of linear layers in E4M3, one byte a weight, with the two float32 averages of AdamW, and the same
 in float32.  A commit hashes and writes every file, waits until all of it is on the disk, reads it back and renames the
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _record import Cell, add_option, record
 from torch import Tensor
 
 from nanogpt_bench.checkpoint import Contents, commit, read
@@ -76,10 +77,10 @@ def in_turn(functions: dict[str, Callable[[], object]], repeats: int) -> dict[st
     return times
 
 
-def ratio(times: dict[str, list[float]], name: str, peer: str) -> str:
+def ratio(times: dict[str, list[float]], name: str, peer: str) -> tuple[float, float, float]:
     """Median ratio of two contenders' times in the same turn, the smallest and the largest."""
     ratios = [mine / theirs for mine, theirs in zip(times[name], times[peer], strict=True)]
-    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} .. {max(ratios):.2f})"
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def size_of(path: Path) -> int:
@@ -87,8 +88,8 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
-def measure(elements: int, weights: str, repeats: int, folder: Path) -> None:
-    """Print the rows of one kind of weights."""
+def measure(elements: int, weights: str, repeats: int, folder: Path) -> list[tuple[Cell, ...]]:
+    """Print the rows of one kind of weights, and return them as numbers."""
     tensors = state_of(elements, weights)
     path, made = folder / "state.pt", folder / "run" / "checkpoints" / "step-1"
     (folder / "run").mkdir()
@@ -104,11 +105,16 @@ def measure(elements: int, weights: str, repeats: int, folder: Path) -> None:
     loading = in_turn({"read": lambda: read(made), "torch.load": lambda: torch.load(path, weights_only=True)}, repeats)
     held = sum(tensor.nbytes for part in tensors.values() for tensor in part.values())
     print(f"{weights}, {elements:,} weights, {held / 1e6:,.1f} MB of tensors")
-    print(f"  commit / torch.save                      {ratio(saving, 'commit', 'torch.save')}")
-    print(f"  commit / torch.save, fsync and rename    {ratio(saving, 'commit', 'durable')}")
-    print(f"  read with its hashes / torch.load        {ratio(loading, 'read', 'torch.load')}")
+    ratios = {
+        "commit / torch.save": ratio(saving, "commit", "torch.save"),
+        "commit / torch.save, fsync and rename": ratio(saving, "commit", "durable"),
+        "read with its hashes / torch.load": ratio(loading, "read", "torch.load"),
+    }
+    for name, (median, low, high) in ratios.items():
+        print(f"  {name:40s} {median:.2f}x ({low:.2f} .. {high:.2f})")
     print(f"  bytes / torch.save's                     {size_of(made) / size_of(path):.4f}x of {size_of(path):,}")
     print(f"  commit, median                           {statistics.median(saving['commit']) * 1e3:,.0f} ms", flush=True)
+    return [(f"{weights}, {elements:,}", name, found) for name, found in ratios.items()]
 
 
 def main() -> None:
@@ -117,15 +123,19 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
+    add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, median of {options.repeats} turns (smallest .. largest)")
+    rows: list[tuple[Cell, ...]] = []
     for weights in ("E4M3", "float32"):
         folder = Path(tempfile.mkdtemp(dir=options.folder))
         try:
-            measure(options.elements, weights, options.repeats, folder)
+            rows += measure(options.elements, weights, options.repeats, folder)
         finally:
             shutil.rmtree(folder)
+    if options.record:
+        record("the second of the two named", ("weights", "what", "ratio"), rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a fake-quantised linear layer costs, as a ratio to torchao's emulated float8 linear of the same formats.
 
     python benchmarks/fake_quantized_linear.py [--sizes 512x2048] [--tokens 1024] [--recipes tensor channel] [--pairs N]
+                                               [--record]
 
 One thread, float32.  Forward and backward, with gradients of the input, the weight and the bias: weight and input in
 E4M3, the gradient that arrives in E5M2, all at scales measured anew, one for each tensor or one for each row.  The two
@@ -20,6 +21,7 @@ from itertools import product
 from typing import Any, Final
 
 import torch
+from _record import add_option, record
 from _timing import paired_seconds
 from linear_forward import ratios_of, size_of, step_of
 from torch import Tensor, nn
@@ -113,6 +115,15 @@ def line(row: Row) -> str:
     )
 
 
+def recorded(row: Row) -> tuple[object, ...]:
+    """The row as numbers, for the site."""
+    ratios = ((row.ratio, row.ratio_min, row.ratio_max), (row.ratio_to_linear,))
+    return (row.layer, row.tokens, f"one a {row.recipe}", *ratios, f"{GOAL:g}x, {'met' if row.met else 'not met'}")
+
+
+RECORDED: Final = ("layer", "tokens", "scales", "ratio to torchao's", "ratio to nn.Linear", "goal")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -121,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipes", nargs="+", choices=("tensor", "channel"), default=["tensor", "channel"])
     parser.add_argument("--pairs", type=int, default=25)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_option(parser)
     return parser
 
 
@@ -147,6 +159,8 @@ def main() -> int:
         print(json.dumps({"title": title, "rows": [asdict(row) | {"met": row.met} for row in rows]}, indent=1))
     else:
         print(title, *map(line, rows), sep="\n")
+    if options.record:
+        record("torchao's emulated `Float8Linear`, and to `nn.Linear`", RECORDED, map(recorded, rows))
     return 0 if all(row.met for row in rows) else 1
 
 

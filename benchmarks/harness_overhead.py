@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from _record import add_option, record
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.corpus import prepare_stdlib
@@ -167,6 +168,11 @@ def table(figures: list[Figure], markdown: bool) -> str:
     return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows)
 
 
+def recorded(one: Figure) -> tuple[str | float, ...]:
+    """A figure as numbers, for the site."""
+    return (one.name, one.run, one.ratio, one.median, f">= {GOALS[one.name]}, {verdict(one)}")
+
+
 def verdict(one: Figure) -> str:
     """Whether the goal is met."""
     return "met" if one.ratio >= GOALS[one.name] else "NOT met"
@@ -180,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
     form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_option(parser)
     return parser
 
 
@@ -197,6 +204,9 @@ def main() -> None:
         print(json.dumps({"title": title, "figures": [asdict(one) for one in figures]}, indent=1))
     else:
         print(title, table(figures, options.markdown), sep="\n" * (1 + options.markdown))
+    if options.record:
+        columns = ("ratio of speeds", "run", "of the sums", "median of the pairs", "goal")
+        record("the second of the two named", columns, map(recorded, figures))
 
 
 if __name__ == "__main__":

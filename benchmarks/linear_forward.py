@@ -1,7 +1,7 @@
 """What a linear layer with one-byte weights costs, as a ratio to ``nn.Linear`` of the same shape and dtype.
 
     python benchmarks/linear_forward.py [--storage fp8] [--tokens 64 256 1024 4096] [--modes eager compiled]
-                                        [--pairs 25] [--seconds 5] [--device cpu] [--markdown | --json]
+                                        [--pairs 25] [--seconds 5] [--device cpu] [--markdown | --json] [--record]
 
 One thread.  "forward" runs without gradients; "forward and backward" leaves gradients of the input, the weight and the
 bias.  The two layers are timed in turn (on the CPU: process CPU time), and the ratio is the median over the pairs with
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
+from _record import add_option, record
 from _timing import paired_seconds
 from torch import Tensor, nn
 
@@ -105,6 +106,15 @@ def ratios_of(times: list[tuple[float, float]]) -> tuple[float, float, float]:
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
+def recorded(measured: list[Cell]) -> list[tuple[object, ...]]:
+    """The table's rows as numbers, for the site."""
+    pairs = zip(measured[::2], measured[1::2], strict=True)
+    where = [(f"{one.inputs}x{one.outputs}", one.mode, one.tokens) for one in measured[::2]]
+    return [
+        (*place, *((c.ratio, c.ratio_min, c.ratio_max) for c in pair)) for place, pair in zip(where, pairs, strict=True)
+    ]
+
+
 HEADER: Final = ("layer", "mode", "tokens", "forward", "forward and backward", "nn.Linear, ms")
 
 
@@ -150,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
     form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_option(parser)
     return parser
 
 
@@ -175,6 +186,8 @@ def main() -> None:
             for d in decoded
         ]
         print(title, text_of(lines(measured), options.markdown), *remarks, sep="\n" * (1 + options.markdown))
+    if options.record:
+        record("`nn.Linear` of the same shape", HEADER[:-1], recorded(measured), options.device)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What one optimizer step costs, as a ratio to torch's fused float32 AdamW, and how many bytes a parameter it needs.
 
     python benchmarks/optimizer_step.py [--contenders 'stiffness-*' peers] [--pairs 25] [--processes 3]
-                                        [--params 10M] [--device cpu] [--markdown | --json]
+                                        [--params 10M] [--device cpu] [--markdown | --json] [--record]
 
 One thread.  Each contender runs in fresh processes of its own, its steps taken in turn with fused AdamW's over the
 same weights and gradients; the ratio is the median over the pairs, on the CPU of process CPU time, and the table shows
@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 from _contenders import CONTENDERS, REFERENCE, SIZES, Workload
+from _record import Cell, add_option, record
 from _timing import live_bytes, paired_seconds, wall_seconds
 
 WARM_UP: Final = 3
@@ -163,6 +164,16 @@ def cells(line: dict[str, Any]) -> tuple[str, str, str, str, str]:
     )
 
 
+def recorded(line: dict[str, Any]) -> tuple[Cell, ...]:
+    """A measured row as numbers, for the site."""
+    first, rest = line["first_step_s"][0], line["first_step_s"][1:]
+    goal = None if line["goal"] is None else f"{line['goal']:g}x, {'met' if line['met'] else 'not met'}"
+    ratio = (line["ratio"], line["ratio_min"], line["ratio_max"])
+    times = (round(first, 1), round(statistics.median(rest), 1) if rest else None)
+    return (line["label"], round(line["bytes_per_parameter"], 2), ratio, *times, goal)
+
+
+RECORDED: Final = ("contender", "bytes a parameter", "ratio", "first step, s", "then, s", "goal")
 HEADER: Final = ("contender", "bytes a parameter", "ratio (processes)", "first step, s", "goal")
 
 
@@ -245,6 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
     form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_option(parser)
     parser.add_argument("--list", action="store_true", help="print the names of the contenders and stop")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     return parser
@@ -273,6 +285,9 @@ def main() -> int:
         print(json.dumps({"title": title(rows, options), "rows": rows}, indent=1))
     else:
         print(title(rows, options), table(rows, options.markdown), *remarks(rows), sep="\n" * (1 + options.markdown))
+    if options.record:
+        measured = [recorded(line) for line in rows if "ratio" in line]
+        record("fused float32 AdamW of torch", RECORDED, measured, options.device)
     return int(any("failed" in line or (line["kind"] == "ours" and "missing" in line) for line in rows))
 
 

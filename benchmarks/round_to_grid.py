@@ -1,6 +1,6 @@
 """How long rounding to a grid takes, as a ratio to ``torch.clone`` of the same tensor measured in the same run.
 
-    python benchmarks/round_to_grid.py [--elements 16777216] [--repeats 15]
+    python benchmarks/round_to_grid.py [--elements 16777216] [--repeats 15] [--record]
 
 One thread.  Every contender is timed in turn with clone (clone, contender, clone, contender, ...), and the ratio is
 the median over the pairs, so that a machine whose speed drifts does not favour either.  ml_dtypes and gfloat (extra
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from _record import Cell, add_option, record
 
 import fp8manifold as fm
 
@@ -91,18 +92,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=2**24)
     parser.add_argument("--repeats", type=int, default=15)
+    add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(options.elements)
     print(f"torch {torch.__version__}, {options.elements:,} float32, one thread, median of {options.repeats} pairs")
     print(f"{'':48s} {'ratio to torch.clone':>22s}  {'(min .. max)':>16s}  goal")
+    rows: list[tuple[Cell, ...]] = []
     for contenders in (ours(x), peers(x)):
         for name, function, size in contenders:
             like = x[:size].clone()
             low, median, high = ratio(function, like.clone, options.repeats)
             goal = next((f"<= {g}" for mode, g in GOALS.items() if "round_to_grid" in name and mode in name), "")
+            rows.append((name, (median, low, high), goal))
             print(f"{name:48s} {median:21.2f}x  {f'({low:.2f} .. {high:.2f})':>16s}  {goal}", flush=True)
+    if options.record:
+        record("`torch.clone` of the same tensor", ("function", "ratio", "goal"), rows)
 
 
 if __name__ == "__main__":

@@ -100,10 +100,12 @@ def _generate(app: Any) -> None:
     """Draw the figures and write the tables that the pages include."""
     from _figures import draw_all
     from _format_pages import draw_formats, write_formats
+    from _measured import write_measured
     from _tables import write_all
 
     write_all(GENERATED)
     write_formats(GENERATED)
+    write_measured(GENERATED)
     if app.builder.name != "doctest" or not (GENERATED / "number-line.svg").exists():
         draw_all(GENERATED)
         draw_formats(GENERATED)

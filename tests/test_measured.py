@@ -1,0 +1,107 @@
+"""The page on performance shows what the benchmarks wrote, all of it; the page on the report names every failure."""
+
+import datetime
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nanogpt_bench.failures import KINDS
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "docs" / "measured").glob("*.json"))
+PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+
+
+def load(path: Path) -> ModuleType:
+    """Import a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+RECORDING = ("optimizer_step", "linear_forward", "fake_quantized_linear")
+MEASURED = load(ROOT / "docs" / "_measured.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_says_what_was_measured_where_when_and_against_what(path: Path) -> None:
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert facts.keys() == {"command", "date", "machine", "versions", "peer", "columns", "rows"}
+    assert facts["command"].startswith(f"python benchmarks/{path.stem}.py")
+    assert (ROOT / "benchmarks" / f"{path.stem}.py").exists()
+    assert datetime.date.fromisoformat(facts["date"]) <= datetime.date.today()
+    assert re.fullmatch(r"\d+-core (x86|Arm|\w+) CPU|NVIDIA [\w ]+", facts["machine"])
+    assert {"Python", "torch"} <= facts["versions"].keys()
+    assert {len(row) for row in facts["rows"]} == {len(facts["columns"])}
+    for ratio in (cell for row in facts["rows"] for cell in row if isinstance(cell, list)):
+        median, *ends = ratio
+        assert not ends or ends[0] <= median <= ends[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_page_has_the_table_of_every_file_and_the_table_every_figure(path: Path, tmp_path: Path) -> None:
+    assert PAGE.count(f"```{{include}} generated/measured-{path.stem}.md\n```") == 1
+    MEASURED.write_measured(tmp_path)
+    text = (tmp_path / f"measured-{path.stem}.md").read_text(encoding="utf-8")
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(facts["rows"])
+    for line, row in zip(table[2:], facts["rows"], strict=True):
+        figures = [part for cell in row for part in (cell if isinstance(cell, list) else [cell]) if part is not None]
+        for figure in figures:
+            assert (f"{figure:g}" if isinstance(figure, float) else str(figure)) in line or f"{figure:.2f}" in line
+    for fact in ("command", "date", "machine", "peer"):
+        assert facts[fact] in text
+
+
+def test_the_page_has_no_ratio_in_a_table_of_its_own() -> None:
+    assert [line for line in PAGE.splitlines() if line.startswith("|") and re.search(r"\d\.\d+x", line)] == []
+
+
+def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recorder = load(ROOT / "benchmarks" / "_record.py")
+    monkeypatch.setattr(recorder, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["somewhere/round_to_grid.py", "--record"])
+    rows = [("E4M3", (1.23456, 1.0, 2.0), ""), ("E5M2", (1.5,), None), ("E3M4", 7, 2.5)]
+    path = recorder.record("`torch.clone`", ("function", "ratio", "goal"), rows)
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    assert (path.name, facts["command"]) == ("round_to_grid.json", "python benchmarks/round_to_grid.py --record")
+    assert facts["rows"] == [["E4M3", [1.23, 1.0, 2.0], ""], ["E5M2", [1.5], None], ["E3M4", 7, 2.5]]
+    lines = MEASURED.table(facts).splitlines()
+    assert lines[:3] == ["| function | ratio | goal |", "| --- | ---: | --- |", "| E4M3 | 1.23x (1.00 .. 2.00) |  |"]
+    assert lines[3:5] == ["| E5M2 | 1.50x |  |", "| E3M4 | 7 | 2.5 |"]
+    assert facts["date"] in lines[6]
+
+
+def test_every_benchmark_records_rows_as_wide_as_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    step, linear, fake = (load(ROOT / "benchmarks" / f"{name}.py") for name in RECORDING)
+    measured = {"label": "x", "bytes_per_parameter": 9.0104, "ratio": 1.5, "ratio_min": 1.0, "ratio_max": 2.0}
+    row = step.recorded(measured | {"first_step_s": [3.04, 1.0, 2.0], "goal": 1.6, "met": True})
+    assert dict(zip(step.RECORDED, row, strict=True)) == {
+        "contender": "x",
+        "bytes a parameter": 9.01,
+        "ratio": (1.5, 1.0, 2.0),
+        "first step, s": 3.0,
+        "then, s": 1.5,
+        "goal": "1.6x, met",
+    }
+    cells = [linear.Cell(8, 16, 4, "eager", backward, 3, 1.0, 1.5, 1.0, 2.0) for backward in (False, True)]
+    assert linear.recorded(cells) == [("8x16", "eager", 4, (1.5, 1.0, 2.0), (1.5, 1.0, 2.0))]
+    (row,) = map(fake.recorded, [fake.Row("8x16", 4, "tensor", 3, 1.0, 1.5, 1.0, 2.0, 1.1, 0.0)])
+    assert row == ("8x16", 4, "one a tensor", (1.5, 1.0, 2.0), (1.1,), "1x, not met")
+    assert len(fake.RECORDED) == len(row)
+
+
+def test_every_class_of_failure_is_explained() -> None:
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(KINDS)
