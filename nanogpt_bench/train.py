@@ -344,14 +344,14 @@ class _Run:
         step.record["time/elapsed_s"] = perf_counter() - self.started
         for observer in self.observers:
             observer.written(step)
+        if self.watch.stall:
+            self.last_stall = step.record.get(self.watch.stall.metric, self.last_stall)
         if self.on_progress is not None:
             self.on_progress(self._progress(step))
         self.raised.clear()
 
     def _progress(self, step: Step) -> Progress:
         record, outcome = step.record, self.outcome
-        if self.watch.stall:
-            self.last_stall = record.get(self.watch.stall.metric, self.last_stall)
         return Progress(
             step=step.number,
             max_steps=self.config.train.max_steps,

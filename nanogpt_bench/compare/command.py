@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from rich.console import Console
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.demonstration import Demonstration
+from nanogpt_bench.compare.earlier import check_same, make_ready, plain, read_earlier
 from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
@@ -52,26 +55,32 @@ def compare(
 ) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
+    With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
+    interrupted go on from their newest whole checkpoint, the others begin.
+
     Returns 0, 1 when not one run finished, 75 when a signal ended it (the report then covers what there is).
 
     Raises:
-        BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that is taken.
+        BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that holds something
+            else.
     """
     rows = choose_rows(formats, rules, demonstration)
     check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
     if data_dir is not None:
         _check_corpus(data_dir, demonstration)
-    folder = _new_folder(out)
-    planned = plan_runs(
-        rows,
-        demonstration,
-        seeds=seeds,
-        max_steps=max_steps or demonstration.max_steps,
-        data_dir=folder / "corpus" if data_dir is None else data_dir,
-    )
-    record = Record(folder, planned)
-    whole = _train(record, prepare=data_dir is None, workers=demonstration.workers)
-    return _finish(record, whole)
+    folder = out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    steps = max_steps or demonstration.max_steps
+    corpus = folder / "corpus" if data_dir is None else data_dir
+    planned = plan_runs(rows, demonstration, seeds=seeds, max_steps=steps, data_dir=corpus)
+    asked = {
+        "--data.dir": None if data_dir is None else str(data_dir),
+        "--formats": None if formats is None else list(formats),
+        "--rules": None if rules is None else list(rules),
+        "--max-steps": steps,
+        "--seeds": seeds,
+    }
+    record = _open_record(Record(folder, planned, asked=asked, corpus=corpus))
+    return _finish(record, _train(record, workers=demonstration.workers))
 
 
 def _check_corpus(data_dir: Path, demonstration: Demonstration) -> None:
@@ -82,29 +91,36 @@ def _check_corpus(data_dir: Path, demonstration: Demonstration) -> None:
     load_corpus(data_dir, SIZES[demonstration.size].block_size)
 
 
-def _new_folder(out: Path | None) -> Path:
-    """Make the output folder; it must not hold anything yet, lest two comparisons mix."""
-    folder = out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+def _open_record(record: Record) -> Record:
+    """Make the output folder, or take up what an earlier start of the same comparison left in it."""
+    before = read_earlier(record.folder)
+    if before is not None:
+        settings = {run.name: plain(run.settings) for run in record.planned}
+        check_same(record.folder, before, record.asked, settings, record.corpus_digests())
+        record = replace(record, started=before.started)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = any(folder.iterdir())
+        record.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BenchError(f"--out {str(folder)!r} can't be used: {error.strerror or error}") from None
-    if taken:
-        raise BenchError(f"--out {str(folder)!r} is not empty; give a new folder or remove it first")
-    return folder
+        raise BenchError(f"--out {str(record.folder)!r} can't be used: {error.strerror or error}") from None
+    record.write_manifest()  # so that a start that is killed from here on can be gone on with
+    return record
 
 
-def _train(record: Record, *, prepare: bool, workers: int) -> bool:
-    """Run everything planned; False when it was interrupted before the end."""
-    size = max(1, min(workers, len(record.planned), _cores()))
+def _train(record: Record, *, workers: int) -> bool:
+    """Run what is left of the plan; False when it was interrupted before the end."""
+    todo = record.left()
+    if not todo:
+        print(f"all runs of {record.folder} have ended; its report is written again", file=sys.stderr)
+        return True
+    size = max(1, min(workers, len(todo), _cores()))
     pool = Pool(size)
     # The workers import torch while this process prepares the corpus.
-    with pool, Board(record.planned, Console(stderr=True)) as board:
-        if prepare:
-            _prepare(record.folder, board)
+    with pool, Board(todo, Console(stderr=True)) as board:
+        _prepare(record, board)
+        if len(todo) < len(record.planned):
+            board.say(f"{len(todo)} runs are left, {len(record.planned) - len(todo)} have ended before")
         with stop_requests(pool.kill) as stop:
-            _follow(record, pool, board, stop)
+            _follow(record, todo, pool, board, stop)
             if stop.asked:
                 board.say(f"{stop.name}: stopping the runs and writing the report over what there is")
                 pool.stop(patient=True)
@@ -117,27 +133,31 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _prepare(folder: Path, board: Board) -> None:
+def _prepare(record: Record, board: Board) -> None:
     """Prepare the standard library's prose inside the output folder; on any failure leave no folder behind."""
+    if record.corpus is None or record.corpus.exists():
+        return
     from nanogpt_bench.corpus import prepare_stdlib
 
     board.say("preparing the standard library's prose")
     try:
-        prepare_stdlib(folder / "corpus")
+        prepare_stdlib(record.corpus)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not any(record.run_dir(run).exists() for run in record.planned):
+            shutil.rmtree(record.folder, ignore_errors=True)
         raise
+    record.write_manifest()
 
 
-def _follow(record: Record, pool: Pool, board: Board, stop: StopRequest) -> None:
+def _follow(record: Record, todo: Sequence[PlannedRun], pool: Pool, board: Board, stop: StopRequest) -> None:
     """Show and record what the pool reports until a stop is asked for, and rewrite the page every so often."""
-    jobs = [_job(record, run) for run in record.planned]
+    jobs = [_job(record, run) for run in todo]
     written, pause = time.monotonic(), SECONDS_BETWEEN_PAGES
-    for event in pool.run(jobs, longest_first(record.planned)):
+    for event in pool.run(jobs, longest_first(todo)):
         if stop.asked:
             return
         if event.kind == "failed" and event.job is not None:
-            record.note_failure(record.planned[event.job], event.data["error"])
+            record.note_failure(todo[event.job], event.data["error"])
         board.show(event)
         begun = time.monotonic()
         if begun - written > pause:
@@ -147,7 +167,8 @@ def _follow(record: Record, pool: Pool, board: Board, stop: StopRequest) -> None
 
 
 def _job(record: Record, run: PlannedRun) -> dict[str, object]:
-    return {"settings": run.settings, "run_dir": str(record.run_dir(run)), "argv": sys.argv}
+    run_dir = record.run_dir(run)
+    return {"settings": run.settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": make_ready(run_dir)}
 
 
 def _finish(record: Record, whole: bool) -> int:
@@ -156,5 +177,15 @@ def _finish(record: Record, whole: bool) -> int:
     print_results(results, Console())
     print(page, flush=True)
     if not whole:
+        print(f"to go on: {_command(record)}", file=sys.stderr)
         return RESUMABLE
     return 0 if any(run.status == "finished" for result in results for run in result.row.runs) else 1
+
+
+def _command(record: Record) -> str:
+    """The command that goes on with a comparison."""
+    words = ["nanogpt-bench", "compare"]
+    for option, value in {**record.asked, "--out": record.folder}.items():
+        if value is not None:
+            words += [option, ",".join(value) if isinstance(value, list) else str(value)]
+    return shlex.join(words)

@@ -12,14 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.compare.earlier import DATE, MANIFEST, has_ended, summary_of
 from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import Run, is_run_folder, load_run
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
-
-MANIFEST = "compare.json"
+from nanogpt_bench.untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,27 @@ class Record:
     title: str = "nanogpt-bench compare"
     #: label of the row that the others are measured against; None: the first BF16 row
     baseline: str | None = None
+    #: what the command was asked for, by option
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    #: where the corpus is, or will be
+    corpus: Path | None = None
 
     def run_dir(self, run: PlannedRun) -> Path:
         return self.folder / run.name
+
+    def corpus_digests(self) -> dict[str, Any] | None:
+        """The SHA-256 of each split of the corpus, None until it is prepared."""
+        if self.corpus is None or not self.corpus.exists():
+            return None
+        try:
+            splits = read_json(self.corpus / "meta.json")["splits"]
+            return {split: splits[split].get("sha256") for split in splits}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BenchError(f"corpus {str(self.corpus)!r} can't be read: {one_line(error)}") from None
+
+    def left(self) -> list[PlannedRun]:
+        """The runs that have not come to their own end, in the order of the table."""
+        return [run for run in self.planned if not has_ended(summary_of(self.run_dir(run)))]
 
     def rows(self) -> list[Row]:
         """The rows in the order of the table, each with those of its runs that have begun."""
@@ -59,16 +78,26 @@ class Record:
     def write(self, *, running: bool) -> Path:
         """Write compare.json, tables and page, and the figures when nothing is running; returns the page's path."""
         rows = self.rows()
+        facts = self._write_manifest(rows)
+        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
+
+    def write_manifest(self) -> None:
+        """Write compare.json: what was asked for, which runs that makes, and how they stand."""
+        self._write_manifest(self.rows())
+
+    def _write_manifest(self, rows: Sequence[Row]) -> dict[str, str]:
         facts = self._facts([run for row in rows for run in row.runs])
+        reference = find_reference(rows)
         manifest = {
             **{name.lower(): text for name, text in facts.items()},
-            "baseline": None,
+            "baseline": reference.label if reference is not None else None,
             "rows": self._entries(rows),
+            "asked": dict(self.asked),
+            "corpus_sha256": self.corpus_digests(),
+            "settings": {run.name: run.settings for run in self.planned},
         }
-        reference = find_reference(rows)
-        manifest["baseline"] = reference.label if reference is not None else None
         write_text(self.folder / MANIFEST, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
+        return facts
 
     def write_page(self, *, running: bool) -> Path:
         """Write what `write` does, compare.json apart; returns the page's path."""
@@ -80,7 +109,7 @@ class Record:
         own = {
             "Command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "Machine": platform.platform(),
-            "Date": self.started.strftime("%Y-%m-%d %H:%M UTC"),
+            "Date": self.started.strftime(DATE),
         }
         return own | facts_of(runs) | {"Command": own["Command"], "Date": own["Date"]}
 
@@ -98,7 +127,7 @@ class Record:
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story."""
-        self._write_summary(run, "failed", {"kind": error["kind"], "message": _one_line(error["message"])})
+        self._write_summary(run, "failed", {"kind": error["kind"], "message": one_line(str(error["message"]))})
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
@@ -129,7 +158,3 @@ class Record:
             summary["final_val_loss"] = None
         summary["failures"] = failures_of(replace(seen, summary=summary))
         write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import steps
+from nanogpt_bench.compare.earlier import has_ended, make_ready, plain, summary_of
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
@@ -25,8 +24,6 @@ OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
     *("tokens_per_s", "seconds"),
 )
-#: ends that nothing but the training itself brings about; `stopped` may be Ctrl-C's work
-OWN_ENDS = ("finished", "failed")
 
 
 class SweepRecord:
@@ -45,6 +42,7 @@ class SweepRecord:
         self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})", baseline=baseline)
         self._known = self._entries_of_before()
         self._ended: set[str] = set()
+        self._resumed: set[str] = set()
 
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
         path = self.folder / MANIFEST
@@ -70,7 +68,7 @@ class SweepRecord:
         before = self._known.get(run.name)
         if before is None:
             return
-        now, then = _plain(run.settings), before.get("settings") or {}
+        now, then = plain(run.settings), before.get("settings") or {}
         for key in {**now, **then}:
             if now.get(key) != then.get(key):
                 raise BenchError(
@@ -86,39 +84,35 @@ class SweepRecord:
         self.check(run)
         self.planned.append(run)
         before = self._known.get(run.name, {})
-        if before.get("ended") or self.summary(run).get("status") in OWN_ENDS:
+        if before.get("ended") or has_ended(self.summary(run)):
             self._ended.add(run.name)
             return True
-        if self.run_dir(run).exists() and not self.resumes(run):
-            shutil.rmtree(self.run_dir(run))
+        if make_ready(self.run_dir(run)):
+            self._resumed.add(run.name)
         return False
 
     def resumes(self, run: PlannedPoint) -> bool:
-        """Whether a run goes on from a checkpoint."""
-        return bool(steps(self.run_dir(run)))
+        """Whether a run that was added goes on from a checkpoint."""
+        return run.name in self._resumed
 
     def run_dir(self, run: PlannedPoint) -> Path:
         return self.record.run_dir(run)
 
     def summary(self, run: PlannedPoint) -> dict[str, Any]:
         """The content of the run's summary.json; {} while there is none."""
-        try:
-            content = read_json(self.run_dir(run) / "summary.json", links=False)
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return summary_of(self.run_dir(run))
 
     def end(self, run: PlannedPoint, error: Mapping[str, Any] | None = None) -> None:
         """Note that a run has come to its end, with the error of one that could not write its own summary."""
         if error is not None:
             self.record.note_failure(run, error)
-        if (self.summary(run).get("stop") or {}).get("kind") != "signal":
+        if has_ended(self.summary(run)):
             self._ended.add(run.name)
         self.write_manifest()
 
     def interrupt(self) -> None:
         """Note where the runs stand once all workers have stopped, those included whose end was not yet reported."""
-        self._ended |= {run.name for run in self.planned if self.summary(run).get("status") in OWN_ENDS}
+        self._ended |= {run.name for run in self.planned if has_ended(self.summary(run))}
         self.record.note_interruption()
         self.write_manifest()
 
@@ -141,12 +135,12 @@ class SweepRecord:
             "rule": run.rule,
             "format": run.format,
             "seed": run.seed,
-            "axes": _plain(run.axes),
+            "axes": plain(run.axes),
             "ended": run.name in self._ended,
             **{key: summary.get(key) for key in OUTCOMES},
             "failure": (summary.get("failure") or {}).get("kind"),
             "failures": list(dict.fromkeys(_kinds(summary))),
-            "settings": _plain(run.settings),
+            "settings": plain(run.settings),
         }
 
     def _table(self) -> str:
@@ -164,12 +158,6 @@ class SweepRecord:
     def write_page(self, *, running: bool) -> Path:
         """Write the report over what there is; returns the page's path."""
         return self.record.write_page(running=running)
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON gives them back."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str))
-    return plain
 
 
 def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:

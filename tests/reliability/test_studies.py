@@ -1,0 +1,228 @@
+"""`compare` and `sweep` interrupted: the same command again, and the same bits as without the interruption."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from small_runs import differences, traces
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare import Demonstration, compare
+from nanogpt_bench.compare.plan import plan_runs
+from nanogpt_bench.report import figures  # noqa: F401  (imported once for all children)
+from nanogpt_bench.settings import build_config
+from nanogpt_bench.signals import RESUMABLE
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.train import run
+
+STEPS = 150
+SMALL = {
+    "model.n_layer": 1,
+    "model.n_head": 2,
+    "model.n_embd": 16,
+    "model.block_size": 8,
+    "train.batch_size": 2,
+    "eval.batches": 1,
+    # So that there are final weights to be compared, and no other checkpoint beside them.
+    "checkpoint.last": True,
+    "checkpoint.keep": 1,
+}
+
+
+@dataclass(frozen=True)
+class Small(Demonstration):
+    """A comparison of runs that take a second or two, one after the other."""
+
+    rows: tuple[tuple[str, str], ...] = (("fp32", "none"), ("stochastic", "E4M3"), ("nearest", "E4M3"))
+    workers: int = 1
+
+    def settings(self, *names: str, **options: Any) -> dict[str, Any]:
+        chosen = super().settings(*names, **options) | SMALL
+        del chosen["model.size"]
+        return chosen
+
+
+def start(folder: Path, command: Callable[[], int]) -> int:
+    """Run a command in a forked process, its output in output.txt, and return the process's id."""
+    folder.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.chdir(folder)
+            output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            # Nothing of the test session's own capture, which would take what is printed.
+            sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+            torch.set_num_threads(1)
+            code = command()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def finish(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def interrupt_in(pid: int, metrics: Path) -> int:
+    """Send SIGTERM once a run is on its way, and return the exit code."""
+    end = time.monotonic() + 100
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 30:
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    return finish(pid)
+
+
+def said(folder: Path) -> str:
+    return (folder / "output.txt").read_text(encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def taken_up_at(run_dir: Path) -> list[int]:
+    return [entry["step"] for entry in read_json(run_dir / "environment.json").get("resumed", [])]
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    lines = csv.DictReader((folder / "results.csv").read_text(encoding="utf-8").splitlines())
+    return list(lines)
+
+
+@pytest.fixture(scope="module")
+def interrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where a comparison was stopped in its second run, gone on with, and started a third time."""
+    folder = tmp_path_factory.mktemp("compare")
+    out, command = folder / "again" / "out", comparison(small_corpus)
+    pid = start(folder / "again", command)
+    assert interrupt_in(pid, out / "02-E4M3-stochastic" / "metrics.jsonl") == RESUMABLE, said(folder / "again")
+    os.rename(folder / "again" / "output.txt", folder / "first.txt")
+    statuses = {path.parent.name: read_json(path)["status"] for path in out.glob("*/summary.json")}
+    assert statuses == {"01-fp32": "finished", "02-E4M3-stochastic": "stopped"}
+    kept = traces(out / "01-fp32")
+    assert finish(start(folder / "again", command)) == 0, said(folder / "again")
+    assert differences(kept, traces(out / "01-fp32")) == []
+    return folder
+
+
+def comparison(corpus: Path, **options: Any) -> Callable[[], int]:
+    return lambda: compare(data_dir=corpus, max_steps=STEPS, out=Path("out"), demonstration=Small(), **options)
+
+
+def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupted: Path, small_corpus: Path) -> None:
+    out, small = interrupted / "again" / "out", Small()
+    planned = plan_runs(small.rows, small, seeds=1, max_steps=STEPS, data_dir=small_corpus)
+    for one in planned:
+        run(build_config(one.settings), interrupted / one.name)
+        assert differences(traces(interrupted / one.name), traces(out / one.name)) == [], one.name
+        assert (out / one.name / "checkpoints" / f"step-{STEPS}" / "model.safetensors").is_file()
+    assert [taken_up_at(out / one.name) != [] for one in planned] == [False, True, False]
+    assert 30 <= taken_up_at(out / planned[1].name)[0] < STEPS
+    assert [line["run"] for line in table(out)] == ["fp32", "E4M3 stochastic", "E4M3 nearest"]
+    assert {status for row in read_json(out / "compare.json")["rows"] for status in row["status"].values()} == {
+        "finished"
+    }
+    first = (interrupted / "first.txt").read_text(encoding="utf-8").splitlines()
+    command = f"nanogpt-bench compare --data.dir {small_corpus} --max-steps {STEPS} --seeds 1 --out out"
+    assert [line for line in first if line.startswith("to go on: ")] == [f"to go on: {command}"]
+    assert "2 runs are left, 1 have ended before" in said(interrupted / "again")
+
+
+def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_corpus: Path) -> None:
+    out = interrupted / "again" / "out"
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.parent.name != "figures"}
+    expected = table(out)
+    (out / "results.csv").unlink()
+    assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
+    assert said(interrupted / "again").splitlines()[0] == "all runs of out have ended; its report is written again"
+    assert "running" not in said(interrupted / "again")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert table(out) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_steps": 7}, "--max-steps was 150, is 7"),
+        ({"seeds": 2, "rules": ["nearest"]}, "--rules was not given, is nearest, --seeds was 1, is 2"),
+    ],
+)
+def test_another_comparison_in_the_same_folder_is_refused(
+    interrupted: Path, small_corpus: Path, options: dict[str, Any], named: str
+) -> None:
+    before = (interrupted / "again" / "out" / "compare.json").read_bytes()
+    words = {"data_dir": small_corpus, "max_steps": STEPS, "demonstration": Small(), **options}
+    with pytest.raises(ValueError, match=rf"holds another comparison: {named}; give a new folder"):
+        compare(out=interrupted / "again" / "out", **words)
+    assert (interrupted / "again" / "out" / "compare.json").read_bytes() == before
+
+
+def test_settings_and_a_corpus_that_changed_are_refused(interrupted: Path, small_corpus: Path, tmp_path: Path) -> None:
+    from nanogpt_bench.corpus import prepare_text
+
+    out = interrupted / "again" / "out"
+    with pytest.raises(ValueError, match=r"train.batch_size of 01-fp32 was 2, is 12, train.batch_size of 02-"):
+        compare(data_dir=small_corpus, max_steps=STEPS, out=out, demonstration=Wide())
+    (tmp_path / "text").write_text("Another text altogether, and again.\n" * 200, encoding="utf-8")
+    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
+    with pytest.raises(ValueError, match=rf"on another corpus: --data.dir was {small_corpus}, and its sha256 differs"):
+        compare(data_dir=tmp_path / "corpus", max_steps=STEPS, out=out, demonstration=Small())
+
+
+class Wide(Small):
+    def settings(self, *names: str, **options: Any) -> dict[str, Any]:
+        return super().settings(*names, **options) | {"train.batch_size": 12}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[1", "can't be read"),
+        ("{}", "does not say what was asked for"),
+        (None, "is not empty and holds no comparison"),
+    ],
+)
+def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
+    (tmp_path / ("mine.txt" if content is None else "compare.json")).write_text(content or "mine")
+    with pytest.raises(ValueError, match=named):
+        compare(out=tmp_path, demonstration=Small())
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_interrupted_sweep_goes_on_from_the_points_checkpoint(small_corpus: Path, tmp_path: Path) -> None:
+    settings = {
+        **SMALL,
+        "data.dir": str(small_corpus),
+        "rule": "stochastic",
+        "train.max_steps": STEPS,
+        "runtime.threads": 1,
+    }
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
+    (point,) = plan_sweep(read_sweep(path))
+    words = ["sweep", str(path), "--out", "out", "--workers", "1"]
+    pid = start(tmp_path, lambda: main(words))
+    run_dir = tmp_path / "out" / point.name
+    assert interrupt_in(pid, run_dir / "metrics.jsonl") == RESUMABLE, said(tmp_path)
+    assert read_json(run_dir / "summary.json")["status"] == "stopped"
+    assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
+    assert 30 <= taken_up_at(run_dir)[0] < STEPS
+    run(build_config(point.settings), tmp_path / "whole" / point.name)
+    assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
