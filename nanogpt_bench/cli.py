@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanogpt_bench.arguments import names, positive
-from nanogpt_bench.errors import BenchError, nearest
+from nanogpt_bench.errors import BenchError, disk_failure, nearest
 from nanogpt_bench.study_commands import add_profile, add_sweep
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
 INTERRUPTED = 130
+FAILED = 1
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
@@ -64,7 +65,8 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0 done, 1 the run failed, 2 wrong use, 75 ended by a signal and to be gone on with, 130 interrupted for good.
+    0 done, 1 the run failed or the disk ended it, 2 wrong use, 75 ended by a signal and to be gone on with, 130
+    interrupted for good.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # geoopt scripts one helper at import; nothing a user of this command can change.
@@ -77,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("nanogpt-bench: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:
+        why = disk_failure(error)
+        if why is None:
+            raise
+        print(f"nanogpt-bench: error: {why}", file=sys.stderr)
+        return FAILED
 
 
 def _dispatch(words: list[str]) -> int:

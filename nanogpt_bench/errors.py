@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
 
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 LONGEST_WORD = 200
 #: of an error's message, which may quote what a file holds
 LONGEST_MESSAGE = 4000
+#: by which a system says that a disk is full, a quota or a limit reached, or that it can't be written (any more)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 class BenchError(ValueError):
@@ -87,3 +90,15 @@ def shortened(text: str, most: int) -> str:
     """
     side = (most - 3) // 2
     return text if len(text) <= most else f"{text[:side]} … {text[-side:]}"
+
+
+def disk_failure(error: OSError) -> str | None:
+    """Return what a disk refused as one line, None for an error that is not the disk's.
+
+    >>> disk_failure(OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl"))
+    "'runs/a/metrics.jsonl' can't be written: No space left on device"
+    """
+    if error.errno not in _DISK:
+        return None
+    what = "a file" if error.filename is None else repr(str(error.filename))
+    return one_line(f"{what} can't be written: {error.strerror}")

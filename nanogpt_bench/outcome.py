@@ -58,6 +58,11 @@ class Outcome:
         """By how many steps the batches are ahead: those of steps that were undone are not read again."""
         return sum(gone_back["step"] - gone_back["to"] for gone_back in self.rollbacks)
 
+    @property
+    def ended_by_disk(self) -> bool:
+        """Whether a file could not be written."""
+        return self.stop is not None and self.stop["kind"] == "disk"
+
     def go_back(self, rollbacks: list[dict[str, Any]]) -> None:
         """Take up what was committed, after these rollbacks, the last of which led here."""
         self.status, self.failure, self.stop = "finished", None, None
@@ -74,9 +79,16 @@ class Outcome:
         self.status = "stopped"
         self.stop = {"kind": kind, "message": message, "step": step}
 
+    def end_on_disk(self, message: str, done: int, tokens_per_step: int) -> None:
+        """Record that a file could not be written; a step after `done`, the last that was recorded, does not count."""
+        self.end_early("disk", message, done)
+        unrecorded = max(0, self.steps - done)
+        self.steps -= unrecorded
+        self.tokens -= unrecorded * tokens_per_step
+
     def go_on(self) -> None:
-        """Forget that the run was ended from outside: by the clock, or by a signal."""
-        if self.stop is not None and self.stop["kind"] in ("time", "signal"):
+        """Forget that the run was ended from outside: by the clock, a signal or the disk."""
+        if self.stop is not None and self.stop["kind"] in ("time", "signal", "disk"):
             self.status, self.stop = "finished", None
 
     def skip(self, step: int) -> None:

@@ -31,7 +31,10 @@ def run_command(
     resume: bool = False,
     allow_config_change: bool = False,
 ) -> int:
-    """Train as a configuration file and overrides say; return 0, 1 when the run failed, 75 when a signal ended it."""
+    """Train as a configuration file and overrides say.
+
+    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+    """
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
@@ -49,7 +52,11 @@ def exit_code(summary: dict[str, Any]) -> int:
     """Return what `run` ends with after a training that left this summary."""
     if (summary["stop"] or {}).get("kind") == "signal":
         return RESUMABLE
-    return 1 if summary["status"] == "failed" else 0
+    return 1 if summary["status"] == "failed" or _of_disk(summary) else 0
+
+
+def _of_disk(summary: dict[str, Any]) -> bool:
+    return (summary["stop"] or {}).get("kind") == "disk"
 
 
 def checked_name(name: str) -> str:
@@ -124,6 +131,8 @@ def _line(progress: Progress) -> str:
 def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     if summary["status"] == "failed":
         return f"failed: {summary['failure']['message']}; see {run_dir}"
+    if _of_disk(summary):
+        return f"stopped: {summary['stop']['message']}; make room, --resume goes on; see {run_dir}"
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     return (

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from nanogpt_bench.anomaly import Anomaly, Sentry
-from nanogpt_bench.checkpoint import Contents, check_room, commit, newest, read
+from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit, newest, read
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import open_corpus
 from nanogpt_bench.environment import environment
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.errors import BenchError, disk_failure
 from nanogpt_bench.failures import failures_of
+from nanogpt_bench.files import write_json, write_whole
+from nanogpt_bench.lock import is_unused, locked
 from nanogpt_bench.memory import held_bytes
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
@@ -29,6 +27,7 @@ from nanogpt_bench.outcome import Outcome, Progress
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.resume import config_facts, find_checkpoint, remove_output, resumed_environment
 from nanogpt_bench.run_state import capture, expected_bytes, restore
+from nanogpt_bench.runtime import runtime
 from nanogpt_bench.settings import to_yaml
 from nanogpt_bench.signals import StopRequest
 from nanogpt_bench.step import Trainer
@@ -57,7 +56,8 @@ def run(
     skipped, settings that differ.
 
     `train.on_anomaly` says what becomes of a step in which something is not finite. A `stop` that is asked
-    for ends the run after the step at hand, with a checkpoint; KeyboardInterrupt writes the summary, then interrupts.
+    for ends the run after the step at hand, with a checkpoint; a file that can't be written ends it without one.
+    KeyboardInterrupt writes the summary, then interrupts.
 
     Raises:
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
@@ -74,46 +74,23 @@ def run(
             _check_folder(run_dir)
         trainer = Trainer(config, corpus, device)
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
-        found = find_checkpoint(run_dir, config, facts, allow_change=allow_config_change, say=say) if resume else None
-        progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
-        progress.begin(found)
-        del found  # its tensors would be held as long as the run takes
-        return progress.go()
-
-
-@contextmanager
-def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seeds for the run, and put back what was there."""
-    wanted = config.runtime.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise BenchError("runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu")
-    device = torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.runtime.threads or threads)
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(config.seed)  # dropout
-            yield device
-    finally:
-        torch.set_num_threads(threads)
+        with locked(run_dir, "run folder"):
+            found = None
+            if resume:
+                found = find_checkpoint(run_dir, config, facts, allow_change=allow_config_change, say=say)
+            else:
+                _check_folder(run_dir)  # another process may have come and gone
+            progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
+            progress.begin(found)
+            del found  # its tensors would be held as long as the run takes
+            return progress.go()
 
 
 def _check_folder(run_dir: Path) -> None:
-    if run_dir.exists() and any(run_dir.iterdir()):
+    if not is_unused(run_dir):
         raise BenchError(
             f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
         )
-
-
-def write_json(path: Path, content: Any, indent: int | None = 1) -> None:
-    """Write a JSON file so that a reader sees all of it or none."""
-    _write_whole(path, json.dumps(content, indent=indent, allow_nan=False) + "\n")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 class _Run:
@@ -153,7 +130,7 @@ class _Run:
         else:
             self._take_up(found)
             earlier = found.facts["trackers"]
-        _write_whole(self.run_dir / "config.yaml", to_yaml(self.config))
+        write_whole(self.run_dir / "config.yaml", to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
         after = -1 if self.done is None else self.done
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
@@ -209,15 +186,25 @@ class _Run:
             if self.done is None:
                 self._first_validation()
             self._loop()
+            return self._finish()
         except KeyboardInterrupt:
             self.outcome.status = "stopped"
             self._finish()
             raise
+        except (OSError, CheckpointNotWritten) as error:
+            why = disk_failure(error) if isinstance(error, OSError) else str(error)
+            if why is None:
+                self._break_off()
+                raise
+            self.outcome.end_on_disk(why, self.done or 0, self.trainer.tokens_per_step)
+            return self._finish()
         except BaseException:
-            self._close()
-            self.trackers.finish(None)
+            self._break_off()
             raise
-        return self._finish()
+
+    def _break_off(self) -> None:
+        self._close()
+        self.trackers.finish(None)
 
     def _loop(self) -> None:
         while self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps:
@@ -366,22 +353,29 @@ class _Run:
         )
 
     def _finish(self) -> dict[str, Any]:
+        """Write the run's end down and return the summary; what a disk that has ended the run refuses is left out."""
+        attempt = suppress(OSError, BenchError) if self.outcome.ended_by_disk else nullcontext()
         self._close()
         self._measure()
         self.outcome.seconds = perf_counter() - self.started
-        write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
+        with attempt:
+            write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
         summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
-        write_json(self.run_dir / "summary.json", summary)
-        # Judged from what the folder now holds, summary included, as anyone can repeat later.
-        summary["failures"] = failures_of(self.run_dir)
+        with attempt:
+            write_json(self.run_dir / "summary.json", summary)
+            # Judged from what the folder now holds, summary included, as anyone can repeat later.
+            summary["failures"] = failures_of(self.run_dir)
         self.trackers.finish(summary)
         summary["trackers"] = self.trackers.facts
-        write_json(self.run_dir / "summary.json", summary)
+        with attempt:
+            write_json(self.run_dir / "summary.json", summary)
         return summary
 
     def _close(self) -> None:
+        attempt = suppress(OSError) if self.outcome.ended_by_disk else nullcontext()
         for observer in self.observers:
-            observer.close()
+            with attempt:
+                observer.close()
 
 
 def _figure(step: Step) -> str:

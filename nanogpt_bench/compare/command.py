@@ -18,11 +18,11 @@ from rich.console import Console
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.earlier import check_same, make_ready, plain, read_earlier
+from nanogpt_bench.compare.earlier import PASSING, check_same, drop_checkpoints, make_ready, plain, read_earlier
 from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.lock import locked
 from nanogpt_bench.signals import RESUMABLE, StopRequest, stop_requests
 
 DEFAULTS = Demonstration()
@@ -58,7 +58,8 @@ def compare(
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
     interrupted go on from their newest whole checkpoint, the others begin.
 
-    Returns 0, 1 when not one run finished, 75 when a signal ended it (the report then covers what there is).
+    Returns 0, 1 when not one run finished or the disk ended one, 75 when a signal ended it (the report then covers
+    what there is).
 
     Raises:
         BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that holds something
@@ -79,8 +80,9 @@ def compare(
         "--max-steps": steps,
         "--seeds": seeds,
     }
-    record = _open_record(Record(folder, planned, asked=asked, corpus=corpus))
-    return _finish(record, _train(record, workers=demonstration.workers))
+    with locked(folder, "--out"):
+        record = _open_record(Record(folder, planned, asked=asked, corpus=corpus))
+        return _finish(record, _train(record, workers=demonstration.workers))
 
 
 def _check_corpus(data_dir: Path, demonstration: Demonstration) -> None:
@@ -92,16 +94,12 @@ def _check_corpus(data_dir: Path, demonstration: Demonstration) -> None:
 
 
 def _open_record(record: Record) -> Record:
-    """Make the output folder, or take up what an earlier start of the same comparison left in it."""
+    """Begin the record, or take up what an earlier start of the same comparison left in the folder."""
     before = read_earlier(record.folder)
     if before is not None:
         settings = {run.name: plain(run.settings) for run in record.planned}
         check_same(record.folder, before, record.asked, settings, record.corpus_digests())
         record = replace(record, started=before.started)
-    try:
-        record.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchError(f"--out {str(record.folder)!r} can't be used: {error.strerror or error}") from None
     record.write_manifest()  # so that a start that is killed from here on can be gone on with
     return record
 
@@ -109,6 +107,7 @@ def _open_record(record: Record) -> Record:
 def _train(record: Record, *, workers: int) -> bool:
     """Run what is left of the plan; False when it was interrupted before the end."""
     todo = record.left()
+    record.drop_checkpoints()
     if not todo:
         print(f"all runs of {record.folder} have ended; its report is written again", file=sys.stderr)
         return True
@@ -158,6 +157,8 @@ def _follow(record: Record, todo: Sequence[PlannedRun], pool: Pool, board: Board
             return
         if event.kind == "failed" and event.job is not None:
             record.note_failure(todo[event.job], event.data["error"])
+        if event.kind == "done" and event.job is not None:
+            drop_checkpoints(record.run_dir(todo[event.job]), todo[event.job].settings)
         board.show(event)
         begun = time.monotonic()
         if begun - written > pause:
@@ -168,7 +169,12 @@ def _follow(record: Record, todo: Sequence[PlannedRun], pool: Pool, board: Board
 
 def _job(record: Record, run: PlannedRun) -> dict[str, object]:
     run_dir = record.run_dir(run)
-    return {"settings": run.settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": make_ready(run_dir)}
+    return {
+        "settings": {**PASSING, **run.settings},
+        "run_dir": str(run_dir),
+        "argv": sys.argv,
+        "resume": make_ready(run_dir),
+    }
 
 
 def _finish(record: Record, whole: bool) -> int:
@@ -179,6 +185,9 @@ def _finish(record: Record, whole: bool) -> int:
     if not whole:
         print(f"to go on: {_command(record)}", file=sys.stderr)
         return RESUMABLE
+    if left := record.left():
+        print(f"not brought to their end: {len(left)} runs; to go on: {_command(record)}", file=sys.stderr)
+        return 1
     return 0 if any(run.status == "finished" for result in results for run in result.row.runs) else 1
 
 

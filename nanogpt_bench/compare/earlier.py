@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.lock import is_unused
 from nanogpt_bench.untrusted import read_json
 
 MANIFEST = "compare.json"
 DATE = "%Y-%m-%d %H:%M UTC"
 #: kinds of `stop` in a summary that are no end of the run's own: it goes on when it is started again
 FROM_OUTSIDE = ("signal", "disk")
+#: of a run among many: what it has found counts, its state does not once it has finished
+PASSING = {"checkpoint.last": False}
 #: where the corpus lies changes no number; which one it is, its digests say
 _PLACE = "data.dir"
 
@@ -40,7 +44,7 @@ def read_earlier(folder: Path) -> Earlier | None:
     path = folder / MANIFEST
     try:
         if not path.exists():
-            if folder.exists() and any(folder.iterdir()):
+            if not is_unused(folder):
                 raise BenchError(f"--out {str(folder)!r} is not empty and holds no comparison; give a new folder")
             return None
         content = read_json(path, times=8)
@@ -133,6 +137,21 @@ def make_ready(run_dir: Path) -> bool:
         return True
     shutil.rmtree(run_dir)
     return False
+
+
+def drop_checkpoints(run_dir: Path, settings: Mapping[str, Any]) -> None:
+    """Remove the checkpoints of a run that has finished: nothing goes on from them. `checkpoint.last` keeps them.
+
+    Those of a run that failed stay, for whoever wants to know why.
+    """
+    folder, gone = run_dir / "checkpoints", run_dir / ".checkpoints.removed"
+    if settings.get("checkpoint.last") or summary_of(run_dir).get("status") != "finished":
+        return
+    with suppress(OSError):  # the next start tries again
+        if folder.is_dir() and not gone.exists():
+            folder.rename(gone)  # at once: a checkpoint half removed would look like a broken one
+        if gone.is_dir():
+            shutil.rmtree(gone)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.earlier import DATE, MANIFEST, has_ended, summary_of
+from nanogpt_bench.compare.earlier import DATE, FROM_OUTSIDE, MANIFEST, drop_checkpoints, has_ended, summary_of
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.failures import failures_of
@@ -54,6 +54,11 @@ class Record:
     def left(self) -> list[PlannedRun]:
         """The runs that have not come to their own end, in the order of the table."""
         return [run for run in self.planned if not has_ended(summary_of(self.run_dir(run)))]
+
+    def drop_checkpoints(self) -> None:
+        """Remove the checkpoints of the runs that have finished."""
+        for run in self.planned:
+            drop_checkpoints(self.run_dir(run), run.settings)
 
     def rows(self) -> list[Row]:
         """The rows in the order of the table, each with those of its runs that have begun."""
@@ -126,7 +131,12 @@ class Record:
         ]
 
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
-        """Write down how a run failed that could not do so itself, so that the folder alone tells the story."""
+        """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
+
+        A full disk is no failure of the run, which goes on when it is started again.
+        """
+        if error["kind"] in FROM_OUTSIDE:
+            return
         self._write_summary(run, "failed", {"kind": error["kind"], "message": one_line(str(error["message"]))})
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])

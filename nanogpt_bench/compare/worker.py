@@ -61,7 +61,7 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
     try:
         with stop_requests_once() as stop:
             config, run_dir, resume = build_config(job["settings"]), Path(job["run_dir"]), job.get("resume", False)
-            run(config, run_dir, resume=resume, on_progress=_reporter(answers), stop=stop)
+            summary = run(config, run_dir, resume=resume, on_progress=_reporter(answers), stop=stop)
         if stop.asked:
             raise KeyboardInterrupt
     except BrokenPipeError:
@@ -71,7 +71,13 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
         error_data = {"kind": type(error).__name__, "message": str(error), "traceback": trace}
         _send(answers, {"kind": "failed", "error": error_data})
     else:
-        _send(answers, {"kind": "done"})
+        _send(answers, _answer(summary))
+
+
+def _answer(summary: dict[str, Any]) -> dict[str, Any]:
+    """What became of a run that no signal ended; one that the disk ended goes on when it is started again."""
+    ended = summary["stop"] or {}
+    return {"kind": "failed", "error": ended} if ended.get("kind") == "disk" else {"kind": "done"}
 
 
 def _reporter(answers: TextIO) -> Callable[[Any], None]:

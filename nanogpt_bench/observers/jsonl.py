@@ -24,8 +24,11 @@ class LineFile:
         """Add lines; whoever reads the file sees them."""
         if self._file is None:
             self._file = self._path.open("a", encoding="utf-8")
-        self._file.writelines(line + "\n" for line in lines)
-        self._file.flush()
+        try:
+            self._file.writelines(line + "\n" for line in lines)
+            self._file.flush()
+        except OSError as error:  # which does not say what it was that could not be written
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def length(self) -> int:
         """Return the bytes written so far, once they are on the disk: a checkpoint must not know of later ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.config import DEFAULT_DATA_DIR
+from nanogpt_bench.lock import locked
 from nanogpt_bench.run_command import prepare_default
 from nanogpt_bench.signals import RESUMABLE
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
@@ -26,13 +28,15 @@ def main_sweep(args: argparse.Namespace) -> int:
     workers = args.workers or sweep.workers
     mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else sweep.search
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / mode
-    return MODES.get(mode, sweep_grid)(sweep, out, workers)
+    with locked(out, "--out"):
+        return MODES.get(mode, sweep_grid)(sweep, out, workers)
 
 
 def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """Train every point of the file and report; the last line is the report's path.
 
-    Returns 0, 1 when not one run finished, 75 when a signal ended it (the report then covers what there is).
+    Returns 0, 1 when not one run finished or the disk ended one, 75 when a signal ended it (the report then covers
+    what there is).
 
     Raises:
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.
@@ -98,4 +102,7 @@ def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
     print(page, flush=True)
     if not whole:
         return RESUMABLE
+    if left := record.left():
+        print(f"not brought to their end: {len(left)} runs; the same command goes on with them", file=sys.stderr)
+        return 1
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.earlier import has_ended, make_ready, plain, summary_of
+from nanogpt_bench.compare.earlier import drop_checkpoints, has_ended, make_ready, plain, summary_of
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.lock import is_unused
 from nanogpt_bench.report.files import write_text
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.untrusted import read_json
@@ -47,7 +48,7 @@ class SweepRecord:
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
         path = self.folder / MANIFEST
         if not path.exists():
-            if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            if not is_unused(self.folder):
                 raise BenchError(f"--out {str(self.folder)!r} is in use and holds no sweep; give a new folder")
             return {}
         try:
@@ -86,6 +87,7 @@ class SweepRecord:
         before = self._known.get(run.name, {})
         if before.get("ended") or has_ended(self.summary(run)):
             self._ended.add(run.name)
+            drop_checkpoints(self.run_dir(run), run.settings)
             return True
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
@@ -108,7 +110,16 @@ class SweepRecord:
             self.record.note_failure(run, error)
         if has_ended(self.summary(run)):
             self._ended.add(run.name)
+            drop_checkpoints(self.run_dir(run), run.settings)
         self.write_manifest()
+
+    def ended(self, run: PlannedPoint) -> bool:
+        """Whether a run has come to its own end, as one that a signal or the disk ended has not."""
+        return run.name in self._ended
+
+    def left(self) -> list[PlannedPoint]:
+        """The runs that have not come to their own end."""
+        return [run for run in self.planned if not self.ended(run)]
 
     def interrupt(self) -> None:
         """Note where the runs stand once all workers have stopped, those included whose end was not yet reported."""

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
+from nanogpt_bench.compare.earlier import PASSING
 from nanogpt_bench.compare.pool import Event, Pool
 from nanogpt_bench.signals import StopRequest, stop_requests
 from nanogpt_bench.sweep.plan import PlannedPoint
@@ -100,7 +101,7 @@ class Session:
     def _enqueue(self, run: PlannedPoint) -> None:
         run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
         threads = _threads_of(run_dir) if resume else None  # as before, for the same sums in the same order
-        settings = {"runtime.threads": threads or self._threads, **run.settings}
+        settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
         self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
         self._runs.append(run)
         self._board.add(f"{run.label} · seed {run.seed}")
@@ -123,6 +124,8 @@ class Session:
 
     def _end(self, event: Event, run: PlannedPoint, on_end: OnEnd) -> None:
         self._record.end(run, event.data["error"] if event.kind == "failed" else None)
+        if not self._record.ended(run):  # the disk ended it: nothing follows from that
+            return
         for following in on_end(run):
             for left in self._left(following, on_end):
                 self._enqueue(left)

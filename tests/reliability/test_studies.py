@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
+from forked import finish, said, start
 from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
@@ -55,30 +54,6 @@ class Small(Demonstration):
         return chosen
 
 
-def start(folder: Path, command: Callable[[], int]) -> int:
-    """Run a command in a forked process, its output in output.txt, and return the process's id."""
-    folder.mkdir(exist_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            os.chdir(folder)
-            output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            # Nothing of the test session's own capture, which would take what is printed.
-            sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
-            torch.set_num_threads(1)
-            code = command()
-        finally:
-            os._exit(code)
-    return pid
-
-
-def finish(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def interrupt_in(pid: int, metrics: Path) -> int:
     """Send SIGTERM once a run is on its way, and return the exit code."""
     end = time.monotonic() + 100
@@ -87,10 +62,6 @@ def interrupt_in(pid: int, metrics: Path) -> int:
         time.sleep(0.01)
     os.kill(pid, signal.SIGTERM)
     return finish(pid)
-
-
-def said(folder: Path) -> str:
-    return (folder / "output.txt").read_text(encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:

@@ -1,0 +1,40 @@
+"""Children forked from the test itself, which has imported everything: each runs a function in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def start(folder: Path, command: Callable[[], int]) -> int:
+    """Run a command in a forked process, its output in output.txt, and return the process's id."""
+    folder.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.chdir(folder)
+            output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            # Not the test session's own capture, which would take what is printed.
+            sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+            torch.set_num_threads(1)
+            code = command()
+        finally:
+            os._exit(code)
+    return pid
+
+
+def finish(pid: int) -> int:
+    """Wait for a process's end and return its exit code, -N if signal N ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def said(folder: Path) -> str:
+    """What the last process in a folder printed."""
+    return (folder / "output.txt").read_text(encoding="utf-8")

@@ -1,0 +1,218 @@
+"""A disk that fills while a run goes on: exit code 1, one clear line, nothing lost, and the run goes on afterwards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from forked import finish, said, start
+from small_runs import differences, traces, words
+
+from nanogpt_bench import files, train
+from nanogpt_bench.checkpoint import Disk, newest
+from nanogpt_bench.cli import main
+from nanogpt_bench.observers.jsonl import LineFile
+from nanogpt_bench.verify import check_run
+
+KIND = "fp8 stochastic"
+#: the checkpoint of step 9 is the third, and has six files
+EVERY, FAILING = 3, 9
+
+
+@pytest.fixture(scope="module")
+def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run leaves whose disk never fills."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(words(KIND, small_corpus)) == 0
+    return traces(folder / "runs" / "r")
+
+
+def full(path: object = None) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([] if path is None else [str(path)]))
+
+
+def during_the_save(patch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of step 9 can't be written, and nothing that is told of the run afterwards."""
+    write, seen = Disk.write, list[int]()
+
+    def refusing(disk: Disk, file: int, data: memoryview) -> int:
+        seen.append(len(data))
+        if len(seen) <= 6 * (FAILING // EVERY - 1) + 2:
+            return write(disk, file, data)
+        os.write(file, data[: len(data) // 2])
+        raise full()
+
+    patch.setattr(Disk, "write", refusing)
+
+
+def during_a_record(patch: pytest.MonkeyPatch) -> None:
+    """Half of a record of step 8 reaches metrics.jsonl."""
+    append = LineFile.append
+
+    def refusing(file: LineFile, lines: Any) -> None:
+        lines = list(lines)
+        if any(f'"step": {FAILING - 1},' in line for line in lines):
+            with open(file._path, "a", encoding="utf-8") as half:
+                half.write(lines[0][: len(lines[0]) // 2])
+            raise full(file._path)
+        append(file, lines)
+
+    patch.setattr(LineFile, "append", refusing)
+
+
+def without_a_summary(patch: pytest.MonkeyPatch) -> None:
+    """Neither the checkpoint of step 9 nor anything else can be written."""
+    during_the_save(patch)
+
+    def refusing(path: Path, text: str) -> None:
+        if path.name in ("summary.json", "weights.json"):
+            raise full(path)
+        write(path, text)
+
+    write = files.write_whole
+    patch.setattr(files, "write_whole", refusing)
+    patch.setattr(train, "write_whole", refusing)
+
+
+def at_the_summary(patch: pytest.MonkeyPatch) -> None:
+    """The training comes to its end, and its summary can't be written, whatever is tried."""
+
+    def refusing(path: Path, text: str) -> None:
+        if path.name == "summary.json":
+            raise full(path)
+        write(path, text)
+
+    write = files.write_whole
+    patch.setattr(files, "write_whole", refusing)
+    patch.setattr(train, "write_whole", refusing)
+
+
+@pytest.mark.parametrize(
+    ("fault", "last", "steps", "line"),
+    [
+        (
+            during_the_save,
+            6,
+            9,
+            "stopped: checkpoint of step 9 can't be written to 'runs/r/checkpoints': No space",
+        ),
+        (during_a_record, 6, 7, "stopped: 'runs/r/metrics.jsonl' can't be written: No space left on device; make room"),
+        (without_a_summary, 6, None, "stopped: checkpoint of step 9 can't be written to"),
+        (at_the_summary, 24, None, "stopped: 'runs/r/summary.json' can't be written: No space left on device; make"),
+    ],
+    ids=["save", "record", "no summary", "last summary"],
+)
+def test_a_disk_that_fills_ends_the_run_which_goes_on_when_there_is_room(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    last: int,
+    steps: int | None,
+    line: str,
+    whole: dict[str, Any],
+    small_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tally: Callable[..., None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir = Path("runs/r")
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        assert main(words(KIND, small_corpus)) == 1
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith(line)
+    assert said.endswith("--resume goes on; see runs/r")
+    found, skipped = newest(run_dir)
+    assert (found, skipped) == (run_dir / "checkpoints" / f"step-{last}", [])
+    assert [path.name for path in run_dir.rglob(".*")] == []
+    if steps is None:
+        assert not (run_dir / "summary.json").exists()
+    else:
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert (summary["status"], summary["stop"]["kind"], summary["failure"]) == ("stopped", "disk", None)
+        assert summary["steps"] == steps
+    assert check_run(run_dir).problems == []
+    assert main(words(KIND, small_corpus)) == 0
+    assert differences(whole, traces(run_dir)) == []
+    tally("disk full in a run", 1, fault.__doc__ or "")
+
+
+def test_a_limit_of_the_file_size_in_mid_run(whole: dict[str, Any], small_corpus: Path, tmp_path: Path) -> None:
+    """The system's own errors, on metrics.jsonl and then on everything that is to be told of the end."""
+
+    def limited() -> int:
+        append = LineFile.append
+
+        def limiting(file: LineFile, lines: Any) -> None:
+            lines = list(lines)
+            if any(f'"step": {FAILING - 1},' in line for line in lines):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+            append(file, lines)
+
+        LineFile.append = limiting  # type: ignore[method-assign]
+        return main(words(KIND, small_corpus))
+
+    assert finish(start(tmp_path, limited)) == 1
+    assert "metrics.jsonl' can't be written: File too large" in said(tmp_path)
+    assert not (tmp_path / "runs" / "r" / "summary.json").exists()
+    assert newest(tmp_path / "runs" / "r")[0] == tmp_path / "runs" / "r" / "checkpoints" / "step-6"
+    assert finish(start(tmp_path, lambda: main(words(KIND, small_corpus)))) == 0
+    assert differences(whole, traces(tmp_path / "runs" / "r")) == []
+
+
+STUB = """
+import json, sys
+from pathlib import Path
+for line in sys.stdin:
+    job = json.loads(line)
+    folder = Path(job["run_dir"])
+    full = not job["resume"] and "lr=0.2" in folder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = {"name": folder.name, "rule": "sgd", "format": "none", "seed": 42, "steps": 4, "final_val_loss": 2.0}
+    stop = {"kind": "disk", "message": "checkpoint of step 4 can't be written", "step": 4} if full else None
+    summary |= {"status": "stopped" if full else "finished", "failure": None, "stop": stop}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    if full:
+        (folder / "checkpoints" / "step-2").mkdir(parents=True)
+    print(json.dumps({"kind": "failed", "error": stop} if full else {"kind": "done"}), flush=True)
+"""
+
+
+def test_a_point_of_a_sweep_that_the_disk_ended_goes_on_with_the_same_command(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nanogpt_bench.compare import pool
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pool, "WORKER", (pool.WORKER[0], "-c", STUB))
+    content = {"settings": {"rule": "sgd", "data.dir": str(small_corpus)}, "axes": {"optimizer.lr": [0.1, 0.2]}}
+    Path("my.yaml").write_text(yaml.safe_dump(content))
+    command = ["sweep", "my.yaml", "--out", "out", "--workers", "1"]
+    assert main(command) == 1
+    assert "not brought to their end: 1 runs; the same command goes on" in capsys.readouterr().err
+    runs = {run["name"]: run["ended"] for run in json.loads(Path("out/sweep.json").read_text())["runs"]}
+    assert runs == {"sgd-lr=0.1-seed=42": True, "sgd-lr=0.2-seed=42": False}
+    assert main(command) == 0
+    assert all(run["status"] == "finished" for run in json.loads(Path("out/sweep.json").read_text())["runs"])
+    assert not list(Path("out").glob("*/checkpoints"))  # nothing goes on from them
+
+
+def test_a_full_disk_outside_of_a_run_is_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(paths: object) -> int:
+        raise full("report/report.html")
+
+    monkeypatch.setattr("nanogpt_bench.verify.verify_command", refuse)
+    assert main(["verify", "runs"]) == 1
+    expected = "nanogpt-bench: error: 'report/report.html' can't be written: No space left on device\n"
+    assert capsys.readouterr().err == expected

@@ -1,0 +1,134 @@
+"""Two processes on one folder: the second is refused in one line, and a killed one keeps nobody out."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from forked import finish, said, start
+from small_runs import traces, words
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.lock import LOCK, locked
+
+KIND = "fp8 stochastic"
+REFUSED = "nanogpt-bench: error: run folder 'runs/r' is in use by another process; wait for its end\n"
+
+
+def test_a_run_folder_belongs_to_one_process_until_it_ends(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_dir, line = Path("runs/r"), words(KIND, small_corpus)
+    endless = [*line, "--train.max_steps", "1000000"]
+    assert main(line) == 0
+    whole = traces(run_dir)
+    os.rename("runs", "before")
+    pid = start(tmp_path, lambda: main(endless))
+    try:
+        end = time.monotonic() + 60
+        while not list(run_dir.glob("checkpoints/step-*")):
+            assert time.monotonic() < end, said(tmp_path)
+            time.sleep(0.02)
+        capsys.readouterr()
+        for words_of_second in (line, [word for word in line if word != "--resume"]):
+            assert main(words_of_second) == 2
+        first, second = capsys.readouterr().err.splitlines()
+        assert first + "\n" == REFUSED
+        assert "already holds a run" in second
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        assert finish(pid) == -signal.SIGKILL
+    assert (run_dir / LOCK).exists()
+    assert main([*line, "--allow-config-change"]) == 0
+    assert not (run_dir / LOCK).exists()
+    assert {path.name for path in run_dir.iterdir()} == {path.name for path in Path("before/r").iterdir()}
+    assert whole.keys() >= {"summary.json", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_an_output_folder_belongs_to_one_process(
+    command: str,
+    small_corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = {"settings": {"rule": "sgd", "data.dir": str(small_corpus)}, "axes": {"optimizer.lr": [0.1]}}
+    Path("my.yaml").write_text(yaml.safe_dump(content))
+    line = ["sweep", "my.yaml"] if command == "sweep" else ["compare", "--data.dir", str(small_corpus)]
+    with locked(Path("out"), "--out"):
+        assert main([*line, "--out", "out"]) == 2
+        assert capsys.readouterr().err == (
+            "nanogpt-bench: error: --out 'out' is in use by another process; wait for its end\n"
+        )
+        assert os.listdir("out") == [LOCK]
+    assert not Path("out").exists()
+
+
+def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path: Path) -> None:
+    with locked(tmp_path / "a" / "b", "folder"):
+        assert os.listdir(tmp_path / "a" / "b") == [LOCK]
+    assert os.listdir(tmp_path) == []
+    with locked(tmp_path / "a" / "b", "folder"):
+        (tmp_path / "a" / "b" / "file").touch()
+    assert os.listdir(tmp_path / "a" / "b") == ["file"]
+    with locked(tmp_path / "a", "folder"):
+        pass
+    assert os.listdir(tmp_path / "a") == ["b"]
+
+
+def test_a_lock_whose_file_was_just_removed_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between this process's open and its lock the holder ends, and removes the file that was opened."""
+    flock, removed = fcntl.flock, list[int]()
+
+    def late(file: int, how: int) -> None:
+        if not removed:
+            removed.append(os.fstat(file).st_ino)
+            (tmp_path / LOCK).unlink()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(tmp_path, "folder"):
+        assert removed
+        with pytest.raises(ValueError, match="in use by another process"), locked(tmp_path, "folder"):
+            pass
+
+
+def no_locks(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    patch.setattr(fcntl, "flock", refuse)
+
+
+def no_module(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "fcntl", None)
+
+
+@pytest.mark.parametrize("missing", [no_locks, no_module])
+def test_without_locks_nobody_is_kept_out(
+    missing: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing(monkeypatch)
+    with locked(tmp_path / "a", "folder"), locked(tmp_path / "a", "folder"):
+        (tmp_path / "a" / "file").touch()
+    assert [name for name in os.listdir(tmp_path / "a") if name != LOCK] == ["file"]
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / LOCK).symlink_to(tmp_path / "elsewhere")
+    with locked(tmp_path / "a", "folder"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "a" / LOCK).is_symlink()
