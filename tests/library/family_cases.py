@@ -100,8 +100,3 @@ def zoo() -> dict[str, nn.Parameter]:
 
 def moves(p: Tensor) -> bool:
     return p.requires_grad and p.numel() > 0
-
-
-def is_on_own_grid(p: Tensor) -> bool:
-    """Whether it is quantised and its values, not only their residual, are rounded."""
-    return isinstance(getattr(p, "manifold", None), fm.FP8Manifold)

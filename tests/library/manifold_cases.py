@@ -11,6 +11,7 @@ from functools import cache
 
 import numpy as np
 import oracle
+import pytest
 import torch
 from hypothesis import settings
 from numpy.typing import NDArray
@@ -49,6 +50,16 @@ METRICS = {
     "function-ulp": ulp_as_function,
     "function-smooth": smooth_function,
 }
+
+
+EXACT_SCALES = {name: SCALES[name] for name in ("1", "2^-7")}
+
+every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
+every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+exact_scale = pytest.mark.parametrize("scale", EXACT_SCALES.values(), ids=EXACT_SCALES)
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manifold_cases import (
     EPS,
-    FEW,
     FORMATS,
     METRICS,
     SCALES,
+    both_dtypes,
     chart_error,
     deterministic,
+    every_format,
+    every_metric,
+    every_scale,
+    exact_scale,
+    few_formats,
     grid,
     interior_and_grid,
     lands_on_grid,
@@ -28,15 +33,6 @@ from manifold_cases import (
 )
 
 import fp8manifold as fm
-
-EXACT_SCALES = {name: SCALES[name] for name in ("1", "2^-7")}
-
-every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-few_formats = pytest.mark.parametrize("fmt", FEW.values(), ids=FEW)
-every_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
-every_scale = pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-exact_scale = pytest.mark.parametrize("scale", EXACT_SCALES.values(), ids=EXACT_SCALES)
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
 # ----------------------------------------------------------------------------------------------- dist

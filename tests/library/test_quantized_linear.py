@@ -102,7 +102,7 @@ def test_gradients_flow_to_what_they_did_before(storage: Any) -> None:
     assert quantize_model(nn.Linear(4, 4, dtype=torch.float64), "E4M3", storage).weight.dtype == torch.float64
 
 
-@storages
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_the_models_own_code_runs_unchanged(storage: Any) -> None:
     """Close to the float model with fine formats, differentiable to the embedding."""
     model = Model()

@@ -1,0 +1,96 @@
+"""What the tests of FisherNaturalGradient share: a small tagger with every kind of parameter, and its training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizer_cases import frozen
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import FisherNaturalGradient
+from fp8manifold.optim._combinations import is_valid
+from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
+
+REPRESENTATIONS = ("diagonal", "kfac", "ekfac")
+EVERY = pytest.mark.parametrize("representation", REPRESENTATIONS)
+STORAGES = ("plain", "grid", "fp8")
+COMBINATIONS = [(w, m) for w in WRITEBACKS for m in MOMENTS if is_valid("FisherNaturalGradient", w, m)]
+
+
+class Tagger(nn.Module):
+    """Tokens (B, T) to one of five tags each: an embedding, two linear layers on 3-D activations, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 8)
+        self.hidden = nn.Linear(8, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.hidden(self.embedding(tokens)))))
+
+
+def tagger(storage: str = "fp8", fmt: str = "E4M3", seed: int = 0) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Tagger()
+    return model if storage == "plain" else fm.quantize_model(model, fmt, storage=storage)  # type: ignore[arg-type]
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 13, (6, 9), generator=torch.Generator().manual_seed(seed))
+    return tokens, (tokens * 7 + 1) % 5
+
+
+def optimizer_of(model: nn.Module, loader: Any = None, **options: Any) -> FisherNaturalGradient:
+    return FisherNaturalGradient(model.parameters(), model, loader or [batch(100)], **{"seed": 3, **options})
+
+
+def put_gradients(model: nn.Module, seed: int = 0) -> float:
+    tokens, tags = batch(seed)
+    model.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tags.flatten())
+    loss.backward()
+    return loss.item()
+
+
+def values(parameters: Iterable[Any]) -> list[Tensor]:
+    """What is stored: codes, or floats."""
+    return [(p.codes if isinstance(p, fm.FP8Tensor) else p.detach().as_subclass(Tensor)).clone() for p in parameters]
+
+
+def snapshot(optimizer: Any) -> dict[str, Any]:
+    """Everything a step may change, as bytes."""
+    parameters = values(p for group in optimizer.param_groups for p in group["params"])
+    return {"parameters": frozen(parameters), "state": frozen(optimizer.state_dict())}
+
+
+def train(model: nn.Module, optimizer: Any, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        put_gradients(model, step)
+        optimizer.step()
+
+
+def counting(loader: Any) -> tuple[list[int], Any]:
+    """A loader that notes the steps at which it is asked for batches."""
+    asked: list[int] = []
+
+    def batches(step: int) -> Any:
+        asked.append(step)
+        return loader
+
+    return asked, batches
+
+
+def stretch_of(weight: Any, low: float, high: float) -> Tensor:
+    """``S / S_ref`` written out."""
+    scale = weight.expanded_scale() if isinstance(weight, fm.FP8Tensor) else weight.manifold.scale
+    x = weight.dequantize() if isinstance(weight, fm.FP8Tensor) else weight.detach().as_subclass(Tensor)
+    stiffness = fm.ulp(x / scale, "E4M3") * scale
+    return (stiffness / stiffness.mean()).clamp(low, high)

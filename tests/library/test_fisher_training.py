@@ -1,0 +1,196 @@
+"""FisherNaturalGradient: resuming, learning in every format, and refusals."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from fisher_cases import COMBINATIONS, EVERY, STORAGES, batch, optimizer_of, put_gradients, tagger, train, values
+from optimizer_cases import frozen, same_bits, through_disk
+from torch import nn
+
+import fp8manifold as fm
+from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW
+from nanogpt_bench.model import SIZES, build_model
+
+pytest.importorskip("nngeometry", reason="extra fisher")
+
+
+# Resuming
+
+
+def resumes(storage: str, steps: int, **options: Any) -> None:
+    """After every step a checkpoint, loaded elsewhere, takes the next step as the run itself does."""
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(9)), 3, shuffle=True)
+    model, other = tagger(storage), tagger(storage, seed=1)
+    optimizer = optimizer_of(model, loader, **options)
+    train(model, optimizer, 1)
+    for step in range(1, steps):
+        saved = through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        other.load_state_dict(saved["model"])
+        again = optimizer_of(other, loader, **options)
+        again.load_state_dict(saved["optimizer"])
+        train(model, optimizer, 1, step)
+        train(other, again, 1, step)
+        assert same_bits(values(model.parameters()), values(other.parameters())), f"after step {step}"
+        assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
+
+
+@pytest.mark.parametrize(("writeback", "moments"), COMBINATIONS)
+def test_resume_is_bit_exact_after_every_step(writeback: str, moments: str) -> None:
+    resumes("fp8", 50, writeback=writeback, moments=moments, refresh=6, reset_every=17)
+
+
+@EVERY
+@pytest.mark.parametrize("storage", STORAGES)
+def test_resume_is_bit_exact_for_every_representation(representation: str, storage: str) -> None:
+    resumes(storage, 15, representation=representation, refresh=4, weight_decay=0.1)
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    model = tagger()
+    other = StiffnessAdamW(model.parameters())
+    with pytest.raises(ValueError, match="FisherNaturalGradient"):
+        optimizer_of(model).load_state_dict(other.state_dict())
+
+
+# Learning
+
+
+@EVERY
+@pytest.mark.parametrize("storage", STORAGES)
+def test_learns(representation: str, storage: str) -> None:
+    model = tagger(storage)
+    optimizer = optimizer_of(model, lr=0.03, representation=representation)
+    first = put_gradients(model)
+    train(model, optimizer, 80)
+    assert first > 1.4
+    assert put_gradients(model) < 0.35
+
+
+@EVERY
+def test_smallest_gpt_learns_in_one_byte_a_weight(representation: str) -> None:
+    model = fm.quantize_model(build_model(SIZES["0.8M"], seed=0), "E4M3", storage="fp8")
+    text = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(0))
+    optimizer = FisherNaturalGradient(
+        model.parameters(), model, [text], lr=2e-3, representation=representation, refresh=4, compile=False
+    )
+    losses = []
+    for _ in range(9):
+        model.zero_grad()
+        loss = model.loss(text, text.roll(-1, 1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    natural = {name for name, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]}
+    assert natural == {name for name, p in model.named_parameters() if isinstance(p, fm.FP8Tensor)}
+    assert len(natural) == 17
+    assert losses[0] > 5.3
+    assert losses[-1] < losses[0] - 1.0
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("fmt", ["E7M0", "E1M6", "E5M2"])
+def test_learns_in_every_format_and_granularity(fmt: str, granularity: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(13, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5))
+    fm.quantize_model(model, fm.LayerSpec(fmt, granularity=granularity), storage="fp8")  # type: ignore[arg-type]
+    optimizer = optimizer_of(model, lr=0.01, representation="diagonal")
+    first = put_gradients(model)
+    train(model, optimizer, 40)
+    assert put_gradients(model) < 0.6 * first
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_learns_in_other_dtypes(dtype: torch.dtype) -> None:
+    model = tagger("plain").to(dtype)
+    optimizer = optimizer_of(model, lr=0.02)
+    first = put_gradients(model)
+    train(model, optimizer, 40)
+    assert put_gradients(model) < 0.7 * first
+    metric = optimizer.state[model.head.weight]
+    assert {metric[name].dtype for name in ("inverse_inputs", "fisher_outputs")} == {torch.float32}
+    assert metric["momentum_buffer"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_compiled_step_has_the_bits_of_the_eager_one(cpp_compiler: None) -> None:
+    results = []
+    for compiled in (False, True):
+        model = tagger()
+        train(model, optimizer_of(model, compile=compiled, refresh=2), 4)
+        results.append(values(model.parameters()))
+    assert same_bits(*results)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"representation": "kfak"}, ValueError, r"representation='kfak' is unknown.*did you mean 'kfac'"),
+        ({"refresh": 0}, ValueError, "refresh=0 is out of range"),
+        ({"refresh": 2.0}, TypeError, "refresh=2.0 must be an int"),
+        ({"damping": -0.1}, ValueError, "damping=-0.1 is out of range"),
+        ({"damping": "much"}, TypeError, "damping='much' must be a number"),
+        ({"floor": 2.0}, ValueError, "floor=2.0 is out of range"),
+        ({"momentum": 1.0}, ValueError, "momentum=1.0 is out of range"),
+        ({"decay": 1.0}, ValueError, "decay=1.0 is out of range"),
+        ({"batches": 0}, ValueError, "batches=0"),
+        ({"samples": 0}, ValueError, "samples=0"),
+        ({"max_features": 0}, ValueError, "max_features=0"),
+        ({"normalize": 1}, TypeError, "normalize=1 must be True or False"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]=1.0"),
+        ({"momentum": 0.0, "moments": "8bit"}, ValueError, "needs momentum > 0"),
+        ({"momentum": 0.0, "writeback": "momentum"}, ValueError, "needs momentum > 0"),
+        ({"writeback": "momentum", "moments": "8bit"}, ValueError, "does not go with"),
+        ({"fused": True}, ValueError, "fused=True is not supported"),
+        ({"refresch": 3}, TypeError, "unexpected keyword argument 'refresch'"),
+        ({"logits": 3}, TypeError, "logits must be a function"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        optimizer_of(tagger(), **options)
+
+
+def test_bad_sources() -> None:
+    model = tagger()
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module"):
+        FisherNaturalGradient(model.parameters(), "model", [batch()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="used up after one pass"):
+        FisherNaturalGradient(model.parameters(), model, iter([batch()]))
+    with pytest.raises(TypeError, match="loader must be iterable"):
+        FisherNaturalGradient(model.parameters(), model, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none of the parameters is the weight of a linear layer"):
+        FisherNaturalGradient([model.norm.weight], model, [batch()])
+    with pytest.raises(ValueError, match="none of the parameters"):
+        FisherNaturalGradient(tagger().parameters(), model, [batch()])
+    optimizer = FisherNaturalGradient(model.parameters(), model, lambda step: [])
+    put_gradients(model)
+    with pytest.raises(ValueError, match="gave no batch"):
+        optimizer.step()
+    optimizer.loader = [{"ids": batch()[0]}]
+    with pytest.raises(TypeError, match="the loader gave a dict, not tensors: say with logits="):
+        optimizer.step()
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nngeometry", None)
+    with pytest.raises(ImportError, match=r"pip install 'fp8manifold\[fisher\]'"):
+        optimizer_of(tagger())
+
+
+def test_logits_may_be_computed_in_another_way() -> None:
+    model = tagger()
+    optimizer = optimizer_of(model, [{"ids": batch()[0]}], logits=lambda m, b: m(b["ids"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 2)
+    assert optimizer.skipped_steps == 0
