@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from _forms import add_form_options, text_table
 from _record import add_option, record
 
 from nanogpt_bench.config import Config
@@ -161,11 +162,7 @@ def table(figures: list[Figure], markdown: bool) -> str:
         )
         for one in figures
     ]
-    if markdown:
-        rows.insert(1, ("---",) * len(header))
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows)
+    return text_table(rows, ("---",) * len(header), markdown)
 
 
 def recorded(one: Figure) -> tuple[str | float, ...]:
@@ -183,9 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="timed steps of each comparison, a multiple of 100")
     parser.add_argument("--format", default="E4M3", help="format of the run with a master copy")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_form_options(parser)
     add_option(parser)
     return parser
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 import torch
+from _forms import add_form_options, text_table
 from _record import add_option, record
 from _timing import paired_seconds
 from torch import Tensor, nn
@@ -116,6 +117,7 @@ def recorded(measured: list[Cell]) -> list[tuple[object, ...]]:
 
 
 HEADER: Final = ("layer", "mode", "tokens", "forward", "forward and backward", "nn.Linear, ms")
+RULE: Final = ("---", "---", "---:", "---:", "---:", "---:")
 
 
 def lines(measured: list[Cell]) -> list[tuple[str, ...]]:
@@ -126,15 +128,6 @@ def lines(measured: list[Cell]) -> list[tuple[str, ...]]:
         where = (f"{forward.inputs}x{forward.outputs}", forward.mode, str(forward.tokens))
         rows.append((*where, *ratios, f"{forward.linear_ms:.2f}, {both.linear_ms:.2f}"))
     return rows
-
-
-def text_of(rows: list[tuple[str, ...]], markdown: bool) -> str:
-    """The rows as Markdown or in columns."""
-    if markdown:
-        ruled = [rows[0], ("---", "---", "---:", "---:", "---:", "---:"), *rows[1:]]
-        return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(text.ljust(n) for text, n in zip(row, widths, strict=True)) for row in rows)
 
 
 def size_of(text: str) -> tuple[int, int]:
@@ -157,9 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=int, default=25, help="pairs of a cell, where there is time")
     parser.add_argument("--seconds", type=float, default=5.0, help="time for a cell's pairs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_form_options(parser)
     add_option(parser)
     return parser
 
@@ -185,7 +176,7 @@ def main() -> None:
             f"decoding {d['layer']}: {d['ratio']:.2f}x ({d['ratio_min']:.2f} .. {d['ratio_max']:.2f}) clone"
             for d in decoded
         ]
-        print(title, text_of(lines(measured), options.markdown), *remarks, sep="\n" * (1 + options.markdown))
+        print(title, text_table(lines(measured), RULE, options.markdown), *remarks, sep="\n" * (1 + options.markdown))
     if options.record:
         record("`nn.Linear` of the same shape", HEADER[:-1], recorded(measured), options.device)
 

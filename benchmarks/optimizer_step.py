@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 from _contenders import CONTENDERS, REFERENCE, SIZES, Workload
+from _forms import add_form_options, text_table
 from _record import Cell, add_option, record
 from _timing import live_bytes, paired_seconds, wall_seconds
 
@@ -180,11 +181,7 @@ HEADER: Final = ("contender", "bytes a parameter", "ratio (processes)", "first s
 def table(rows: list[dict[str, Any]], markdown: bool) -> str:
     """The measured rows, as Markdown or in columns."""
     lines = [HEADER, *(cells(line) for line in rows if "ratio" in line)]
-    if markdown:
-        ruled = [lines[0], ("---", "---:", "---:", "---:", "---"), *lines[1:]]
-        return "\n".join(f"| {' | '.join(line)} |" for line in ruled)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+    return text_table(lines, ("---", "---:", "---:", "---:", "---"), markdown)
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:
@@ -253,9 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--elements", type=positive(float), default=1.0, help="factor on each tensor's elements")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--timeout", type=positive(float), default=900, help="seconds a process may take")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    form.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_form_options(parser)
     add_option(parser)
     parser.add_argument("--list", action="store_true", help="print the names of the contenders and stop")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)

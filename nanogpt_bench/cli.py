@@ -187,17 +187,7 @@ def _add_prepare(commands: Any) -> Parser:
         help="stdlib: the help topics and docstrings of the Python standard library; eurlex: English EU legislation; "
         "hub: any text data set of the Hugging Face hub; text: any UTF-8 file",
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
-    parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
-    parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
-    parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
-    parser.add_argument(
-        "--data-dir",
-        type=Path,
-        metavar="DIR",
-        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub)",
-    )
+    _add_source_options(parser)
     parser.add_argument(
         "--limit-tokens", type=positive, metavar="N", help="stop after N tokens for training, N/10 for validation"
     )
@@ -216,6 +206,21 @@ def _add_prepare(commands: Any) -> Parser:
     )
     parser.set_defaults(handler=_prepare)
     return parser
+
+
+def _add_source_options(parser: Parser) -> None:
+    """Where the text comes from; which option goes with which source is checked when the command runs."""
+    parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
+    parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
+    parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")
+    parser.add_argument("--column", metavar="COL", help="its column of text (hub)")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (eurlex, hub)")
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="read DIR/CONFIG/SPLIT-*.parquet or DIR/SPLIT-*.parquet, a local copy, instead (eurlex, hub)",
+    )
 
 
 def _add_run(commands: Any) -> Parser:

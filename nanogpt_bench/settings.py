@@ -159,7 +159,7 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not mapping_above(key):
         _check_key(key)
     if not equals and not queue:
-        raise BenchError(f"--{key} needs a value")
+        raise BenchError(f"--{key} needs a value; give {_type_name(key) if key in FIELDS else 'one'}")
     return key, text if equals else queue.pop(0)
 
 

@@ -21,7 +21,7 @@ from nanogpt_bench.data import load_corpus
 from nanogpt_bench.train import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("_timing", "_contenders", "optimizer_step", "linear_forward", "harness_overhead")
+NAMES = ("_forms", "_timing", "_contenders", "optimizer_step", "linear_forward", "harness_overhead")
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 #: the classes of failure, in the order in which they are listed
@@ -59,10 +59,6 @@ class Finding:
     def found(self) -> bool:
         return self.state == FOUND
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as a JSON object."""
-        return asdict(self)
-
     def summary_entry(self) -> dict[str, Any]:
         """Return the entry in the list `failures` of summary.json."""
         return {"kind": self.kind, "step": self.step, "evidence": {"message": self.message, **self.evidence}}
@@ -109,10 +105,6 @@ class Diagnosis:
         """The classes that were found, in the order in which they set in."""
         return tuple(sorted((finding for finding in self.findings if finding.found), key=lambda f: f.step or 0))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as a JSON object."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -127,7 +119,3 @@ class Prediction:
     text: str
     figures: Facts = field(default_factory=dict)
     missing: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as a JSON object."""
-        return asdict(self)

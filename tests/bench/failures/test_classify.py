@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +221,11 @@ def test_thresholds_come_from_the_runs_config_unless_given(make: Make) -> None:
 
 def test_a_last_line_that_was_cut_off_changes_nothing(make: Make) -> None:
     path = make(series=HEALTHY | FAILING["stall"][0], alerts=[{"step": 40, "kind": "bit_stall", "level": "WARN"}])
-    whole = diagnose(path).as_json()
+    whole = asdict(diagnose(path))
     for name in ("metrics.jsonl", "alerts.jsonl"):
         with (path / name).open("a") as file:
             file.write('{"step": 201, "kind": "ov')
-    assert diagnose(path).as_json() == whole
+    assert asdict(diagnose(path)) == whole
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def test_a_stuck_run_confirms_all_three(make: Make) -> None:
     assert answers[0].figures["fall_after"] == pytest.approx(0.0, abs=0.02)
     assert answers[1].figures["mean"] == pytest.approx(0.97)
     assert answers[1].figures["highest_layer"] == "mlp.fc"
-    json.dumps([answer.as_json() for answer in answers], allow_nan=False)
+    json.dumps([asdict(answer) for answer in answers], allow_nan=False)
 
 
 def test_a_run_that_learns_refutes_all_three(make: Make) -> None:

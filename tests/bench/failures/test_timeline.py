@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from nanogpt_bench.failures import diagnose
@@ -28,7 +29,7 @@ def test_criteria_alerts_and_end_come_in_the_order_of_steps(make: Make) -> None:
     ]
     assert diagnosis.timeline[-1].text == failure["message"]
     assert [finding.kind for finding in diagnosis.found] == ["plateau", "stall", "nan"]
-    json.dumps(diagnosis.as_json(), allow_nan=False)
+    json.dumps(asdict(diagnosis), allow_nan=False)
 
 
 def test_the_lead_time_runs_from_the_first_kurtosis_alert_to_the_first_sign_of_failure(make: Make) -> None:
