@@ -1,28 +1,40 @@
 """The tables of the page on performance, from the files that the benchmarks have written (`--record`)."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "measured"
 
 
-def shown(cell: Any) -> str:
-    """A cell as text: a list is a ratio, its median alone or with the smallest and largest.
+def shown(cell: Any, decimals: int = 2) -> str:
+    """A cell as text: a list is a ratio, its median alone or with the smallest and largest, on one line.
 
-    >>> shown([1.5, 1.25, 2.0]), shown([0.7]), shown(9.01), shown(None), shown("E4M3")
-    ('1.50x (1.25 .. 2.00)', '0.70x', '9.01', '', 'E4M3')
+    >>> shown([1.5, 1.25, 2.0]).split(), shown([0.7]), shown(9.0), shown(None), shown("E4M3")
+    (['1.50x', '(1.25', '..', '2.00)'], '0.70x', '9.00', '', 'E4M3')
     """
     if isinstance(cell, list):
         median, *ends = (f"{part:.2f}" for part in cell)
-        return f"{median}x ({' .. '.join(ends)})" if ends else f"{median}x"
-    return "" if cell is None else f"{cell:g}" if isinstance(cell, float) else str(cell)
+        return f"{median}x ({' .. '.join(ends)})".replace(" ", "\N{NO-BREAK SPACE}") if ends else f"{median}x"
+    return "" if cell is None else f"{cell:.{decimals}f}" if isinstance(cell, float) else str(cell)
+
+
+def places(column: Iterable[Any]) -> int:
+    """The decimals that the numbers of a column need.
+
+    >>> places([9.01, 12.0, None, "E4M3"]), places([0.0, 3.5])
+    (2, 1)
+    """
+    return max((len(str(cell).partition(".")[2]) for cell in column if isinstance(cell, float)), default=0)
 
 
 def table(facts: dict[str, Any]) -> str:
     """One file as Markdown: its rows, and below them what was measured, where, when and against what."""
     ruled = ["---" if isinstance(cell, str) else "---:" for cell in facts["rows"][0]]
-    lines = [facts["columns"], ruled, *([shown(cell) for cell in row] for row in facts["rows"])]
+    decimals = [places(column) for column in zip(*facts["rows"], strict=True)]
+    rows = ([shown(cell, n) for cell, n in zip(row, decimals, strict=True)] for row in facts["rows"])
+    lines = [facts["columns"], ruled, *rows]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     source = (
         f"`{facts['command']}`, {facts['date']}, {facts['machine']}, {versions}. Ratios are to {facts['peer']}, "

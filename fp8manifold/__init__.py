@@ -1,6 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import monitor, ops, optim
+from fp8manifold import _geoopt_import, monitor, ops, optim  # noqa: F401
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import OperandSpec
 from fp8manifold._scalers import Scale

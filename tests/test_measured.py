@@ -1,6 +1,7 @@
 """The page on performance shows what the benchmarks wrote, all of it; the page on the report names every failure."""
 
 import datetime
+import doctest
 import importlib.util
 import json
 import re
@@ -58,7 +59,7 @@ def test_the_page_has_the_table_of_every_file_and_the_table_every_figure(path: P
     for line, row in zip(table[2:], facts["rows"], strict=True):
         figures = [part for cell in row for part in (cell if isinstance(cell, list) else [cell]) if part is not None]
         for figure in figures:
-            assert (f"{figure:g}" if isinstance(figure, float) else str(figure)) in line or f"{figure:.2f}" in line
+            assert str(figure) in line
     for fact in ("command", "date", "machine", "peer"):
         assert facts[fact] in text
 
@@ -77,7 +78,8 @@ def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch: pytest.Mon
     assert (path.name, facts["command"]) == ("round_to_grid.json", "python benchmarks/round_to_grid.py --record")
     assert facts["rows"] == [["E4M3", [1.23, 1.0, 2.0], ""], ["E5M2", [1.5], None], ["E3M4", 7, 2.5]]
     lines = MEASURED.table(facts).splitlines()
-    assert lines[:3] == ["| function | ratio | goal |", "| --- | ---: | --- |", "| E4M3 | 1.23x (1.00 .. 2.00) |  |"]
+    assert lines[:2] == ["| function | ratio | goal |", "| --- | ---: | --- |"]
+    assert lines[2].split() == ["|", "E4M3", "|", "1.23x", "(1.00", "..", "2.00)", "|", "|"]
     assert lines[3:5] == ["| E5M2 | 1.50x |  |", "| E3M4 | 7 | 2.5 |"]
     assert facts["date"] in lines[6]
 
@@ -100,6 +102,12 @@ def test_every_benchmark_records_rows_as_wide_as_their_columns(monkeypatch: pyte
     (row,) = map(fake.recorded, [fake.Row("8x16", 4, "tensor", 3, 1.0, 1.5, 1.0, 2.0, 1.1, 0.0)])
     assert row == ("8x16", 4, "one a tensor", (1.5, 1.0, 2.0), (1.1,), "1x, not met")
     assert len(fake.RECORDED) == len(row)
+
+
+def test_the_doctests_of_the_table_writer_pass() -> None:
+    result = doctest.testmod(MEASURED)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_every_class_of_failure_is_explained() -> None:
