@@ -1,0 +1,245 @@
+"""`run --resume`: what it refuses and goes on with, what it says, and that sums go on where they were."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import STEPS, differences, traces, words
+
+from nanogpt_bench import train
+from nanogpt_bench.cli import main
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.shipped import find_config
+from nanogpt_bench.signals import StopRequest
+from nanogpt_bench.step import Trainer
+
+KIND = "fp8 stochastic"
+RUN = Path("runs/r")
+Line = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def finished(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has done its 24 steps, with checkpoints of 21 and 24."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(words(KIND, small_corpus)) == 0
+    return folder
+
+
+@pytest.fixture
+def line(finished: Path, small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
+    """Return what makes a command line that goes on with a copy of the run; the folder becomes the current one."""
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return lambda more=None, *options: [*words(KIND, small_corpus, more), *options]
+
+
+def taken_up_at(run_dir: Path) -> list[int]:
+    resumed = json.loads((run_dir / "environment.json").read_text()).get("resumed", [])
+    return [entry["step"] for entry in resumed]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"train.batch_size": 4}, ["train.batch_size was 2, is 4"]),
+        ({"seed": 7}, ["seed was 42, is 7"]),
+        ({"optimizer.lr": 0.125, "model.dropout": 0.25}, ["optimizer.lr was", "model.dropout was 0.1, is 0.25"]),
+    ],
+)
+def test_changed_keys_are_refused_by_name(
+    changed: dict[str, Any], named: list[str], line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = traces(RUN)
+    assert main(line(changed)) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "the run was made with other settings" in said
+    assert said.endswith("give the same, or --allow-config-change to go on with the new ones")
+    for part in named:
+        assert part in said
+    assert said.count(" was ") >= len(changed)
+    assert differences(before, traces(RUN)) == []
+
+
+def test_a_change_that_is_allowed_goes_on_and_is_said(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
+    more = {"train.max_steps": STEPS + 3, "optimizer.lr": 0.125}
+    assert main(line(more, "--allow-config-change")) == 0
+    said = capsys.readouterr().err
+    assert f"train.max_steps was {STEPS}, is {STEPS + 3}" in said
+    assert ", is 0.125" in said
+    assert f"goes on after step {STEPS}\n" in said
+    records = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(STEPS + 4))
+    assert taken_up_at(RUN) == [STEPS]
+    # What the run is from now on is in its folder, and the next start asks for nothing.
+    assert main(line(more)) == 0
+
+
+def test_settings_that_change_no_number_are_free(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line({"checkpoint.keep": 5, "tracking.wandb": "off"})) == 0
+    assert "settings that differ from the checkpoint's: checkpoint.keep was 2, is 5" in capsys.readouterr().err
+
+
+def test_another_corpus_is_refused(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("Quite another text of some more words, again and again.\n" * 120)
+    prepare_text(tmp_path / "text", tmp_path / "other", "byte")
+    before = traces(RUN)
+    assert main(line({"data.dir": tmp_path / "other"})) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)" in said
+    assert differences(before, traces(RUN)) == []
+
+
+def test_the_same_corpus_elsewhere_is_no_other(
+    line: Line, small_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(small_corpus, tmp_path / "moved")
+    assert main(line({"data.dir": tmp_path / "moved"})) == 0
+    assert "data.dir was" in capsys.readouterr().err
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_checkpoints_that_are_damaged_are_named_with_what_is_wrong(
+    finished: Path, line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (RUN / "checkpoints" / "step-22").mkdir()
+    flip(RUN / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+    assert main(line()) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"skipped checkpoint 'runs/r/checkpoints/step-{STEPS}': model.safetensors: ")
+    assert "sha256" in lines[0]
+    assert lines[1].startswith("skipped checkpoint 'runs/r/checkpoints/step-22': manifest.json: No such file")
+    assert lines[2] == "runs/r goes on after step 21"
+    differing = differences(traces(finished / RUN), traces(RUN))
+    assert {name.split("/")[1] for name in differing} <= {"step-21", "step-22"}  # the one that is kept beside step-24
+
+
+def test_without_a_whole_checkpoint_an_unfinished_run_begins(
+    finished: Path, line: Line, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (RUN / "checkpoints").glob("step-*"):
+        flip(path / "state.json")
+    (RUN / "summary.json").unlink()
+    assert main(line()) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [text.partition(":")[0] for text in lines[:2]] == [
+        f"skipped checkpoint 'runs/r/checkpoints/step-{step}'" for step in (24, 21)
+    ]
+    assert lines[2] == "runs/r has no checkpoint that verifies: the run begins at step 0"
+    assert differences(traces(finished / RUN), traces(RUN)) == []
+
+
+def test_without_a_checkpoint_there_is_nothing_to_lose_or_it_is_refused(
+    finished: Path, line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(RUN / "checkpoints")
+    assert main(line()) == 2
+    assert "holds a finished run without a checkpoint; give another --name" in capsys.readouterr().err
+    (RUN / "summary.json").unlink()
+    assert main(line({"seed": 7})) == 2
+    assert "seed was 42, is 7" in capsys.readouterr().err
+    shutil.rmtree(RUN)
+    assert main(line()) == 0
+    assert "runs/r has no checkpoint: the run begins at step 0" in capsys.readouterr().err
+    assert differences(traces(finished / RUN), traces(RUN)) == []
+    shutil.rmtree(RUN)
+    RUN.mkdir()
+    (RUN / "letter.txt").write_text("mine")
+    assert main(line()) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert [path.name for path in RUN.iterdir()] == ["letter.txt"]
+
+
+def test_a_finished_run_is_left_as_it_is(
+    finished: Path, line: Line, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> float:
+        raise AssertionError("a step was taken")
+
+    monkeypatch.setattr(Trainer, "train_step", refuse)
+    assert main(line()) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[0] == f"runs/r goes on after step {STEPS}"
+    assert captured.out.startswith(f"finished after {STEPS} steps: val loss ")
+    assert differences(traces(finished / RUN), traces(RUN)) == []
+
+
+def test_a_run_without_the_trend_goes_on_with_the_same_bits(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"monitor.trend": False}
+    shutil.rmtree(RUN)
+    assert main(line(more)) == 0
+    whole = traces(RUN)
+    shutil.rmtree(RUN / "checkpoints" / f"step-{STEPS}")
+    assert main(line(more)) == 0
+    assert taken_up_at(RUN) == [21]
+    assert differences(whole, traces(RUN)) == []
+    records = [json.loads(text) for text in (RUN / "metrics.jsonl").read_text().splitlines()]
+    assert not any("train/loss_smoothed" in record for record in records)
+
+
+class Clock:
+    """A clock on which a training step takes a second and everything else nothing."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        step = Trainer.train_step
+
+        def train_step(trainer: Trainer, *arguments: Any) -> float:
+            self.now += 1.0
+            return step(trainer, *arguments)
+
+        patch.setattr(Trainer, "train_step", train_step)
+        patch.setattr(train, "perf_counter", lambda: self.now)
+
+
+def after(step: int) -> tuple[StopRequest, Callable[[train.Progress], None]]:
+    """A request that comes in a step, and what makes it when told of the progress."""
+    request = StopRequest()
+
+    def show(progress: train.Progress) -> None:
+        if progress.step == step:
+            request.note(signal.SIGTERM)
+
+    return request, show
+
+
+def test_sums_go_on_over_two_resumes(small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"shadow.enabled": False, "alerts.cooldown_s": 0, "alerts.at_least": '{"grad/norm": 1000.0}'}
+    overrides = words(KIND, small_corpus, more)[5:]
+    config = load_config(find_config("e4m3.yaml"), overrides)
+    Clock(monkeypatch)
+    train.run(config, tmp_path / "whole" / "r")
+    for step in (7, 16, STEPS):
+        stop, show = after(step)
+        train.run(config, tmp_path / "parts" / "r", resume=True, stop=stop, on_progress=show, say=lambda text: None)
+    assert taken_up_at(tmp_path / "parts" / "r") == [7, 16]
+    whole, parts = (json.loads((tmp_path / name / "r" / "summary.json").read_text()) for name in ("whole", "parts"))
+    assert (whole["seconds"], whole["tokens"], whole["steps"]) == (STEPS, STEPS * 2 * 8, STEPS)
+    assert whole["tokens_per_s"] == 16.0
+    assert sum(whole["alerts"].values()) > 0
+    assert whole["stall"] > 0
+    # Everything, the figures of the clock included.
+    assert parts == whole
+    figures = [
+        [json.loads(text) for text in (tmp_path / name / "r" / "metrics.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    ]
+    for first, second in zip(*figures, strict=True):
+        for key in ("tokens", "time/elapsed_s", "time/tokens_per_s", "stall/update_lost"):
+            assert first.get(key) == second.get(key), (key, first["step"])
+    assert re.search(r'"tokens": 384\b', json.dumps(figures[1][-1]))
