@@ -12,7 +12,7 @@ import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -89,36 +89,71 @@ def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
     return parse_json(read_text(path, times * MOST_BYTES, links=links), times * MOST_JSON_VALUES)
 
 
-def parse_json(text: str, most: int = MOST_JSON_VALUES) -> Any:
-    """Return what a JSON text says.
+def parse_json(
+    data: bytes | str,
+    most: int = MOST_JSON_VALUES,
+    *,
+    most_bytes: int | None = None,
+    deepest: int = DEEPEST,
+    nan: bool = True,
+    unique: bool = False,
+) -> Any:
+    """Return what a JSON document says; size and number of values are bounded before it is read, then its depth.
+
+    Without `nan`, NaN and the infinities are refused, which JSON does not have; with `unique` a name given twice.
 
     >>> parse_json('{"step": 3}')
     {'step': 3}
 
     Raises:
-        ValueError: not JSON, deeper than `DEEPEST`, or with more than `most` values.
+        ValueError: not JSON, longer than `most_bytes`, deeper than `deepest`, or with more than `most` values.
     """
-    if sum(text.count(mark) for mark in "[{,") > most:
+    if most_bytes is not None and len(data) > most_bytes:
+        raise Refused(f"it has {len(data):,} bytes, more than the {most_bytes:,} that are read")
+    if _marks(data) > most:
         raise Refused(f"it holds more than {most:,} values, the most that is read")
+    hooks = {"parse_constant": None if nan else _no_number, "object_pairs_hook": _once if unique else None}
     try:
-        content = json.loads(text)
+        content = json.loads(data, **hooks)
+    except json.JSONDecodeError as error:
+        raise Refused(f"it is no JSON: {error.msg} at character {error.pos}") from None
+    except UnicodeDecodeError as error:
+        raise Refused(f"it is no text: {one_line(error)}") from None
     except RecursionError:
-        raise _too_deep() from None
-    _check_depth(content)
+        raise _too_deep(deepest) from None
+    _check_depth(content, deepest)
     return content
 
 
-def _too_deep() -> Refused:
-    return Refused(f"it nests more than {DEEPEST} deep")
+def _marks(data: bytes | str) -> int:
+    """Signs that begin a value or a name, those inside of strings included."""
+    if isinstance(data, bytes):
+        return sum(map(data.count, (b",", b":", b"[", b"{")))
+    return sum(map(data.count, ",:[{"))
 
 
-def _check_depth(content: Any) -> None:
+def _no_number(name: str) -> NoReturn:
+    raise Refused(f"it holds {name}, which JSON has not")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise Refused("it gives a name twice")
+    return content
+
+
+def _too_deep(deepest: int = DEEPEST) -> Refused:
+    return Refused(f"it nests more than {deepest} deep")
+
+
+def _check_depth(content: Any, deepest: int) -> None:
     level = [content] if isinstance(content, dict | list) else []
-    for _ in range(DEEPEST):
+    for _ in range(deepest):
         level = [item for node in level for item in _items(node) if isinstance(item, dict | list)]
         if not level:
             return
-    raise _too_deep()
+    raise _too_deep(deepest)
 
 
 def _items(node: Any) -> Iterable[Any]:

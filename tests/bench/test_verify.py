@@ -76,7 +76,7 @@ def test_a_finished_run_is_whole(folder: Path, capsys: pytest.CaptureFixture[str
         (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl can't be read: No such file"),
         (lambda run: (run / "config.yaml").write_text("a: [1"), "config.yaml' is not YAML"),
         (lambda run: (run / "environment.json").unlink(), "environment.json is missing"),
-        (lambda run: cut(run / "summary.json"), "summary.json can't be read: no JSON"),
+        (lambda run: cut(run / "summary.json"), "summary.json can't be read: it is no JSON"),
         (lambda run: (run / "summary.json").write_text("[]"), "summary.json holds no mapping"),
         (lambda run: change_summary(run, steps=7), "summary.json counts 7 steps, metrics.jsonl ends with 6"),
         (
