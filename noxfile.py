@@ -7,6 +7,14 @@ import nox
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "tests", "docs"]
+BENCHMARKS = (
+    "round_to_grid",
+    "optimizer_step",
+    "linear_forward",
+    "fake_quantized_linear",
+    "harness_overhead",
+    "checkpoint",
+)
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
@@ -51,6 +59,6 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks of speed, one after the other: nothing else should run meanwhile."""
-    for name in ("round_to_grid", "optimizer_step", "linear_forward", "fake_quantized_linear", "harness_overhead"):
-        session.run("python", f"benchmarks/{name}.py", env=ONE_THREAD)
+    """The benchmarks of speed, one after the other: nothing else should run meanwhile; -- --record for the site."""
+    for name in BENCHMARKS:
+        session.run("python", f"benchmarks/{name}.py", *session.posargs, env=ONE_THREAD)
