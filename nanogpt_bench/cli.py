@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import signal
 import sys
 import warnings
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     interrupted for good.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal has no letters for is shown by its number
+            stream.reconfigure(errors="backslashreplace")
     # geoopt scripts one helper at import; nothing a user of this command can change.
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
     try:

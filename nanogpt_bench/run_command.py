@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from nanogpt_bench.config import DEFAULT_DATA_DIR, Config
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.errors import BenchError, printable
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
@@ -44,7 +44,7 @@ def run_command(
     options = {"resume": resume, "allow_config_change": allow_config_change}
     with stop_requests() as stop, _display(config) as show:
         summary = run(config, run_dir, on_progress=show, stop=stop, say=_say, **options)
-    print(_closing_line(summary, run_dir))
+    print(printable(_closing_line(summary, run_dir)))
     return exit_code(summary)
 
 
@@ -63,9 +63,9 @@ def checked_name(name: str) -> str:
     """Return a run's name if it is one folder below runs/.
 
     Raises:
-        BenchError: it is empty, a path, or hidden.
+        BenchError: it is empty, a path, hidden, or holds what can't be printed.
     """
-    if not name or Path(name).name != name or name.startswith("."):
+    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
         raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
     return name
 
@@ -88,7 +88,7 @@ def latest_name(stem: str) -> Path:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
 
 
 def prepare_default(data_dir: str) -> None:
@@ -112,7 +112,7 @@ def _display(config: Config) -> Iterator[Any]:
         def show(progress: Progress) -> None:
             bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
             for alert in progress.alerts:
-                console.print(f"{alert.level} {alert.message}", highlight=False, markup=False)
+                console.print(printable(f"{alert.level} {alert.message}"), highlight=False, markup=False)
             if progress.step % config.eval.interval == 0 or progress.step == config.train.max_steps:
                 console.print(_line(progress), highlight=False)
 

@@ -18,7 +18,7 @@ from nanogpt_bench.data import open_corpus
 from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError, disk_failure
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.files import write_json, write_whole
+from nanogpt_bench.files import remove_parts, write_json, write_text
 from nanogpt_bench.lock import is_unused, locked
 from nanogpt_bench.memory import held_bytes
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
@@ -130,7 +130,8 @@ class _Run:
         else:
             self._take_up(found)
             earlier = found.facts["trackers"]
-        write_whole(self.run_dir / "config.yaml", to_yaml(self.config))
+        remove_parts(self.run_dir)
+        write_text(self.run_dir / "config.yaml", to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
         after = -1 if self.done is None else self.done
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, steps, verify
 from nanogpt_bench.checkpoint.bounded_json import parse
-from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.errors import BenchError, one_line, printable
 from nanogpt_bench.report.load import find_runs
 from nanogpt_bench.settings import read_yaml
 
@@ -40,10 +40,10 @@ def verify_command(paths: Sequence[Path]) -> int:
     for path in find_runs(paths):
         found = check_run(path)
         failed |= bool(found.problems)
-        print(_headline(path, found))
+        print(printable(_headline(path, found)))
         for kind, lines in (("problem", found.problems), ("note", found.notes)):
             for line in lines:
-                print(f"  {kind}: {line}")
+                print(f"  {kind}: {printable(line)}")
     return int(failed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.files import replacing
 from nanogpt_bench.untrusted import check_header
 
 
@@ -22,9 +22,8 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """
     tensors, metadata = tensors_of(model)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    save_file(tensors, partial, metadata)
-    os.replace(partial, path)
+    with replacing(path) as file:
+        save_file(tensors, file.name, metadata)
 
 
 def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

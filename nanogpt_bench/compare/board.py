@@ -16,6 +16,7 @@ from rich.text import Text
 
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
+from nanogpt_bench.errors import printable
 
 STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"}
 
@@ -57,7 +58,7 @@ class Board:
 
     def say(self, text: str) -> None:
         """Print one line above the table."""
-        self._console.print(Text(f"[{self.elapsed():5.0f} s] {text}"), soft_wrap=True)
+        self._console.print(Text(f"[{self.elapsed():5.0f} s] {printable(text)}"), soft_wrap=True)
 
     def elapsed(self) -> float:
         return time.monotonic() - self._begun
@@ -113,7 +114,7 @@ def _cells(entry: Entry) -> list[Text | ProgressBar]:
     seen = entry.progress
     done, total = seen.get("step", 0), seen.get("max_steps", 1)
     return [
-        Text(entry.name),
+        Text(printable(entry.name)),
         Text(entry.state, style=STATES[entry.state]),
         ProgressBar(total=total, completed=done, width=12),
         Text(f"{done}/{total}" if seen else ""),

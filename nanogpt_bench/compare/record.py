@@ -16,8 +16,8 @@ from nanogpt_bench.compare.earlier import DATE, FROM_OUTSIDE, MANIFEST, drop_che
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.failures import failures_of
+from nanogpt_bench.files import write_text
 from nanogpt_bench.report.build import facts_of, write_report
-from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import Run, is_run_folder, load_run
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
 from nanogpt_bench.untrusted import read_json

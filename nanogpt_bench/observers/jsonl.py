@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.files import NO_LINKS
 from nanogpt_bench.observers.base import Observer, Step
 
 
@@ -23,12 +24,21 @@ class LineFile:
     def append(self, lines: Iterable[str]) -> None:
         """Add lines; whoever reads the file sees them."""
         if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = os.fdopen(self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
         try:
             self._file.writelines(line + "\n" for line in lines)
             self._file.flush()
         except OSError as error:  # which does not say what it was that could not be written
             raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def _open(self, flags: int) -> int:
+        """A file to be changed: one that leads elsewhere, in a folder that someone else has made, is left alone."""
+        try:
+            return os.open(self._path, flags | NO_LINKS, 0o666)
+        except OSError:
+            if self._path.is_symlink():
+                raise BenchError(f"{str(self._path)!r} is a symbolic link; lines are added to a file only") from None
+            raise
 
     def length(self) -> int:
         """Return the bytes written so far, once they are on the disk: a checkpoint must not know of later ones."""
@@ -51,7 +61,8 @@ class LineFile:
                 f"{str(self._path)!r} has {size} bytes, {length} when the checkpoint was taken: lines are lost"
             )
         if size > length:
-            os.truncate(self._path, length)
+            with os.fdopen(self._open(os.O_WRONLY), "wb") as file:
+                file.truncate(length)
         if size and not length:
             self._path.unlink()
 

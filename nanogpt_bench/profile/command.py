@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError
-from nanogpt_bench.report.files import write_text
+from nanogpt_bench.files import write_text
 from nanogpt_bench.run_command import prepare_default
 from nanogpt_bench.settings import parse_overrides, read_yaml
 from nanogpt_bench.shipped import find_config

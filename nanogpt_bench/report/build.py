@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, unknown
-from nanogpt_bench.report.files import write_text
+from nanogpt_bench.files import write_text
 from nanogpt_bench.report.load import Run, find_runs, load_run
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks

@@ -15,6 +15,11 @@ from nanogpt_bench.report import series
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row
 
+#: names that a JavaScript object has without anybody's doing
+OBJECT_HAS = (
+    *("__defineGetter__", "__defineSetter__", "__lookupGetter__", "__lookupSetter__", "__proto__", "constructor"),
+    *("hasOwnProperty", "isPrototypeOf", "propertyIsEnumerable", "toLocaleString", "toString", "valueOf"),
+)
 MARKED_POINTS = 60  # a curve with at most this many points shows them
 
 
@@ -77,10 +82,27 @@ def _mark_traces(marks: Sequence[series.Mark], looks: Mapping[str, Look]) -> lis
                 "size": 13,
                 "line": {"width": 2.5, "color": colour(looks[mark.label])},
             },
-            "hovertemplate": escape(f"{mark.label}: {mark.text}") + "<extra></extra>",
+            "hovertemplate": in_template(f"{mark.label}: {mark.text}") + "<extra></extra>",
         }
         for mark in marks
     ]
+
+
+def in_template(text: str) -> str:
+    """A text that stands for itself in one of plotly's templates, where `%{x}` is the value of x."""
+    return escape(text).replace("%{", "%&#123;")
+
+
+def category(text: str) -> str:
+    """A text as the name of a category, drawn as it is.
+
+    Plotly keeps categories by name in a JavaScript object, and can't tell one from what every such object has; the
+    first letter of these comes by its number.
+
+    >>> category("a<b"), category("constructor")
+    ('a&lt;b', '&#99;onstructor')
+    """
+    return f"&#{ord(text[0])};{text[1:]}" if text in OBJECT_HAS else escape(text)
 
 
 def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:

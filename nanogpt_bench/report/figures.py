@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from nanogpt_bench.files import replacing
 from nanogpt_bench.report import map_figures, series
 from nanogpt_bench.report.figure_legend import legend_below
-from nanogpt_bench.report.files import replacing
 from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look, figure_label
 from nanogpt_bench.report.results import COSINE, Result, Row, reference_name
 from nanogpt_bench.report.studies import Studies
@@ -94,10 +94,10 @@ def _save(drawn: Figure, stem: Path) -> list[Path]:
     paths = []
     for suffix, metadata in METADATA.items():
         path = stem.with_suffix(f".{suffix}")
-        with replacing(path) as part:
+        with replacing(path) as file:
             # The strongest compression takes as long as the drawing and saves a tenth.
             packed = {"pil_kwargs": {"compress_level": 3}} if suffix == "png" else {}
-            drawn.savefig(part, format=suffix, metadata=metadata, **packed)
+            drawn.savefig(file, format=suffix, metadata=metadata, **packed)
         # The layout found for the first file holds for the others; to find it costs as much as to draw.
         drawn.set_layout_engine("none")
         paths.append(path)

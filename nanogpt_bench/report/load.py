@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.errors import BenchError, one_line, printable, shortened
 from nanogpt_bench.report.read import finite, mapping, numbers, records
 from nanogpt_bench.report.watched import (
     ALERTS,
@@ -23,6 +23,8 @@ from nanogpt_bench.report.watched import (
 )
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
+#: of a run's name, rule or format
+LONGEST_NAME = 200
 STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
 
 
@@ -51,16 +53,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        return str(self.summary.get("name") or self.path.name)
+        return _one_word(self.summary.get("name") or self.path.name)
 
     @property
     def rule(self) -> str:
-        return str(self.summary.get("rule") or self.config.get("rule") or "unknown")
+        return _one_word(self.summary.get("rule") or self.config.get("rule") or "unknown")
 
     @property
     def format(self) -> str:
         """The weights' format, `none` for floats, `mixed` when layers differ."""
-        return str(self.summary.get("format") or _configured_format(self.config))
+        return _one_word(self.summary.get("format") or _configured_format(self.config))
 
     @property
     def seed(self) -> int | None:
@@ -113,6 +115,11 @@ class Run:
         points = [(finite(record.get(against)), record) for record in self.metrics if key in record]
         kept = [(x, finite(record[key])) for x, record in points if x is not None]
         return [x for x, _ in kept], [y for _, y in kept]
+
+
+def _one_word(value: object) -> str:
+    """A name as tables and legends show it: one line of printable text, not longer than fits into one."""
+    return shortened(printable(one_line(str(value))), LONGEST_NAME)
 
 
 def _configured_format(config: Mapping[str, Any]) -> str:

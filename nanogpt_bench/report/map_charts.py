@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from nanogpt_bench.report import fields
-from nanogpt_bench.report.charts import Chart, axes
+from nanogpt_bench.report.charts import Chart, axes, category
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.studies import Sensitivity
 
@@ -33,7 +33,7 @@ def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
     trace = {
         "type": "heatmap",
         "x": field.columns,
-        "y": [escape(layer) for layer in field.layers],
+        "y": [category(layer) for layer in field.layers],
         "z": [[None if cell is None else round(cell, 2) for cell in line] for line in field.cells],
         "labels": list(field.ticks.values()),  # of the columns; the page's script gives them to every row
         "colorscale": "@sequential",
@@ -87,8 +87,8 @@ def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
     reach = max(known, default=0.0) or 1.0
     trace = {
         "type": "heatmap",
-        "x": [escape(fmt) for fmt in study.formats],
-        "y": [escape(pattern) for pattern in study.patterns],
+        "x": [category(fmt) for fmt in study.formats],
+        "y": [category(pattern) for pattern in study.patterns],
         "z": [list(line) for line in study.gap],
         "text": [["" if gap is None else f"{gap:+z.3f}" for gap in line] for line in study.gap],
         "texttemplate": "%{text}",
@@ -117,7 +117,7 @@ def _failed_cells(study: Sensitivity) -> list[dict[str, Any]]:
     """How the runs ended where they left no loss."""
     plain = {"showarrow": False, "font": {"size": 11}}
     return [
-        {"x": escape(fmt), "y": escape(pattern), "text": escape(study.ending(i, j)), **plain}
+        {"x": category(fmt), "y": category(pattern), "text": escape(study.ending(i, j)), **plain}
         for i, pattern in enumerate(study.patterns)
         for j, fmt in enumerate(study.formats)
         if study.gap[i][j] is None

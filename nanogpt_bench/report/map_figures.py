@@ -78,7 +78,7 @@ def sensitivity(study: Sensitivity) -> Figure:
         for j, gap in enumerate(line):
             shade = "white" if gap is not None and abs(gap) > 0.6 * reach else "black"
             text = study.ending(i, j) if gap is None else f"{gap:+z.3f}"
-            axes.text(j, i, text, ha="center", va="center", color=shade, fontsize=9)
+            axes.text(j, i, figure_label(text), ha="center", va="center", color=shade, fontsize=9)
     axes.set_xticks(range(len(study.formats)), [figure_label(name) for name in study.formats])
     axes.set_yticks(range(len(study.patterns)), [figure_label(name) for name in study.patterns])
     axes.grid(visible=False)

@@ -54,17 +54,21 @@
       return copy;
     });
 
-  const draw = (chart) => {
+  const draw = async (chart) => {
     const place = document.getElementById(`chart-${chart.name}`);
-    const options = { responsive: true, displaylogo: false, displayModeBar: false };
+    const options = { responsive: true, displaylogo: false, displayModeBar: false, typesetMath: false };
     return Plotly.react(place, tracesOf(chart), layoutOf(chart), options);
   };
   // A few charts at a time, so that a long page can be read while the rest is drawn; a later call takes over.
+  const waiting = new Set();
   const drawAll = async (wanted) => {
     const own = ++round;
+    wanted.forEach((chart) => waiting.add(chart));
     let begun = performance.now();
-    for (const chart of wanted) {
-      await draw(chart);
+    for (const chart of data.filter((chart) => waiting.has(chart))) {
+      waiting.delete(chart);
+      // One chart that can't be drawn leaves its place empty, and no other.
+      await draw(chart).catch((error) => console.error(chart.name, error));
       if (performance.now() - begun > 60) {
         await new Promise((go) => setTimeout(go));
         begun = performance.now();
@@ -82,8 +86,7 @@
       for (const twin of document.querySelectorAll("button.key")) {
         if (twin.dataset.row === row) twin.setAttribute("aria-pressed", String(!hidden.has(row)));
       }
-      // While the first round still goes on, the charts it has not come to must be drawn as well.
-      drawAll(document.documentElement.dataset.charts ? data.filter((chart) => shows(chart, row)) : data);
+      drawAll(data.filter((chart) => shows(chart, row)));
     });
   }
   // A chart in a closed page has no width until the page opens.

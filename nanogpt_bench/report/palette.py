@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanogpt_bench.errors import printable
 from nanogpt_bench.report.results import Row
 
 # Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
@@ -108,6 +109,6 @@ def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int
 
 def figure_label(label: str) -> str:
     """A label as matplotlib should show it: one line, not too long, no mathematics, no hidden legend entry."""
-    text = " ".join(label.split())
+    text = printable(" ".join(label.split()))
     text = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")

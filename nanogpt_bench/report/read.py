@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from nanogpt_bench import untrusted
-from nanogpt_bench.errors import one_line
+from nanogpt_bench.errors import one_line, printable
 
 #: bytes of a line of JSON; a record of ten thousand figures has half a million
 LONGEST_LINE = 8 * 2**20
@@ -28,6 +29,24 @@ def finite(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # a whole number beyond the largest float
         return None
+
+
+def cleaned(content: Any) -> Any:
+    """Plain data whose texts, those of keys among them, hold nothing that a terminal, a page or a font obeys.
+
+    Line breaks and tabs stay.
+
+    >>> cleaned({"a\\x1b": ["\\x00", 1, "b\\nc"]})
+    {'a\\\\x1b': ['\\\\x00', 1, 'b\\nc']}
+    """
+    if isinstance(content, str):
+        return content if content.isprintable() else _BREAKS.sub(lambda part: printable(part[0]), content)
+    if isinstance(content, dict):
+        return {cleaned(key): cleaned(value) for key, value in content.items()}
+    return [cleaned(item) for item in content] if isinstance(content, list) else content
+
+
+_BREAKS = re.compile(r"[^\n\t]+")
 
 
 def numbers(values: Any) -> tuple[float, ...] | None:
@@ -54,7 +73,7 @@ def mapping(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{path.name} could not be read: {str(error).splitlines()[0]}")
         return {}
     if isinstance(content, dict):
-        return content
+        return dict(cleaned(content))
     notes.append(f"{path.name} holds a {type(content).__name__} where a mapping was expected")
     return {}
 
@@ -97,9 +116,12 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
+    text = line.decode("utf-8", errors="replace")
     try:
-        record = untrusted.parse_json(line.decode("utf-8", errors="replace"))
+        record = untrusted.parse_json(text)
     except ValueError:
         return None
+    if "\\" in text or not text.rstrip("\r\n").isprintable():  # hardly any line is
+        record = cleaned(record)
     step = finite(record.get("step")) if isinstance(record, dict) else None
     return record if step is not None and 0 <= step <= MOST_STEPS else None

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanogpt_bench.errors import printable, shortened
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
@@ -18,6 +19,7 @@ COSINE = "grad/cosine"
 # The configuration keys in which the seeds of one row may differ.
 SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 
+LONGEST_SETTING = 60  # of a setting's value in a label
 MOST_SETTINGS = 3  # that a label names
 
 
@@ -109,7 +111,7 @@ def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
     labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
     told = [_told_apart(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
     named = [f" ({group[0].name})" for group in groups]
-    paths = [f" ({group[0].path})" for group in groups]
+    paths = [f" ({printable(str(group[0].path))})" for group in groups]
     for endings in (told, named, paths):
         labels = [
             base + ending if labels.count(label) > 1 else label
@@ -129,7 +131,7 @@ def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shortened(" ".join(str(value).split()), LONGEST_SETTING)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

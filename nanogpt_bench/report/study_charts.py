@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from nanogpt_bench.report.charts import Chart, axes, colour
+from nanogpt_bench.report.charts import Chart, axes, category, colour
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.parallel import NOTHING, Parallel, parallel
 from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
@@ -62,7 +62,7 @@ def limit_chart(limits: Sequence[LearningRateLimit]) -> Chart | None:
     shown = [limit for limit in limits if limit.stable or limit.unstable]
     if not shown:
         return None
-    labels = [escape(row_label(limit.rule, limit.format)) for limit in shown]
+    labels = [category(row_label(limit.rule, limit.format)) for limit in shown]
     bridge = [
         _bridge(label, limit) for label, limit in zip(labels, shown, strict=True) if limit.stable and limit.unstable
     ]

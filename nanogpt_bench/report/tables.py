@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.errors import one_line
 from nanogpt_bench.report.results import Figure, Result, reference_name
 
 
@@ -142,7 +143,7 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
 
 def to_text(results: Sequence[Result]) -> str:
     """The table in plain text, columns lined up."""
-    return _padded(results, lambda text: text)
+    return _padded(results, one_line)
 
 
 def to_markdown(results: Sequence[Result]) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.config import DEFAULT_DATA_DIR
+from nanogpt_bench.errors import printable
 from nanogpt_bench.lock import locked
 from nanogpt_bench.run_command import prepare_default
 from nanogpt_bench.signals import RESUMABLE
@@ -98,7 +99,7 @@ def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
     if table is None:
         print_results(record.record.results(), Console())
     else:
-        print(table)
+        print("".join(f"{printable(line)}\n" for line in table.splitlines()))
     print(page, flush=True)
     if not whole:
         return RESUMABLE

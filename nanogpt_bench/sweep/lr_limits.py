@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError
-from nanogpt_bench.report.files import write_text
+from nanogpt_bench.files import write_text
 from nanogpt_bench.report.load import finite
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import build_config

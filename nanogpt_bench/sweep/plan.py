@@ -12,7 +12,7 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.errors import BenchError, printable
 from nanogpt_bench.reference import reference_settings
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.resolve import format_summary, resolve, rule_name
@@ -96,7 +96,7 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
         raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None
     settings |= {key: get(built, key) for key in settings}  # 1e-3 and 0.001 are one learning rate
     axes |= {key: settings[key] for key in axes if key in settings}
-    label = label or describe(config, axes)
+    label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
     return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
 

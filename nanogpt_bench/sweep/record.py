@@ -13,8 +13,8 @@ from nanogpt_bench.compare.earlier import drop_checkpoints, has_ended, make_read
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.files import write_text
 from nanogpt_bench.lock import is_unused
-from nanogpt_bench.report.files import write_text
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.untrusted import read_json
 
@@ -89,6 +89,8 @@ class SweepRecord:
             self._ended.add(run.name)
             drop_checkpoints(self.run_dir(run), run.settings)
             return True
+        if self.run_dir(run).is_symlink():
+            raise BenchError(f"{str(self.run_dir(run))!r} is a symbolic link, which is no place for a run; remove it")
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
         return False

@@ -11,8 +11,8 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import check_count
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.files import write_text
 from nanogpt_bench.reference import float_rule, reference_settings
-from nanogpt_bench.report.files import write_text
 from nanogpt_bench.report.load import finite
 from nanogpt_bench.resolve import format_name, resolve
 from nanogpt_bench.settings import build_config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.files import write_text
 from nanogpt_bench.tracking.base import Tracker, Trackers, report_failure
 
 TRACKING_FILE = "tracking.json"
@@ -47,9 +47,7 @@ def start_trackers(
             dropped[name] = report_failure(name, error)
     trackers = Trackers(started, dropped)
     if trackers.facts:
-        partial = run_dir / f".{TRACKING_FILE}.partial"
-        partial.write_text(json.dumps(trackers.facts, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, run_dir / TRACKING_FILE)
+        write_text(run_dir / TRACKING_FILE, json.dumps(trackers.facts, indent=1) + "\n")
     return trackers
 
 

@@ -78,9 +78,9 @@ def without_a_summary(patch: pytest.MonkeyPatch) -> None:
             raise full(path)
         write(path, text)
 
-    write = files.write_whole
-    patch.setattr(files, "write_whole", refusing)
-    patch.setattr(train, "write_whole", refusing)
+    write = files.write_text
+    patch.setattr(files, "write_text", refusing)
+    patch.setattr(train, "write_text", refusing)
 
 
 def at_the_summary(patch: pytest.MonkeyPatch) -> None:
@@ -91,9 +91,9 @@ def at_the_summary(patch: pytest.MonkeyPatch) -> None:
             raise full(path)
         write(path, text)
 
-    write = files.write_whole
-    patch.setattr(files, "write_whole", refusing)
-    patch.setattr(train, "write_whole", refusing)
+    write = files.write_text
+    patch.setattr(files, "write_text", refusing)
+    patch.setattr(train, "write_text", refusing)
 
 
 @pytest.mark.parametrize(

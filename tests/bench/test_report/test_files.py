@@ -1,0 +1,143 @@
+"""Files are replaced whole, and no link in a folder that someone else has made leads a writing out of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.checkpoint import steps
+from nanogpt_bench.cli import main
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.files import remove_parts, replacing, write_text
+from nanogpt_bench.observers.jsonl import LineFile
+
+SECRET = "what was there before"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "elsewhere" / "secret"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path, secret: Path) -> None:
+    path = tmp_path / "report.html"
+    path.symlink_to(secret)
+    write_text(path, "new")
+    assert (path.read_text(), path.is_symlink(), secret.read_text()) == ("new", False, SECRET)
+
+
+def test_a_failure_leaves_the_old_file_and_no_part(tmp_path: Path) -> None:
+    path = write_text(tmp_path / "a", "old")
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.writelines([b"half", "text"])  # type: ignore[list-item]
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+    assert path.read_text() == "old"
+
+
+def test_a_name_that_is_taken_by_a_link_is_not_written_through(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    with replacing(tmp_path / "a") as file:
+        names.append(Path(file.name).name)
+    with replacing(tmp_path / "a") as file:
+        names.append(Path(file.name).name)
+    assert names[0] != names[1]
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)  # one that could be foreseen after all
+    (tmp_path / f".a.{'0' * 16}.part").symlink_to(secret)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "a", "new")
+    assert secret.read_text() == SECRET
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / f".a.{'0f' * 8}.part").write_text("half")
+    for name in (".a.part", "a.0f0f0f0f0f0f0f0f.part", ".keep", "metrics.jsonl"):
+        (tmp_path / name).write_text("kept")
+    remove_parts(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_long_name_and_half_a_surrogate_pair_are_written(tmp_path: Path) -> None:
+    assert write_text(tmp_path / ("x" * 250), "\ud800").read_bytes() == b"\\ud800"
+
+
+def test_lines_are_not_added_to_what_a_link_points_to(tmp_path: Path, secret: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to(secret)
+    for act in (lambda file: file.append(["{}"]), lambda file: file.cut(3)):
+        with pytest.raises(BenchError, match="symbolic link"):
+            act(LineFile(path))
+    assert secret.read_text() == SECRET
+
+
+SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")
+
+
+def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nanogpt_bench.corpus import prepare_text
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("a line of text\n" * 200)
+    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
+    words = ["run", "bf16_baseline", "--name=a", "--data.dir=corpus", *SMALL, "--checkpoint.every=2"]
+    assert main([*words, "--train.max_steps=4"]) == 0
+    run = tmp_path / "runs" / "a"
+    assert steps(run)
+    secret.write_bytes((run / "metrics.jsonl").read_bytes() + b"{}\n")
+    for name in ("metrics.jsonl", "config.yaml", "summary.json", "environment.json"):
+        content = (run / name).read_bytes()
+        (run / name).unlink()
+        (run / name).symlink_to(secret if name == "metrics.jsonl" else secret.with_name(name))
+        (run / name).touch()
+        if name != "metrics.jsonl":
+            secret.with_name(name).write_bytes(content)
+    before = {path.name: path.read_bytes() for path in secret.parent.iterdir()}
+    capsys.readouterr()
+    assert main([*words, "--train.max_steps=4", "--resume"]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in secret.parent.iterdir()} == before
+
+
+def test_a_sweep_has_no_run_behind_a_link(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nanogpt_bench.corpus import prepare_text
+    from nanogpt_bench.sweep.file import read_sweep
+    from nanogpt_bench.sweep.plan import plan_sweep
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("a line of text\n" * 200)
+    prepare_text(tmp_path / "text", tmp_path / "corpus", "byte")
+    file = tmp_path / "s.yaml"
+    file.write_text("settings: {data.dir: corpus, model.block_size: 8, train.max_steps: 1}\naxes: {seed: [1]}\n")
+    (run,) = plan_sweep(read_sweep(file))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "sweep.json").write_text(json.dumps({"mode": "grid", "runs": []}))
+    (out / run.name).symlink_to(secret.parent)
+    assert main(["sweep", "s.yaml", "--out", "out"]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert [path.name for path in secret.parent.iterdir()] == ["secret"]
+
+
+def test_a_report_writes_to_no_file_that_lies_elsewhere(
+    tmp_path: Path, secret: Path, write_run: Callable[..., Path]
+) -> None:
+    runs = [write_run(tmp_path / "runs" / name, rule=name) for name in ("fp32", "nearest")]
+    out = tmp_path / "out"
+    (out / "figures").mkdir(parents=True)
+    names = ("report.html", "results.csv", "table.md", "table.tex", "figures/loss_curves.png")
+    for name in names:
+        (out / name).symlink_to(secret)
+    assert main(["report", *map(str, runs), "--out", str(out)]) == 0
+    assert secret.read_text() == SECRET
+    assert all((out / name).stat().st_size > 100 and not (out / name).is_symlink() for name in names)

@@ -1,0 +1,130 @@
+"""Text that would do harm is shown as text: on the page, in pictures and tables, and on a terminal."""
+
+from __future__ import annotations
+
+import csv
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import hostile_text
+import pytest
+from chromium import EXECUTABLE, Chromium
+from hostile_text import TEXTS
+from PIL import Image
+from rich.console import Console
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare.board import Board
+from nanogpt_bench.compare.closing import print_results
+from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.report import report
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.tables import to_text
+
+#: what no text on a page or a terminal may hold: controls, marks of direction, separators of lines, surrogates
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return hostile_text.lay(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(scope="module")
+def page(runs):
+    return report([runs[0].parent], out=runs[0].parent / "out")
+
+
+class Elements(HTMLParser):
+    """The start tags of a page, with the attributes that could run something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.dangerous: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        odd = [name for name, value in attributes if name.startswith("on") or "javascript:" in (value or "").lower()]
+        self.dangerous += [f"{tag} {name}" for name in odd if name != "data-row"]
+
+
+def test_the_page_has_no_element_of_theirs(page):
+    text = page.read_text(encoding="utf-8")
+    found = Elements(text)
+    assert found.tags.count("script") == 3
+    assert not {"img", "a"} & set(found.tags) - {"a"}
+    assert found.dangerous == []
+    own = text.split("<script>")[0]  # what is before plotly's code
+    assert not OBEYED.search(own), OBEYED.search(own)
+    assert "&lt;script&gt;window.broken=1" in own
+
+
+def test_figures_are_pictures_and_tables_are_tables(page):
+    for path in (page.parent / "figures").iterdir():
+        if path.suffix == ".svg":
+            root = ElementTree.parse(path).getroot()
+            assert not [node for node in root.iter() if node.tag.endswith(("script", "foreignObject"))]
+        elif path.suffix == ".png":
+            Image.open(path).load()
+    rows = len(TEXTS) + 1
+    table = (page.parent / "table.md").read_text(encoding="utf-8")
+    assert len(table.splitlines()) == rows + 2
+    assert not re.search(r"(?<!\\)[<>`]|(?<!\\)\]\(", table)
+    assert not OBEYED.search(table)
+    assert (page.parent / "table.tex").read_text(encoding="utf-8").count(r"\\") == rows + 1
+    with (page.parent / "results.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.reader(file))) == rows + 1
+
+
+def test_a_terminal_is_told_nothing(runs, capsys):
+    rows = group_rows([load_run(path) for path in runs])
+    results = measure(rows, find_reference(rows))
+    assert len(to_text(results).splitlines()) == len(runs) + 2
+    print_results(results, Console())
+    with Console(force_terminal=True, color_system=None, width=200).capture() as shown:
+        print_results(results, Console(force_terminal=True, color_system=None, width=200))
+    board = Board([PlannedRun(t, t, t, 0, t, {}) for t in TEXTS], Console(width=200))
+    board.say("".join(TEXTS))
+    Console(width=200, height=200).print(board.table())
+    assert main(["verify", *map(str, runs)]) == 1
+    assert main(["run", "\x1b[2J\u202e\ud800.yaml"]) == 2
+    assert main(["report", "\x1b[2J", "--out", "x"]) == 2
+    said = "".join([*capsys.readouterr(), shown.get()])
+    assert "window.broken" in said
+    assert not OBEYED.search(said), OBEYED.search(said)
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium to open the page in")
+def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
+    with Chromium(tmp_path / "profile") as browser:
+        browser.look(width=1280)
+        browser.open(Path(page).resolve().as_uri())
+        assert browser.said == []
+        assert browser.evaluate("window.broken === undefined")
+        undrawn = """[...document.querySelectorAll('[id^="chart-"]')].filter((place) =>
+          !place.querySelector('.scatterlayer path, .heatmaplayer image')).map((place) => place.id)"""
+        assert browser.evaluate(undrawn) == []
+        assert browser.evaluate("document.querySelectorAll('.js-plotly-plot').length") > 30
+        assert browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
+        assert browser.evaluate("document.querySelectorAll('[onerror], [onload]').length") == 0
+        shown = browser.evaluate("document.body.innerText")
+        assert "</script><script>window.broken=1" in shown
+        assert "&lt;script&gt; &amp; &#60;b&#62;" in shown
+        drawn = browser.evaluate("[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')")
+        assert "<script>" in drawn
+        browser.evaluate("""[...document.querySelectorAll('.js-plotly-plot')].forEach((plot) =>
+          plot._fullData.forEach((trace, i) => trace.type === 'scatter' && trace.hoverinfo !== 'skip' &&
+            Plotly.Fx.hover(plot, [{curveNumber: i, pointNumber: 0}])))""")
+        assert "%{x}" in browser.evaluate(
+            "[...document.querySelectorAll('.hovertext')].map((t) => t.textContent).join()"
+        )
+        browser.evaluate("document.querySelectorAll('#loss button.key').forEach((key) => key.click())")
+        browser.wait("document.querySelectorAll('#chart-val-step .scatterlayer .trace').length === 0")
+        assert browser.said == []
+        assert browser.evaluate("window.broken === undefined")
