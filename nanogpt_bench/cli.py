@@ -80,6 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"nanogpt-bench: error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except OSError as error:  # a path that can't be, a disk that is full: wherever it was met, no traceback helps
+        where = f"{error.filename!r}: " if error.filename is not None else ""
+        print(f"nanogpt-bench: error: {BenchError(f'{where}{error.strerror or error}')}", file=sys.stderr)
+        return USAGE_ERROR
     except KeyboardInterrupt:
         print("nanogpt-bench: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -219,6 +219,9 @@ def build_config(values: dict[str, Any]) -> Config:
     for key, value in values.items():
         if value is None and not _optional(FIELDS[key][1]):
             raise BenchError(f"{key}: null is not allowed; give {_type_name(key)}")
+        if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
+            raise BenchError(f"{key}: {value!r} is not allowed; give {_type_name(key)}")
+        _check_names(key, value)
     parser = _parser()
     try:
         parsed = parser.instantiate(parser.parse_object(_nest(values)))
@@ -229,6 +232,17 @@ def build_config(values: dict[str, Any]) -> Config:
         _canonicalize(config, key, item.metadata["choices"])
         _check_range(key, get(config, key), item.metadata)
     return config
+
+
+def _check_names(key: str, value: Any) -> None:
+    """Refuse a mapping, anywhere in a setting, that names an entry by something else than a word."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise BenchError(f"{key}: {name!r} is not allowed as the name of an entry; give a word, in quotes")
+            _check_names(key, item)
+    for item in value if isinstance(value, list | tuple) else ():
+        _check_names(key, item)
 
 
 def _off(key: str, value: Any) -> Any:

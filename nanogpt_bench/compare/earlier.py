@@ -128,7 +128,13 @@ def has_ended(summary: Mapping[str, Any]) -> bool:
 
 
 def make_ready(run_dir: Path) -> bool:
-    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left."""
+    """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left.
+
+    Raises:
+        BenchError: the folder is a symbolic link, through which nothing is written or removed.
+    """
+    if run_dir.is_symlink():
+        raise BenchError(f"{str(run_dir)!r} is a symbolic link, which is no place for a run; remove it")
     if not run_dir.exists():
         return False
     from nanogpt_bench.checkpoint import steps  # brings torch along

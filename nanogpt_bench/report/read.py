@@ -34,7 +34,7 @@ def finite(value: Any) -> float | None:
 def cleaned(content: Any) -> Any:
     """Plain data whose texts, those of keys among them, hold nothing that a terminal, a page or a font obeys.
 
-    Line breaks and tabs stay.
+    Line breaks and tabs stay; keys that YAML has made numbers or dates become texts.
 
     >>> cleaned({"a\\x1b": ["\\x00", 1, "b\\nc"]})
     {'a\\\\x1b': ['\\\\x00', 1, 'b\\nc']}
@@ -42,7 +42,7 @@ def cleaned(content: Any) -> Any:
     if isinstance(content, str):
         return content if content.isprintable() else _BREAKS.sub(lambda part: printable(part[0]), content)
     if isinstance(content, dict):
-        return {cleaned(key): cleaned(value) for key, value in content.items()}
+        return {cleaned(str(key)): cleaned(value) for key, value in content.items()}
     return [cleaned(item) for item in content] if isinstance(content, list) else content
 
 

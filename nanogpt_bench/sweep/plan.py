@@ -126,7 +126,11 @@ def describe(config: Config, axes: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return json.dumps(value, separators=(",", ":")) if isinstance(value, Mapping | list | bool) else str(value)
+    return (
+        json.dumps(value, separators=(",", ":"), default=str)
+        if isinstance(value, Mapping | list | bool)
+        else str(value)
+    )
 
 
 def folder_name(label: str, axes: Mapping[str, Any]) -> str:

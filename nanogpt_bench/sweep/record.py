@@ -89,8 +89,6 @@ class SweepRecord:
             self._ended.add(run.name)
             drop_checkpoints(self.run_dir(run), run.settings)
             return True
-        if self.run_dir(run).is_symlink():
-            raise BenchError(f"{str(self.run_dir(run))!r} is a symbolic link, which is no place for a run; remove it")
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
         return False

@@ -1,0 +1,138 @@
+"""What asks for more than there can be is refused at once, in one line that names the number."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare.plan import MOST_RUNS, check_count
+from nanogpt_bench.errors import LONGEST_MESSAGE, BenchError
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.sweep.axes import read_axis
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import count_points, plan_sweep
+from nanogpt_bench.sweep.sensitivity import plan_study
+
+MILLION = {"optimizer.lr": {"min": 1e-5, "max": 1.0, "points": 10**6}}
+LR = {"optimizer.lr": {"min": 1e-5, "max": 1.0}}
+SEEDS = {"seed": {"min": 1, "max": 10**9, "scale": "linear", "points": 10**6}}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a command line that must be refused says, within two seconds of a core."""
+    begun = time.process_time()
+    assert main(list(words)) == 2
+    assert time.process_time() - begun < 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def sweep(folder: Path, **content: Any) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "count"),
+    [
+        ({"axes": {**MILLION, **SEEDS}}, (), "1,000,000,000,000"),
+        ({"axes": {**MILLION, **SEEDS, "eval.seed": {**SEEDS["seed"], "points": 10**30}}}, (), "about 10^42"),
+        ({"axes": LR, "search": "random", "samples": 10**9}, (), "1,000,000,000"),
+        ({"axes": {"seed": list(range(101)), "rule": ["sgd"], "eval.seed": list(range(100))}}, (), "10,100"),
+        ({"axes": {"model.format": ["E4M3"], "seed": SEEDS["seed"]}}, ("--sensitivity",), "1,000,000"),
+        ({"axes": SEEDS}, ("--lr-limits",), "1,000,000"),
+    ],
+)  # fmt: skip
+def test_a_sweep_of_too_many_runs(tmp_path, capsys, content, words, count):
+    path = sweep(tmp_path, **content)
+    said = refused(capsys, "sweep", str(path), *words, "--out", str(tmp_path / "out"), "--data.dir=missing")
+    assert f"asks for {count} runs; at most {MOST_RUNS:,} are planned" in said
+    assert [each.name for each in tmp_path.iterdir()] == ["my.yaml"]
+
+
+def test_a_comparison_at_too_many_seeds(tmp_path, capsys):
+    out = tmp_path / "out"
+    said = refused(capsys, "compare", "--seeds", "1000000", "--out", str(out), "--formats", "E4M3")
+    assert "6 rows at --seeds 1,000,000 asks for 6,000,000 runs" in said
+    assert not out.exists()
+
+
+def test_as_many_as_are_allowed_are_counted_and_planned(tmp_path):
+    found = read_sweep(sweep(tmp_path, axes={"seed": [1, 2, 3]}))
+    assert count_points(found) == len(plan_sweep(found)) == 3
+    check_count(MOST_RUNS, "a sweep")
+    with pytest.raises(BenchError, match="asks for 10,001 runs"):
+        check_count(MOST_RUNS + 1, "a sweep")
+
+
+def test_the_patterns_of_a_sensitivity_study_count(tmp_path):
+    patterns = [f"blocks.{number}.attn" for number in range(6000)]
+    found = read_sweep(sweep(tmp_path, axes={"model.format": ["E4M3", "E5M2"]}, sensitivity={"patterns": patterns}))
+    with pytest.raises(BenchError, match=r"asks for 12,\d\d\d runs"):
+        plan_study(found)
+
+
+def test_values_that_are_there_twice_are_found_among_many():
+    begun = time.process_time()
+    with pytest.raises(BenchError, match=r"\{'a': \[1\]\} is there twice"):
+        read_axis("model.formats", [{"a": [number]} for number in range(9000)] + [{"a": [1]}])
+    assert time.process_time() - begun < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("seed: " + "9" * 399, "seed: 9"),
+        ("optimizer: {lr: " + "9" * 399 + "}", "optimizer.lr: 9"),
+        ("model: {formats: {1: E4M3}}", "1 is not allowed as the name of an entry"),
+        ("model: {formats: {'*': {weight: E4M3, 2020-01-01: x}}}", "is not allowed as the name of an entry"),
+        ('"\\e[2J\\u202E\\u2028": 1', "unknown key '\\x1b[2J\\u202e\\u2028'"),
+        ("alerts: {at_most: {\"a\\e[31m\\nb\": word}}", "alerts.at_most.a\\x1b[31m\\nb: 'word'"),
+        ("rule: " + "x" * 100_000, "unknown rule 'xxx"),
+    ],
+)  # fmt: skip
+def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
+    from nanogpt_bench.resolve import resolve
+
+    path = tmp_path / "a.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BenchError) as caught:
+        resolve(load_config(path))
+    assert part in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) <= LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\0", "a\0b.yaml", "/dev/null"])
+@pytest.mark.parametrize("command", ["run", "sweep", "evaluate", "profile"])
+def test_a_name_that_no_file_can_have(capsys, command, name):
+    assert refused(capsys, command, name)[:-1].isprintable()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "LONG", "--out", "o"],
+        ["report", "\0", "--out", "o"],
+        ["verify", "LONG"],
+        ["compare", "--out", "LONG"],
+        ["run", "bf16_baseline", "--name", "LONG"],
+        ["run", "bf16_baseline", "--data.dir", "LONG"],
+        ["run", "bf16_baseline", "--data.dir", "\0"],
+        ["run", "gpt2.yaml", "--model.init_from", "LONG"],
+        ["run", "gpt2.yaml", "--model.init_from", "\0"],
+        ["sweep", "formats.yaml", "--out", "LONG"],
+    ],
+)
+def test_a_folder_that_can_not_be(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "stdlib").mkdir()
+    refused(capsys, *(word.replace("LONG", "x" * 5000) for word in words))
