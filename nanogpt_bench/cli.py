@@ -80,19 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"nanogpt-bench: error: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except OSError as error:  # a path that can't be, a disk that is full: wherever it was met, no traceback helps
-        where = f"{error.filename!r}: " if error.filename is not None else ""
-        print(f"nanogpt-bench: error: {BenchError(f'{where}{error.strerror or error}')}", file=sys.stderr)
-        return USAGE_ERROR
     except KeyboardInterrupt:
         print("nanogpt-bench: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         why = disk_failure(error)
-        if why is None:
-            raise
-        print(f"nanogpt-bench: error: {why}", file=sys.stderr)
-        return FAILED
+        where = f"{error.filename!r}: " if error.filename is not None else ""  # a path that no file can have, say
+        print(f"nanogpt-bench: error: {BenchError(why or f'{where}{error.strerror or error}')}", file=sys.stderr)
+        return USAGE_ERROR if why is None else FAILED
 
 
 def _dispatch(words: list[str]) -> int:
