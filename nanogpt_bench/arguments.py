@@ -8,6 +8,9 @@ import argparse
 def names(text: str) -> list[str]:
     """Return the names in a list with commas.
 
+    Raises:
+        argparse.ArgumentTypeError: a list without a name.
+
     >>> names("E4M3, E7M0")
     ['E4M3', 'E7M0']
     """
@@ -18,7 +21,11 @@ def names(text: str) -> list[str]:
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Return a whole number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
     try:
         value = int(text)
     except ValueError:
@@ -39,6 +46,9 @@ def positives(text: str) -> list[int]:
 
 def share(text: str) -> float:
     """Return a number from 0 to 1.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
 
     >>> share("1e-3")
     0.001

@@ -123,7 +123,11 @@ def evaluate_command(
     weights: Path | None = None,
     save: Path | None = None,
 ) -> int:
-    """Print the table of `evaluate`, write it to `out` as JSON where one is given, and return 0."""
+    """Print the table of `evaluate`, write it to `out` as JSON where one is given, and return 0.
+
+    Raises:
+        BenchError: a configuration, weights or formats that don't go together.
+    """
     config = load_config(find_config(config_name), overrides)
     if weights and formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")

@@ -47,7 +47,11 @@ def remove_parts(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Replace the file at `path` by `text` in UTF-8; an error of the system names `path`."""
+    """Replace the file at `path` by `text` in UTF-8.
+
+    Raises:
+        OSError: the disk does not take it; the error names `path`, and what was there stays.
+    """
     try:
         with replacing(path) as file:
             # Half a surrogate pair, as in the name of a folder that is not UTF-8, has no bytes of its own.

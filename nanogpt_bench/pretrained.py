@@ -49,7 +49,11 @@ class Checkpoint:
 
     @property
     def weights(self) -> Path:
-        """Path of the weights, which are fetched from the hub where there is no folder."""
+        """Path of the weights, which are fetched from the hub where there is no folder.
+
+        Raises:
+            BenchError: the checkpoint has no weights in safetensors.
+        """
         path = self.folder / WEIGHTS if self.folder else hub_file(HUB_IDS.get(self.name, self.name), WEIGHTS)
         if not path.is_file():
             raise BenchError(f"model.init_from: {self.name!r} has no {WEIGHTS}; one file of safetensors is needed")

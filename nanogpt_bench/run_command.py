@@ -34,6 +34,9 @@ def run_command(
     """Train as a configuration file and overrides say.
 
     Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+
+    Raises:
+        BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
     """
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")

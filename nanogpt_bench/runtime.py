@@ -13,7 +13,11 @@ from nanogpt_bench.errors import BenchError
 
 @contextmanager
 def runtime(config: Config) -> Iterator[torch.device]:
-    """Set threads and seeds for the run, and put back what was there."""
+    """Set threads and seeds for the run, and put back what was there.
+
+    Raises:
+        BenchError: a GPU is asked for and there is none.
+    """
     wanted = config.runtime.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise BenchError("runtime.device: 'cuda' is not available on this machine; allowed: auto, cpu")

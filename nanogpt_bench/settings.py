@@ -58,7 +58,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file as {dotted key: value}, its keys checked."""
+    """Return the settings of a YAML file as {dotted key: value}, its keys checked.
+
+    Raises:
+        BenchError: a file that can't be read, is not YAML, or holds an unknown key.
+    """
     try:
         loaded = untrusted.read_yaml(path)
     except OSError as error:
@@ -73,7 +77,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested sections, the keys checked."""
+    """Yield (dotted key, value) of nested sections, the keys checked.
+
+    Raises:
+        BenchError: an unknown key, or a value in place of a section.
+    """
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in SECTIONS:
@@ -214,7 +222,11 @@ def _parser() -> jsonargparse.ArgumentParser:
 
 
 def build_config(values: dict[str, Any]) -> Config:
-    """Return the `Config` with these {dotted key: value} settings, types and ranges checked."""
+    """Return the `Config` with these {dotted key: value} settings, types and ranges checked.
+
+    Raises:
+        BenchError: a value of a wrong type, out of range, or null where that means nothing.
+    """
     values = {key: _off(key, value) for key, value in values.items()}
     for key, value in values.items():
         if value is None and not _optional(FIELDS[key][1]):

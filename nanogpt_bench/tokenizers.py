@@ -81,7 +81,11 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, text: str) -> CharTokenizer:
-        """Return the tokenizer whose vocabulary is the set of characters of `text`."""
+        """Return the tokenizer whose vocabulary is the set of characters of `text`.
+
+        Raises:
+            BenchError: more characters than a vocabulary can have.
+        """
         codes = np.unique(_code_points(text))
         if len(codes) > MAX_VOCABULARY:
             raise BenchError(f"text has {len(codes)} different characters; --tokenizer char allows {MAX_VOCABULARY}")
@@ -135,7 +139,11 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
-    """Return the tokenizer that wrote a corpus; GPT-2's files are not read yet."""
+    """Return the tokenizer that wrote a corpus; GPT-2's files are not read yet.
+
+    Raises:
+        TypeError: characters that are no text.
+    """
     if meta["tokenizer"] == "char":
         if not isinstance(meta["characters"], str):
             raise TypeError(f"characters of {type(meta['characters']).__name__}; a text is needed")

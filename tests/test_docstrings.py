@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ NAMESPACES = {
     "fp8manifold.ops": fm.ops,
     "fp8manifold.monitor": fm.monitor,
 }
+ROOT = Path(__file__).parent.parent
+BENCH = sorted((ROOT / "nanogpt_bench").rglob("*.py"))
 #: integers, in which there is neither NaN nor Inf nor -0
 INTEGERS_ONLY = {"fp8manifold.monitor.residual_saturation"}
 
@@ -194,6 +197,21 @@ def test_what_computes_has_an_equation_or_a_source(name: str) -> None:
 @pytest.mark.parametrize("value", [r"NaN", r"Inf|infinite", r"-0", r"empty"])
 def test_the_values_at_the_edge_are_spoken_of(name: str, value: str) -> None:
     assert re.search(rf"(?<!\w)({value})(?!\w)", inspect.getdoc(CALLED[name]) or ""), "not a word of it"
+
+
+def functions_that_raise(path: Path) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of the documented public functions of a file whose own source raises something."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and (text := ast.get_docstring(node)):
+            raised = [inner for inner in ast.walk(node) if isinstance(inner, ast.Raise) and inner.exc is not None]
+            if any("NotImplementedError" not in ast.dump(inner) for inner in raised):
+                yield f"{path.name}: {node.name}", text
+
+
+@pytest.mark.parametrize("path", BENCH, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_functions_of_the_bench_say_that_they_raise(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), "no docstring"
+    assert [name for name, text in functions_that_raise(path) if not re.search(r"[Rr]aise|[Rr]efuse", text)] == []
 
 
 def test_the_checks_see_what_is_missing() -> None:

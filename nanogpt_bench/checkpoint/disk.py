@@ -22,7 +22,11 @@ class Disk:
         folder.mkdir()
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """Write a new file and wait until it is on the disk."""
+        """Write a new file and wait until it is on the disk.
+
+        Raises:
+            OSError: the file exists, or the disk takes no more.
+        """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             rest = memoryview(data)

@@ -42,7 +42,11 @@ class Record:
         return self.folder / run.name
 
     def corpus_digests(self) -> dict[str, Any] | None:
-        """The SHA-256 of each split of the corpus, None until it is prepared."""
+        """The SHA-256 of each split of the corpus, None until it is prepared.
+
+        Raises:
+            BenchError: a corpus whose meta.json can't be read.
+        """
         if self.corpus is None or not self.corpus.exists():
             return None
         try:

@@ -55,7 +55,11 @@ def prepare_stdlib(
 
 
 def stdlib_documents(root: Path | None = None) -> list[str]:
-    """Return the documents of the standard library below `root` (default: the running Python's)."""
+    """Return the documents of the standard library below `root` (default: the running Python's).
+
+    Raises:
+        BenchError: no sources are below `root`.
+    """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     documents = [*_topics(root / "pydoc_data" / "topics.py"), *_modules(root)]
     if not documents:

@@ -22,7 +22,11 @@ class LineFile:
         self._file: TextIO | None = None
 
     def append(self, lines: Iterable[str]) -> None:
-        """Add lines; whoever reads the file sees them."""
+        """Add lines; whoever reads the file sees them.
+
+        Raises:
+            OSError: the disk does not take them; it names the file.
+        """
         if self._file is None:
             self._file = os.fdopen(self._open(os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
         try:

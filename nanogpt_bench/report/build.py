@@ -68,6 +68,9 @@ def write_report(
     """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path.
 
     `studies` are the folders in which sensitivity.json and lr_limits.json may lie; without any, `out`.
+
+    Raises:
+        BenchError: the folder can't be made, or `baseline` is no row.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

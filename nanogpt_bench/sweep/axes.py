@@ -61,7 +61,11 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many values a grid has, at most: those of a range of whole numbers may fall on each other."""
+        """How many values a grid has, at most: those of a range of whole numbers may fall on each other.
+
+        Raises:
+            BenchError: a range without a number of points.
+        """
         if not isinstance(self.values, Range):
             return len(self.values)
         if self.values.points is None:
@@ -69,7 +73,11 @@ class Axis:
         return self.values.points
 
     def draw(self, source: random.Random) -> Any:
-        """One value at random."""
+        """One value at random.
+
+        Raises:
+            BenchError: a range with a number of points, which are those of a grid.
+        """
         if not isinstance(self.values, Range):
             return source.choice(self.values)
         if self.values.points is not None:

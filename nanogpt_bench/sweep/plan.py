@@ -81,7 +81,11 @@ def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoi
 
 
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedPoint:
-    """Return the run at a point, checked; `label` instead of one made from the point."""
+    """Return the run at a point, checked; `label` instead of one made from the point.
+
+    Raises:
+        BenchError: settings that don't go together; it says at which point.
+    """
     axes = _without_formats(base, point)
     settings = assemble(base, axes)
     if axes != dict(point):
