@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import Demonstration, compare
+from nanogpt_bench.compare.earlier import drop_checkpoints
 from nanogpt_bench.compare.plan import plan_runs
-from nanogpt_bench.report import figures  # noqa: F401  (imported once for all children)
+from nanogpt_bench.report import figures
 from nanogpt_bench.settings import build_config
 from nanogpt_bench.signals import RESUMABLE
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.train import run
 
-STEPS = 150
+STEPS = 100
 SMALL = {
     "model.n_layer": 1,
     "model.n_head": 2,
@@ -39,6 +40,14 @@ SMALL = {
     "checkpoint.last": True,
     "checkpoint.keep": 1,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_pictures() -> Iterator[None]:
+    """Reports without their pictures, which take most of the time and no part in this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "write_figures", lambda *_: None)
+        yield
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
 
 def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_corpus: Path) -> None:
     out = interrupted / "again" / "out"
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.parent.name != "figures"}
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*")}
     expected = table(out)
     (out / "results.csv").unlink()
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
@@ -131,7 +140,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_c
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"max_steps": 7}, "--max-steps was 150, is 7"),
+        ({"max_steps": 7}, "--max-steps was 100, is 7"),
         ({"seeds": 2, "rules": ["nearest"]}, "--rules was not given, is nearest, --seeds was 1, is 2"),
     ],
 )
@@ -197,3 +206,26 @@ def test_an_interrupted_sweep_goes_on_from_the_points_checkpoint(small_corpus: P
     assert 30 <= taken_up_at(run_dir)[0] < STEPS
     run(build_config(point.settings), tmp_path / "whole" / point.name)
     assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "settings", "kept"),
+    [
+        ("finished", {}, False),
+        ("finished", {"checkpoint.last": True}, True),
+        ("failed", {}, True),
+        ("stopped", {}, True),
+        (None, {}, True),
+    ],
+)
+def test_a_run_among_many_keeps_no_checkpoint_once_it_has_finished(
+    status: str | None, settings: dict[str, Any], kept: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints" / "step-6").mkdir(parents=True)
+    if status is not None:
+        (tmp_path / "summary.json").write_text(json.dumps({"status": status}))
+    drop_checkpoints(tmp_path, settings)
+    assert (tmp_path / "checkpoints").exists() is kept
+    (tmp_path / ".checkpoints.removed" / "step-6").mkdir(parents=True)  # as a kill leaves it
+    drop_checkpoints(tmp_path, settings)
+    assert (tmp_path / ".checkpoints.removed").exists() is kept
