@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,11 +129,20 @@ def _command(name: str, summary: str | None, parser: argparse.ArgumentParser) ->
     for action in parser._actions:
         spelled = ", ".join(action.option_strings) or str(action.metavar or action.dest)
         value = f" {action.metavar}" if action.option_strings and action.metavar else ""
-        text = (action.help or "").replace("|", "\\|").replace("%(default)s", str(action.default))
+        text = _prose((action.help or "").replace("|", "\\|").replace("%(default)s", str(action.default)))
         rows.append((f"`{(spelled + value).replace('|', chr(92) + '|')}`", text))
     usage = parser.format_usage().removeprefix("usage: ").strip()
-    text = (parser.description or "").replace("\n", " ")
+    text = _prose((parser.description or "").replace("\n", " "))
     return f"## `{name}`\n\n{text}\n\n```text\n{usage}\n```\n\n" + markdown(("argument", "meaning"), rows)
+
+
+def _prose(text: str) -> str:
+    """A help text as Markdown: options as code, and no star an emphasis.
+
+    >>> print(_prose("read DIR/*.parquet, see --data-dir"))
+    read DIR/\\*.parquet, see `--data-dir`
+    """
+    return re.sub(r"(?<!\S)--[a-z][a-z-]*", r"`\g<0>`", text.replace("*", "\\*"))
 
 
 #: (how it is written, what makes it of a list of parameters) for every row of the table of bytes

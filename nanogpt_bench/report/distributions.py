@@ -52,7 +52,7 @@ def _chart(family: Family, rows: Sequence[Row], looks: Mapping[str, Look]) -> Ch
     if not traces:
         return None
     layout = axes(family.axis, "share")
-    layout["yaxis"] |= {"tickformat": ".3~%", "rangemode": "tozero"}
+    layout["yaxis"] |= {"tickformat": ".3~p", "rangemode": "tozero"}
     if family.logarithmic:
         layout["xaxis"] |= {"type": "log", "exponentformat": "power", "nticks": 6}
     name = family.prefix.strip("/").replace("/", "-")

@@ -122,7 +122,7 @@ def _chart(rows: Sequence[Row], looks: Mapping[str, Look], figure: Watched, limi
         return None
     layout = axes("step", figure.unit)
     if figure.unit == SHARE:
-        layout["yaxis"] |= {"tickformat": ".3~%", "rangemode": "tozero"}
+        layout["yaxis"] |= {"tickformat": ".3~p", "rangemode": "tozero"}
     if figure.logarithmic and _spans(lines):
         layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
     if limit is not None:

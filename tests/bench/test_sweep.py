@@ -494,7 +494,7 @@ def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path)
             assert time.monotonic() < end, "nothing happened in time"
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=240)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
