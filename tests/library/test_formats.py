@@ -208,13 +208,20 @@ def test_what_is_not_a_string_is_refused(value: object) -> None:
         fm.FloatFormat.from_string(value)  # type: ignore[arg-type]
 
 
+#: letters of a name that is too long which an error repeats
+LONGEST = 40
+
+
 @given(st.text(max_size=12) | st.from_regex(r"[eE]\d{0,3}[mM]\d{0,3}\w{0,4}") | st.from_regex(r"[pP]3109_\w{0,4}"))
 def test_any_text_is_read_or_refused_with_a_value_error(text: str) -> None:
     try:
         fmt = read(text)
     except ValueError as error:
         message, fmt = str(error), None
-    assert repr(text) in message if fmt is None else read(fmt.name) == fmt
+    if fmt is None:  # a long text is cut
+        assert repr(text) in message or repr(f"{text[:LONGEST]}...") in message
+    else:
+        assert read(fmt.name) == fmt
 
 
 # ----------------------------------------------------------------------------------------- the dataclass
