@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import bench_child
@@ -20,6 +21,8 @@ _PRELOAD = (
     "bench_child",
 )
 _FORKSERVER = multiprocessing.get_context("forkserver")
+#: Starting a process asks after all others; of two threads that ask after one at once, one is told 255.
+_ONE_AT_A_TIME = Lock()
 #: a child that takes longer hangs
 PATIENCE_S = 120.0
 
@@ -29,14 +32,21 @@ def start(folder: Path, words: Sequence[str], told: bench_child.Told | None = No
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(list(_PRELOAD))
     child = _FORKSERVER.Process(target=bench_child.command, args=(str(folder), list(words), told), daemon=True)
-    child.start()
+    with _ONE_AT_A_TIME:
+        child.start()
     return child
 
 
 def wait_for(child: Any, seconds: float) -> int | None:
     """Return a child's exit code, -N if signal N ended it, or None if it goes on after `seconds`."""
     wait([child.sentinel], seconds)
-    code: int | None = child.exitcode
+    return exit_code(child)
+
+
+def exit_code(child: Any) -> int | None:
+    """Return a child's exit code, None while it runs."""
+    with _ONE_AT_A_TIME:
+        code: int | None = child.exitcode
     return code
 
 

@@ -164,7 +164,7 @@ def _kill(whole: Undisturbed, chance: random.Random, folder: Path) -> tuple[int,
 
 
 def _kill_now(child: Any, folder: Path) -> int:
-    if child.exitcode is None:
+    if children.exit_code(child) is None:
         child.kill()
     return children.finish(child, folder)
 

@@ -114,7 +114,7 @@ def _killed_run(folder: Path, line: list[str], steps: int, kills: int) -> int:
 def _kill_after(child: Any, folder: Path, step: int, chance: random.Random) -> None:
     """Kill a child at a random moment after the commit of a step."""
     while not any(_committed(path) >= step for path in (folder / "runs/r/checkpoints").glob("step-*")):
-        assert child.exitcode is None, children.output(folder)
+        assert children.exit_code(child) is None, children.output(folder)
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 0.2))
     child.kill()
