@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-import torch
-import torch._dynamo  # with the next, what a run's first parameter imports: the children find it done
-import torch.distributed.tensor
 
 from nanogpt_bench.checkpoint import Disk, newest, steps, verify
 from nanogpt_bench.corpus import prepare_text
@@ -54,22 +52,13 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def child(folder: Path, overrides: list[str], before: Callable[[], None] = lambda: None, **options: Any) -> int:
-    """Run the command in a forked process whose output goes nowhere; return its exit code."""
-    folder.mkdir(exist_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            os.chdir(folder)
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            torch.set_num_threads(1)
-            before()
-            code = run_command("e4m3.yaml", "r", overrides, **options)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """Run the command in a forked process and return its exit code."""
+
+    def command() -> int:
+        before()
+        return run_command("e4m3.yaml", "r", overrides, **options)
+
+    return forked.finish(forked.start(folder, command))
 
 
 def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Callable[[], None]:

@@ -11,59 +11,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
+from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
-from nanogpt_bench.sweep.file import FOLDER, LrLimits, find_sweep, read_sweep, shipped_sweeps
-from nanogpt_bench.sweep.lr_limits import limits, next_lr
-from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
+from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
+from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import divide, threads_asked
 
-Write = Callable[..., Path]
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
-
-
-@pytest.fixture
-def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
-    monkeypatch.chdir(tmp_path)
-    model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
-
-    def writer(**content: object) -> Path:
-        settings = {
-            "data.dir": str(corpus_dir),
-            "model": model,
-            "train": {"max_steps": 4, "batch_size": 4, "precision": "float32"},
-            "eval": {"interval": 2, "batches": 2},
-            "optimizer.warmup_steps": 1,
-            "runtime.threads": 1,
-        }
-        merged = {**content, "settings": {**settings, **content.get("settings", {})}}
-        path = tmp_path / "my.yaml"
-        path.write_text(yaml.safe_dump(merged, sort_keys=False))
-        return path
-
-    return writer
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def runs_of(folder: Path) -> dict[str, dict]:
-    return {entry["name"]: entry for entry in read_json(folder / "sweep.json")["runs"]}
 
 
 # The axes
@@ -273,43 +238,6 @@ def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
 
 # Sessions, with workers that only write what a training would have found
 
-STUB = """
-import json, sys
-from pathlib import Path
-for line in sys.stdin:
-    job = json.loads(line)
-    settings, folder = job["settings"], Path(job["run_dir"])
-    lr, seed = settings["optimizer.lr"], settings.get("seed", 42)
-    if lr == 13:
-        print("out of memory", file=sys.stderr)
-        sys.exit(9)
-    assert not folder.exists()
-    folder.mkdir(parents=True)
-    bad = lr > (0.1 if seed == 3 else 0.3)
-    summary = {"name": folder.name, "rule": settings.get("rule"), "format": "none", "seed": seed, "steps": 4}
-    summary |= {"status": "failed" if bad else "finished", "first_val_loss": 5.0, "best_val_loss": 2.0}
-    summary |= {"failure": {"kind": "nan", "message": "train/loss is nan at step 3", "step": 3} if bad else None}
-    summary |= {"failures": [{"kind": "divergence"}, {"kind": "nan"}] if bad else []}
-    summary |= {"final_val_loss": None if bad else 2.0 + lr / 10}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    with open("done.txt", "a") as log:
-        print(folder.name, file=log)
-    print(json.dumps({"kind": "done"}), flush=True)
-"""
-
-
-@pytest.fixture
-def _stub_workers(monkeypatch):
-    monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
-
-
-def trained() -> list[str]:
-    """The runs that stub workers were given since the last call, in order."""
-    path = Path("done.txt")
-    names = path.read_text().split() if path.exists() else []
-    path.unlink(missing_ok=True)
-    return names
-
 
 @pytest.mark.usefixtures("_stub_workers")
 def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys):
@@ -374,103 +302,6 @@ def test_the_board_of_a_large_sweep_fits_on_the_terminal():
     assert table.caption == "and 22 runs more"
     del board.entries[8:]
     assert (board.table().row_count, board.table().caption) == (8, None)
-
-
-# Learning rate limits
-
-
-@pytest.mark.parametrize("limit", [0.0021, 0.4, 1.0, 3.7, 900.0])
-@pytest.mark.parametrize("resolution", [1.1, 1.5, 4.0])
-def test_bisection_closes_in_on_the_limit(limit, resolution):
-    options, tried = LrLimits(resolution=resolution, span=4096.0), {}
-    while (lr := next_lr(tried, options, 1.0)) is not None:
-        assert lr not in tried
-        tried[lr] = lr <= limit
-    stable, unstable = limits(tried)
-    assert stable <= limit < unstable <= stable * resolution * 1.001
-    assert len(tried) <= 16
-
-
-@pytest.mark.parametrize(("always", "expected"), [(True, (64.0, None)), (False, (None, 1 / 64))])
-def test_the_search_ends_at_its_span(always, expected):
-    options, tried = LrLimits(span=64.0), {}
-    while (lr := next_lr(tried, options, 1.0)) is not None:
-        tried[lr] = always
-    assert limits(tried) == tuple(side and pytest.approx(side, rel=1e-3) for side in expected)
-
-
-@pytest.mark.usefixtures("_stub_workers")
-def test_lr_limits_of_every_point_and_again_after_an_interruption(write, capsys):
-    path = write(axes={"rule": ["sgd"], "seed": [1, 3]}, lr_limits={"resolution": 1.25})
-    assert main(["sweep", str(path), "--lr-limits", "--out", "out"]) == 0
-    rows = read_json(Path("out/lr_limits.json"))["rows"]
-    assert [(row["rule"], row["format"], row["seed"]) for row in rows] == [("sgd", "none", 1), ("sgd", "none", 3)]
-    for row, limit in zip(rows, (0.3, 0.1), strict=True):
-        assert row["largest_stable_lr"] <= limit < row["smallest_unstable_lr"] <= row["largest_stable_lr"] * 1.2501
-        assert [entry["stable"] for entry in row["tried"]] == [entry["lr"] <= limit for entry in row["tried"]]
-        assert {entry["status"] for entry in row["tried"]} == {"finished", "failed"}
-    first = trained()
-    assert len(first) == len(set(first)) == sum(len(row["tried"]) for row in rows)
-    assert "| none | sgd | 1 |" in capsys.readouterr().out
-    # What ended is read again, what was cut off is trained again, and the answer is the same.
-    manifest = read_json(Path("out/sweep.json"))
-    for run in manifest["runs"][3:]:
-        (Path("out") / run["name"] / "summary.json").unlink()
-        run["ended"] = False
-    Path("out/sweep.json").write_text(json.dumps(manifest))
-    assert main(["sweep", str(path), "--lr-limits", "--out", "out"]) == 0
-    assert sorted(trained()) == sorted(run["name"] for run in manifest["runs"][3:])
-    assert read_json(Path("out/lr_limits.json"))["rows"] == rows
-
-
-# Real trainings
-
-
-def test_sensitivity_of_patterns_and_blocks(write, capsys):
-    options = {"patterns": ["mlp.fc", "lm_head", "*"]}
-    settings = {"rule": "nearest", "train.max_steps": 12, "eval.interval": 6, "optimizer.lr": 0.02}
-    path = write(settings=settings, axes={"model.format": ["E3M4", "E7M0"]}, sensitivity=options)
-    assert main(["sweep", str(path), "--sensitivity", "--out", "out", "--workers", "1"]) == 0
-    found = read_json(Path("out/sensitivity.json"))
-    assert found["patterns"] == ["mlp.fc", "lm_head", "*", "blocks.0", "blocks.1"]
-    assert found["formats"] == ["E3M4", "E7M0"]
-    assert (found["rule"], found["operand"], found["reference"], found["seeds"]) == ("nearest", "weight", "fp32", [42])
-    summaries = {path.parent.name: read_json(path) for path in Path("out").glob("*/summary.json")}
-    assert len(summaries) == 11
-    reference = summaries["fp32-seed=42"]["final_val_loss"]
-    assert found["reference_loss"] == reference
-    table = {line["run"]: line for line in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
-    assert table["fp32"]["verdict"] == "reference"
-    assert float(table["E7M0 lm_head"]["gap"]) == pytest.approx(found["gap"][1][1])
-    entry = next(run for run in runs_of(Path("out")).values() if run["label"] == "E7M0 lm_head")
-    assert found["gap"][1][1] == pytest.approx(summaries[entry["name"]]["final_val_loss"] - reference)
-    assert entry["axes"] == {"pattern": "lm_head", "model.format": "E7M0"}
-    assert summaries[entry["name"]]["quantized_parameters"] == 16 * vocabulary(Path("out") / entry["name"])
-    # E7M0 stalls where E3M4 moves: quantising every layer must cost more, and more than quantising one of them.
-    everything = found["gap"][2]
-    assert everything[1] > everything[0]
-    assert everything[1] > found["gap"][0][1]
-    assert found["status"] == [[None, None]] * 5
-    table = capsys.readouterr().out
-    assert "| quantised alone | E3M4 | E7M0 |" in table
-    assert "| all layers | " in table
-
-
-@pytest.mark.parametrize("operand", ["activation", "gradient"])
-def test_sensitivity_of_other_operands(write, operand):
-    options = {"patterns": ["mlp.fc"], "blocks": False, "operand": operand}
-    path = write(settings={"rule": "master"}, axes={"model.format": ["E1M6"]}, sensitivity=options)
-    study = plan_study(read_sweep(path))
-    (run,) = study.cells["mlp.fc", "E1M6"]
-    spec = resolve(build_config(run.settings)).model.formats["mlp.fc"]
-    assert spec == {operand: "E1M6"}
-    check_inputs(study.planned)  # and the surgery takes it
-    assert (study.operand, run.format, run.rule) == (operand, "E1M6", "master")
-
-
-def vocabulary(run: Path) -> int:
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    return read_json(Path(config["data"]["dir"]) / "meta.json")["vocab_size"]
 
 
 def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path):

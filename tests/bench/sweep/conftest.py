@@ -1,0 +1,67 @@
+"""A sweep file over a tiny model, and workers that train nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanogpt_bench.compare import pool as pool_module
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
+
+Write = Callable[..., Path]
+STUB = """
+import json, sys
+from pathlib import Path
+for line in sys.stdin:
+    job = json.loads(line)
+    settings, folder = job["settings"], Path(job["run_dir"])
+    lr, seed = settings["optimizer.lr"], settings.get("seed", 42)
+    if lr == 13:
+        print("out of memory", file=sys.stderr)
+        sys.exit(9)
+    assert not folder.exists()
+    folder.mkdir(parents=True)
+    bad = lr > (0.1 if seed == 3 else 0.3)
+    summary = {"name": folder.name, "rule": settings.get("rule"), "format": "none", "seed": seed, "steps": 4}
+    summary |= {"status": "failed" if bad else "finished", "first_val_loss": 5.0, "best_val_loss": 2.0}
+    summary |= {"failure": {"kind": "nan", "message": "train/loss is nan at step 3", "step": 3} if bad else None}
+    summary |= {"failures": [{"kind": "divergence"}, {"kind": "nan"}] if bad else []}
+    summary |= {"final_val_loss": None if bad else 2.0 + lr / 10}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    with open("done.txt", "a") as log:
+        print(folder.name, file=log)
+    print(json.dumps({"kind": "done"}), flush=True)
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
+    monkeypatch.chdir(tmp_path)
+    model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+
+    def writer(**content: object) -> Path:
+        settings = {
+            "data.dir": str(corpus_dir),
+            "model": model,
+            "train": {"max_steps": 4, "batch_size": 4, "precision": "float32"},
+            "eval": {"interval": 2, "batches": 2},
+            "optimizer.warmup_steps": 1,
+            "runtime.threads": 1,
+        }
+        merged = {**content, "settings": {**settings, **content.get("settings", {})}}
+        path = tmp_path / "my.yaml"
+        path.write_text(yaml.safe_dump(merged, sort_keys=False))
+        return path
+
+    return writer
+
+
+@pytest.fixture
+def _stub_workers(monkeypatch):
+    monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
