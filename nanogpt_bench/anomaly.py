@@ -75,7 +75,8 @@ class Sentry:
 
     def _whole(self) -> bool:
         """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
-        tensors = [*_weights(self._trainer.model).values(), *_states(self._trainer).values()]
+        weights = [plain(weight) for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
+        tensors = [*weights, *(leaf for _, _, leaf in _states(self._trainer))]
         return not tensors or math.isfinite(get_total_norm(tensors).item())
 
     def _restore_buffers(self) -> None:
@@ -97,12 +98,15 @@ def first_bad_weight(model: nn.Module) -> str | None:
     >>> first_bad_weight(layer)
     'weight of weight'
     """
-    return _first_bad("weight of ", _weights(model))
+    weights = {name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)}
+    return _first_bad("weight of ", weights)
 
 
 def first_bad_state(trainer: Trainer) -> str | None:
     """Return the first entry of the optimizer's state that is not finite, None where there is none."""
-    return _first_bad("optimizer state ", _states(trainer))
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    states = {f"{entry} of {names.get(owner, 'a parameter')}": leaf for entry, owner, leaf in _states(trainer)}
+    return _first_bad("optimizer state ", states)
 
 
 def first_seen(trainer: Trainer, step: Step) -> str:
@@ -154,23 +158,16 @@ def _first_bad(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that can hold what is not finite, as plain floats."""
-    return {name: plain(parameter) for name, parameter in model.named_parameters() if _can_be_bad(parameter)}
-
-
 def _can_be_bad(parameter: Tensor) -> bool:
+    """Whether a parameter can hold what is not finite."""
     return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
 
 
-def _states(trainer: Trainer) -> dict[str, Tensor]:
-    """Return every float of the optimizer's state, by entry and parameter."""
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    return {
-        f"{entry} of {names.get(parameter, 'a parameter')}": leaf
-        for parameter, state in trainer.optimizer.state.items()
-        for entry, leaf in _leaves(state)
-    }
+def _states(trainer: Trainer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield every float of the optimizer's state: the entry, the parameter it belongs to, the values."""
+    for parameter, state in trainer.optimizer.state.items():
+        for entry, leaf in _leaves(state):
+            yield entry, parameter, leaf
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
