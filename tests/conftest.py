@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """One of several processes hands its tally to the one that prints."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["tally"] = session.config.stash[_TALLY]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_TALLY].extend(getattr(node, "workeroutput", {}).get("tally", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

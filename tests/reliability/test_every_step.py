@@ -135,7 +135,10 @@ def long_cases() -> Iterator[Case]:
 
 
 QUICK = [*sample_of_own(), *continuous_cases(), *master_cases(), *baseline_cases(), *long_cases()]
-FULL = [Case(case.name, case.settings, MANY) for case in all_own()]
+FULL = [
+    Case(case.name, case.settings, MANY)
+    for case in (*all_own(), *continuous_cases(), *master_cases(), *baseline_cases())
+]
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +195,12 @@ def stopped() -> StopRequest:
 
 
 def check_case(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+    skip_unless_available(case)
+    with torch.compiler.set_stance("force_eager"):  # torchao's steps: the same without a minute of compiling
+        compare_with_whole(case, corpus, tmp_path, counted)
+
+
+def compare_with_whole(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
     config = load_config(None, settings_of(case, corpus))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(config, whole)
@@ -232,16 +241,13 @@ def skip_unless_available(case: Case) -> None:
 
 @pytest.mark.parametrize("case", QUICK, ids=[case.name for case in QUICK])
 def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
-    skip_unless_available(case)
-    with torch.compiler.set_stance("force_eager"):  # torchao's steps: the same without a minute of compiling
-        check_case(case, corpus, tmp_path, counted)
+    check_case(case, corpus, tmp_path, counted)
 
 
 @pytest.mark.parametrize("case", FULL, ids=[case.name for case in FULL])
 def test_all_combinations(case: Case, full: bool, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
     if not full:
         pytest.skip("--full tries every combination")
-    skip_unless_available(case)
     check_case(case, corpus, tmp_path, counted)
 
 
