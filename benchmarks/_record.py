@@ -7,6 +7,8 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
@@ -33,14 +35,23 @@ def machine(device: str = "cpu") -> str:
     return f"{os.cpu_count()}-core {kind} CPU"
 
 
-def record(peer: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], device: str = "cpu") -> Path:
-    """Write the figures of the script that runs, with what they are ratios to and where they were taken."""
+def record(
+    peer: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    device: str = "cpu",
+    packages: Iterable[str] = (),
+) -> Path:
+    """Write the figures of the script that runs, with what they are ratios to and where they were taken.
+
+    `packages` are those whose code was measured; the version of each that is installed is written down.
+    """
     script = Path(sys.argv[0])
     facts = {
         "command": " ".join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": machine(device),
-        "versions": {"Python": platform.python_version(), "torch": torch.__version__.partition("+")[0]},
+        "versions": _versions(packages),
         "peer": peer,
         "columns": list(columns),
         "rows": [[_rounded(cell) for cell in row] for row in rows],
@@ -49,6 +60,14 @@ def record(peer: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], de
     path = FOLDER / f"{script.stem}.json"
     path.write_text(_text(facts), encoding="utf-8")
     return path
+
+
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    versions = {"Python": platform.python_version(), "torch": torch.__version__.partition("+")[0]}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def _rounded(cell: Cell) -> Cell:

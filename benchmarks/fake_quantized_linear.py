@@ -160,7 +160,12 @@ def main() -> int:
     else:
         print(title, *map(line, rows), sep="\n")
     if options.record:
-        record("torchao's emulated `Float8Linear`, and to `nn.Linear`", RECORDED, map(recorded, rows))
+        record(
+            "torchao's emulated `Float8Linear`, and to `nn.Linear`",
+            RECORDED,
+            map(recorded, rows),
+            packages=("torchao",),
+        )
     return 0 if all(row.met for row in rows) else 1
 
 

@@ -35,6 +35,8 @@ from _record import Cell, add_option, record
 from _timing import live_bytes, paired_seconds, wall_seconds
 
 WARM_UP: Final = 3
+#: peers that are packages of their own
+PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes")
 GROUPS: Final = {"all": ("torch", "peer", "ours"), "torch": ("torch",), "peers": ("peer",), "ours": ("ours",)}
 Step = Callable[[], object]
 
@@ -282,7 +284,7 @@ def main() -> int:
         print(title(rows, options), table(rows, options.markdown), *remarks(rows), sep="\n" * (1 + options.markdown))
     if options.record:
         measured = [recorded(line) for line in rows if "ratio" in line]
-        record("fused float32 AdamW of torch", RECORDED, measured, options.device)
+        record("fused float32 AdamW of torch", RECORDED, measured, options.device, PACKAGES)
     return int(any("failed" in line or (line["kind"] == "ours" and "missing" in line) for line in rows))
 
 

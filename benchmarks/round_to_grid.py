@@ -108,7 +108,9 @@ def main() -> None:
             rows.append((name, (median, low, high), goal))
             print(f"{name:48s} {median:21.2f}x  {f'({low:.2f} .. {high:.2f})':>16s}  {goal}", flush=True)
     if options.record:
-        record("`torch.clone` of the same tensor", ("function", "ratio", "goal"), rows)
+        record(
+            "`torch.clone` of the same tensor", ("function", "ratio", "goal"), rows, packages=("ml_dtypes", "gfloat")
+        )
 
 
 if __name__ == "__main__":

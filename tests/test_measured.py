@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import ml_dtypes
 import pytest
 
 from nanogpt_bench.failures import KINDS
@@ -73,9 +74,12 @@ def test_what_a_benchmark_records_is_what_the_page_reads(monkeypatch: pytest.Mon
     monkeypatch.setattr(recorder, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "argv", ["somewhere/round_to_grid.py", "--record"])
     rows = [("E4M3", (1.23456, 1.0, 2.0), ""), ("E5M2", (1.5,), None), ("E3M4", 7, 2.5)]
-    path = recorder.record("`torch.clone`", ("function", "ratio", "goal"), rows)
+    packages = ("ml_dtypes", "no-such-package")
+    path = recorder.record("`torch.clone`", ("function", "ratio", "goal"), rows, packages=packages)
     facts = json.loads(path.read_text(encoding="utf-8"))
     assert (path.name, facts["command"]) == ("round_to_grid.json", "python benchmarks/round_to_grid.py --record")
+    assert list(facts["versions"]) == ["Python", "torch", "ml_dtypes"]
+    assert facts["versions"]["ml_dtypes"] == ml_dtypes.__version__
     assert facts["rows"] == [["E4M3", [1.23, 1.0, 2.0], ""], ["E5M2", [1.5], None], ["E3M4", 7, 2.5]]
     lines = MEASURED.table(facts).splitlines()
     assert lines[:2] == ["| function | ratio | goal |", "| --- | ---: | --- |"]
