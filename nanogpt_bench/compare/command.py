@@ -58,8 +58,8 @@ def compare(
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
     interrupted go on from their newest whole checkpoint, the others begin.
 
-    Returns 0, 1 when not one run finished or the disk ended one, 75 when a signal ended it (the report then covers
-    what there is).
+    Returns 0, 1 when not one run finished or a full disk or a kill ended one, 75 when a signal ended it (the report
+    then covers what there is).
 
     Raises:
         BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that holds something

@@ -18,7 +18,7 @@ from nanogpt_bench.untrusted import read_json
 MANIFEST = "compare.json"
 DATE = "%Y-%m-%d %H:%M UTC"
 #: kinds of `stop` in a summary that are no end of the run's own: it goes on when it is started again
-FROM_OUTSIDE = ("signal", "disk")
+FROM_OUTSIDE = ("signal", "disk", "killed")
 #: of a run among many: what it has found counts, its state does not once it has finished
 PASSING = {"checkpoint.last": False}
 #: where the corpus lies changes no number; which one it is, its digests say

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,8 @@ class Worker:
     def _listen(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            messages.put((self, json.loads(line)))
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a process killed while it wrote
+                messages.put((self, json.loads(line)))
         messages.put((self, None))
 
     def give(self, job: int, content: Mapping[str, Any]) -> None:
@@ -64,8 +66,10 @@ class Worker:
             self.process.stdin.flush()
 
     def ended(self) -> dict[str, str]:
-        """How the process ended, as a failure: its exit code and the last line it wrote to standard error."""
+        """How the process ended: killed from outside, or a failure of its own with the last line it wrote to stderr."""
         code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return {"kind": "killed", "message": "its process was killed, as a system does that runs out of memory"}
         self._errors.seek(0)
         lines = self._errors.read().decode("utf-8", errors="replace").strip().splitlines()
         last = f": {lines[-1]}" if lines else ""

@@ -137,11 +137,14 @@ class Record:
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
 
-        A full disk is no failure of the run, which goes on when it is started again.
+        What ended it from outside, as a full disk does or a kill, is no failure of the run, which goes on when it is
+        started again.
         """
+        told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] in FROM_OUTSIDE:
+            self._write_summary(run, "stopped", stop=told)
             return
-        self._write_summary(run, "failed", {"kind": error["kind"], "message": one_line(str(error["message"]))})
+        self._write_summary(run, "failed", failure=told)
         if error.get("traceback"):
             write_text(self.run_dir(run) / "traceback.txt", error["traceback"])
 
@@ -149,9 +152,17 @@ class Record:
         """Mark as stopped what had begun and could not write its own summary in time."""
         for run in self.planned:
             if is_run_folder(self.run_dir(run)):
-                self._write_summary(run, "stopped", None)
+                self._write_summary(run, "stopped")
 
-    def _write_summary(self, run: PlannedRun, status: str, failure: dict[str, Any] | None) -> None:
+    def _write_summary(
+        self,
+        run: PlannedRun,
+        status: str,
+        *,
+        failure: dict[str, Any] | None = None,
+        stop: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the summary of a run that wrote none."""
         folder = self.run_dir(run)
         if (folder / "summary.json").exists():
             return
@@ -167,6 +178,7 @@ class Record:
             **seen.summary,
             "status": status,
             "failure": failure and {**failure, "step": seen.last_step},
+            "stop": stop and {**stop, "step": seen.last_step},
         }
         if status == "failed":
             summary["final_val_loss"] = None

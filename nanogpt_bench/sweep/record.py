@@ -114,7 +114,7 @@ class SweepRecord:
         self.write_manifest()
 
     def ended(self, run: PlannedPoint) -> bool:
-        """Whether a run has come to its own end, as one that a signal or the disk ended has not."""
+        """Whether a run has come to its own end, as one that was ended from outside has not."""
         return run.name in self._ended
 
     def left(self) -> list[PlannedPoint]:

@@ -124,7 +124,7 @@ class Session:
 
     def _end(self, event: Event, run: PlannedPoint, on_end: OnEnd) -> None:
         self._record.end(run, event.data["error"] if event.kind == "failed" else None)
-        if not self._record.ended(run):  # the disk ended it: nothing follows from that
+        if not self._record.ended(run):  # it was ended from outside: nothing follows from that
             return
         for following in on_end(run):
             for left in self._left(following, on_end):

@@ -128,6 +128,7 @@ def test_the_longest_runs_start_first():
 
 # The worker processes
 
+ENDS = ("done", "failed")
 STUB = """
 import json, os, sys
 for line in sys.stdin:
@@ -135,6 +136,9 @@ for line in sys.stdin:
     if job.get("die"):
         print("out of memory", file=sys.stderr)
         os._exit(9)
+    if job.get("killed"):
+        os.write(1, b'{"kind": "prog')
+        os.kill(os.getpid(), 9)
     print(json.dumps({"kind": "progress", "pid": os.getpid()}), flush=True)
     print(json.dumps({"kind": "done"}), flush=True)
 """
@@ -158,11 +162,18 @@ def test_workers_are_used_again_and_all_jobs_end():
 def test_a_worker_that_dies_fails_its_job_and_no_other():
     jobs = [{}, {"die": True}, {}, {"die": True}, {}]
     with Pool(1) as pool:
-        ends = {event.job: event for event in pool.run(jobs, range(5)) if event.kind in ("done", "failed")}
+        ends = {event.job: event for event in pool.run(jobs, range(5)) if event.kind in ENDS}
     assert {job: event.kind for job, event in ends.items()} == dict(
         enumerate(["done", "failed", "done", "failed", "done"])
     )
     assert ends[1].data["error"]["message"] == "worker process ended with exit code 9: out of memory"
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_worker_killed_in_the_middle_of_a_word_is_noticed():
+    with Pool(1) as pool:
+        ends = {event.job: event for event in pool.run([{"killed": True}, {}], range(2)) if event.kind in ENDS}
+    assert (ends[0].kind, ends[0].data["error"]["kind"], ends[1].kind) == ("failed", "killed", "done")
 
 
 # The command

@@ -102,8 +102,9 @@ def interrupted(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder
 
 
-def comparison(corpus: Path, **options: Any) -> Callable[[], int]:
-    return lambda: compare(data_dir=corpus, max_steps=STEPS, out=Path("out"), demonstration=Small(), **options)
+def comparison(corpus: Path, demonstration: Demonstration | None = None) -> Callable[[], int]:
+    chosen = demonstration or Small()
+    return lambda: compare(data_dir=corpus, max_steps=STEPS, out=Path("out"), demonstration=chosen)
 
 
 def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupted: Path, small_corpus: Path) -> None:
@@ -184,6 +185,59 @@ def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str 
     with pytest.raises(ValueError, match=named):
         compare(out=tmp_path, demonstration=Small())
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class Saving(Small):
+    """With checkpoints on the way, and time enough to be killed after one."""
+
+    def settings(self, *names: str, **options: Any) -> dict[str, Any]:
+        return super().settings(*names, **options) | {"checkpoint.every": 5}
+
+
+def kill_worker_in(pid: int, run_dir: Path) -> None:
+    """Kill the only worker process of a comparison or sweep once a run has a checkpoint, as the OOM killer does."""
+    end = time.monotonic() + 100
+    while not any((run_dir / "checkpoints").glob("step-*")):
+        assert time.monotonic() < end, "nothing happened in time"
+        time.sleep(0.01)
+    (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+
+
+def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
+    small = Saving(rows=(("stochastic", "E4M3"), ("nearest", "E4M3")))
+    first, second = plan_runs(small.rows, small, seeds=1, max_steps=STEPS, data_dir=small_corpus)
+    pid, out = start(tmp_path, comparison(small_corpus, small)), tmp_path / "out"
+    kill_worker_in(pid, out / first.name)
+    assert finish(pid) == 1, said(tmp_path)
+    assert "not brought to their end: 1 runs; to go on: nanogpt-bench compare" in said(tmp_path)
+    assert "its process was killed" in said(tmp_path)
+    summary = read_json(out / first.name / "summary.json")
+    assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == ("stopped", None, "killed")
+    assert read_json(out / second.name / "summary.json")["status"] == "finished"
+    assert finish(start(tmp_path, comparison(small_corpus, small))) == 0, said(tmp_path)
+    assert 5 <= taken_up_at(out / first.name)[0] < STEPS
+    assert taken_up_at(out / second.name) == []
+    run(build_config(first.settings), tmp_path / first.name)
+    assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
+
+
+def test_a_point_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
+    settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
+    settings |= {"train.max_steps": STEPS, "checkpoint.every": 5}
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
+    (point,) = plan_sweep(read_sweep(path))
+    words, run_dir = ["sweep", str(path), "--out", "out", "--workers", "1"], tmp_path / "out" / point.name
+    pid = start(tmp_path, lambda: main(words))
+    kill_worker_in(pid, run_dir)
+    assert finish(pid) == 1, said(tmp_path)
+    assert "not brought to their end: 1 runs; the same command goes on with them" in said(tmp_path)
+    assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
+    assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
+    assert 5 <= taken_up_at(run_dir)[0] < STEPS
+    run(build_config(point.settings), tmp_path / "whole" / point.name)
+    assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
 
 
 def test_an_interrupted_sweep_goes_on_from_the_points_checkpoint(small_corpus: Path, tmp_path: Path) -> None:
