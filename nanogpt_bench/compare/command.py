@@ -117,7 +117,7 @@ def _train(record: Record, *, workers: int) -> bool:
     with pool, Board(todo, Console(stderr=True)) as board:
         _prepare(record, board)
         if len(todo) < len(record.planned):
-            board.say(f"{len(todo)} runs are left, {len(record.planned) - len(todo)} have ended before")
+            board.say(f"runs left: {len(todo)}; ended before: {len(record.planned) - len(todo)}")
         with stop_requests(pool.kill) as stop:
             _follow(record, todo, pool, board, stop)
             if stop.asked:
@@ -186,7 +186,7 @@ def _finish(record: Record, whole: bool) -> int:
         print(f"to go on: {_command(record)}", file=sys.stderr)
         return RESUMABLE
     if left := record.left():
-        print(f"not brought to their end: {len(left)} runs; to go on: {_command(record)}", file=sys.stderr)
+        print(f"runs not brought to their end: {len(left)}; to go on: {_command(record)}", file=sys.stderr)
         return 1
     return 0 if any(run.status == "finished" for result in results for run in result.row.runs) else 1
 

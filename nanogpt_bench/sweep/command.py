@@ -104,6 +104,6 @@ def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
     if not whole:
         return RESUMABLE
     if left := record.left():
-        print(f"not brought to their end: {len(left)} runs; the same command goes on with them", file=sys.stderr)
+        print(f"runs not brought to their end: {len(left)}; the same command goes on with them", file=sys.stderr)
         return 1
     return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1

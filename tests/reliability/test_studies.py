@@ -123,7 +123,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     first = (interrupted / "first.txt").read_text(encoding="utf-8").splitlines()
     command = f"nanogpt-bench compare --data.dir {small_corpus} --max-steps {STEPS} --seeds 1 --out out"
     assert [line for line in first if line.startswith("to go on: ")] == [f"to go on: {command}"]
-    assert "2 runs are left, 1 have ended before" in said(interrupted / "again")
+    assert "runs left: 2; ended before: 1" in said(interrupted / "again")
 
 
 def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_corpus: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
     pid, out = start(tmp_path, comparison(small_corpus, small)), tmp_path / "out"
     kill_worker_in(pid, out / first.name)
     assert finish(pid) == 1, said(tmp_path)
-    assert "not brought to their end: 1 runs; to go on: nanogpt-bench compare" in said(tmp_path)
+    assert "runs not brought to their end: 1; to go on: nanogpt-bench compare" in said(tmp_path)
     assert "its process was killed" in said(tmp_path)
     summary = read_json(out / first.name / "summary.json")
     assert (summary["status"], summary["failure"], summary["stop"]["kind"]) == ("stopped", None, "killed")
@@ -232,7 +232,7 @@ def test_a_point_whose_worker_is_killed_is_left_for_the_same_command(small_corpu
     pid = start(tmp_path, lambda: main(words))
     kill_worker_in(pid, run_dir)
     assert finish(pid) == 1, said(tmp_path)
-    assert "not brought to their end: 1 runs; the same command goes on with them" in said(tmp_path)
+    assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
     assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
     assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
     assert 5 <= taken_up_at(run_dir)[0] < STEPS
