@@ -90,32 +90,41 @@ def check_words(**words: int) -> None:
 
 def draw_range(offset: int, numel: int, words: Words, device: torch.device | str | None) -> Tensor:
     """The draws at positions ``offset .. offset + numel``, flat, under the words (seed, step, stream)."""
-    word = word_range(offset, numel, words, device)
-    if not _has_numpy(word):
-        return draw_of(word)
-    unsigned = word.numpy().view(np.uint32)
-    np.right_shift(unsigned, np.uint32(32 - RANDOM_BITS), out=unsigned)
-    return word
+    return word_range(offset, numel, words, device, RANDOM_BITS)
 
 
 def draw_of(word: Tensor) -> Tensor:
     """The 24-bit draw in a 32-bit random word: its top bits."""
-    return (word >> (32 - RANDOM_BITS)) & ((1 << RANDOM_BITS) - 1)  # int32 shifts copy the sign: clear it
+    return top_bits(word, RANDOM_BITS)
 
 
-def word_range(offset: int, numel: int, words: tuple[int, ...], device: torch.device | str | None) -> Tensor:
-    """The 32-bit random words at positions ``offset .. offset + numel``, flat, under any key words."""
+def top_bits(word: Tensor, bits: int) -> Tensor:
+    """The upper bits of 32-bit words as numbers."""
+    return word if bits == 32 else (word >> (32 - bits)) & ((1 << bits) - 1)  # int32 shifts copy the sign: clear it
+
+
+def word_range(
+    offset: int, numel: int, words: tuple[int, ...], device: torch.device | str | None, bits: int = 32
+) -> Tensor:
+    """The random words at positions ``offset .. offset + numel``, flat, under any key words: their upper ``bits``.
+
+    Compiled code breaks off at ``round_keys``; what is done with the words in here is one graph with them, and what
+    a caller does is another.
+    """
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:
-        below = 2**32 - low
-        parts = (word_range(offset, below, words, device), word_range(offset + below, numel - below, words, device))
+        below, above = 2**32 - low, low + numel - 2**32
+        parts = (word_range(offset, below, words, device, bits), word_range(offset + below, above, words, device, bits))
         return torch.cat(parts)
     first, second, third = round_keys(words, high)
     x = _positions(numel, device) + signed_word(first + low)
-    if _has_numpy(x):
-        _mix_unsigned(x.numpy().view(np.uint32), np.uint32(second % 2**32), np.uint32(third % 2**32))
-        return x
-    return mix(x, second, third)
+    if not _has_numpy(x):
+        return top_bits(mix(x, second, third), bits)
+    unsigned = x.numpy().view(np.uint32)
+    _mix_unsigned(unsigned, np.uint32(second % 2**32), np.uint32(third % 2**32))
+    if bits < 32:
+        np.right_shift(unsigned, np.uint32(32 - bits), out=unsigned)
+    return x
 
 
 def _has_numpy(x: Tensor) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8manifold as fm
 
@@ -316,6 +318,18 @@ def test_compiled_is_eager_when_the_step_changes() -> None:
     compiled = torch.compile(draw)
     for step in (0, 1, 2, 3, 2**33):
         assert torch.equal(compiled(step), draw(step))
+
+
+@pytest.mark.parametrize(
+    "bits", [fm.random_bits, lambda n, seed: fm.round_to_grid(torch.ones(n), "E4M3", "stochastic", seed=seed)]
+)
+def test_hashing_and_shifting_are_one_graph_when_compiled(bits: Callable[..., torch.Tensor]) -> None:
+    """Each graph more is a pass over the tensor more."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    torch.compile(bits, backend=counter)(1000, seed=1)
+    shifting = [graph for graph in counter.graphs if any("rshift" in str(node.target) for node in graph.graph.nodes)]
+    assert len(shifting) == 1
 
 
 # ------------------------------------------------------------------------------------ for all time
