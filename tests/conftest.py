@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+# Sums depend on the number of threads: a test and the processes it starts take one, unless told otherwise.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _TALLY = pytest.StashKey[list[str]]()
 
@@ -16,6 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
+
+
+def pytest_sessionstart() -> None:
+    """Start autograd before anything is compiled: later, torch may start a thread for a device, and refuses forks."""
+    import torch
+
+    torch.ones((), requires_grad=True).backward()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,9 @@ def start(folder: Path, command: Callable[[], int]) -> int:
             sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
             torch.set_num_threads(1)
             code = command()
+        except BaseException:
+            traceback.print_exc()
+            raise
         finally:
             os._exit(code)
     return pid
