@@ -138,11 +138,12 @@ class Record:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
 
         What ended it from outside, as a full disk does or a kill, is no failure of the run, which goes on when it is
-        started again.
+        started again. Of a full disk the run has told what it could, and nothing more is written to it.
         """
         told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
-        if error["kind"] in FROM_OUTSIDE:
+        if error["kind"] == "killed":
             self._write_summary(run, "stopped", stop=told)
+        if error["kind"] in FROM_OUTSIDE:
             return
         self._write_summary(run, "failed", failure=told)
         if error.get("traceback"):

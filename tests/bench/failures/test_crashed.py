@@ -24,3 +24,11 @@ def test_the_comparison_judges_what_a_dead_process_left(make: Make) -> None:
         "exploding_gradients": 3,
         "nan": 4,
     }
+
+
+def test_nothing_is_written_of_a_run_that_a_full_disk_ended(make: Make) -> None:
+    path = make("01-full", loss=[5.0, 4.9])
+    (path / "summary.json").unlink()
+    planned = PlannedRun("E4M3 nearest", "nearest", "E4M3", 42, path.name, {"train.max_steps": 100})
+    Record(path.parent, [planned]).note_failure(planned, {"kind": "disk", "message": "no space", "step": 1})
+    assert not (path / "summary.json").exists()
