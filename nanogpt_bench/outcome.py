@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanogpt_bench.ends import OF_TRAINING
 from nanogpt_bench.observers import Alert
 
 
@@ -70,6 +71,7 @@ class Outcome:
 
     def fail(self, kind: str, message: str, step: int) -> None:
         """Record how the run failed; a failed run has no final loss."""
+        assert kind in OF_TRAINING, kind
         self.status = "failed"
         self.failure = {"kind": kind, "message": message, "step": step}
         self.final_val_loss = None

@@ -18,6 +18,8 @@ from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
 from nanogpt_bench.errors import printable
 
+#: of a list that is said line by line
+MOST_LINES = 10
 STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"}
 
 
@@ -59,6 +61,13 @@ class Board:
     def say(self, text: str) -> None:
         """Print one line above the table."""
         self._console.print(Text(f"[{self.elapsed():5.0f} s] {printable(text)}"), soft_wrap=True)
+
+    def say_again(self, again: Mapping[str, str]) -> None:
+        """Print which runs are done once more, and why; the first of them where they are many."""
+        for name in list(again)[:MOST_LINES]:
+            self.say(f"{name} is trained again: {again[name]}")
+        if len(again) > MOST_LINES:
+            self.say(f"and {len(again) - MOST_LINES} more are trained again")
 
     def elapsed(self) -> float:
         return time.monotonic() - self._begun

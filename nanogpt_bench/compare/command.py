@@ -18,10 +18,19 @@ from rich.console import Console
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.earlier import PASSING, check_same, drop_checkpoints, make_ready, plain, read_earlier
+from nanogpt_bench.compare.earlier import (
+    PASSING,
+    check_same,
+    drop_checkpoints,
+    make_ready,
+    plain,
+    read_earlier,
+    summary_of,
+)
 from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.ends import why_again
 from nanogpt_bench.lock import locked
 from nanogpt_bench.signals import RESUMABLE, StopRequest, stop_requests
 
@@ -58,8 +67,8 @@ def compare(
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
     interrupted go on from their newest whole checkpoint, the others begin.
 
-    Returns 0, 1 when not one run finished or a full disk or a kill ended one, 75 when a signal ended it (the report
-    then covers what there is).
+    Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
+    signal ended it (the report then covers what there is).
 
     Raises:
         BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that holds something
@@ -118,6 +127,7 @@ def _train(record: Record, *, workers: int) -> bool:
         _prepare(record, board)
         if len(todo) < len(record.planned):
             board.say(f"runs left: {len(todo)}; ended before: {len(record.planned) - len(todo)}")
+        board.say_again(_again(record, todo))
         with stop_requests(pool.kill) as stop:
             _follow(record, todo, pool, board, stop)
             if stop.asked:
@@ -126,6 +136,12 @@ def _train(record: Record, *, workers: int) -> bool:
                 record.note_interruption()
                 return False
     return True
+
+
+def _again(record: Record, todo: Sequence[PlannedRun]) -> dict[str, str]:
+    """Why runs are tried again that an earlier start had noted as failed, by name."""
+    summaries = {run.name: summary_of(record.run_dir(run)) for run in todo}
+    return {name: why_again(summary) for name, summary in summaries.items() if summary.get("status") == "failed"}
 
 
 def _cores() -> int:

@@ -17,8 +17,6 @@ from nanogpt_bench.untrusted import read_json
 
 MANIFEST = "compare.json"
 DATE = "%Y-%m-%d %H:%M UTC"
-#: kinds of `stop` in a summary that are no end of the run's own: it goes on when it is started again
-FROM_OUTSIDE = ("signal", "disk", "killed")
 #: of a run among many: what it has found counts, its state does not once it has finished
 PASSING = {"checkpoint.last": False}
 #: where the corpus lies changes no number; which one it is, its digests say
@@ -115,18 +113,6 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def has_ended(summary: Mapping[str, Any]) -> bool:
-    """Whether a summary tells of an end that the training itself brought about, so that nothing is left to do.
-
-    >>> has_ended({"status": "failed"}), has_ended({"status": "stopped", "stop": {"kind": "signal"}}), has_ended({})
-    (True, False, False)
-    """
-    if summary.get("status") in ("finished", "failed"):
-        return True
-    stop = summary.get("stop")
-    return isinstance(stop, Mapping) and stop.get("kind") not in FROM_OUTSIDE
-
-
 def make_ready(run_dir: Path) -> bool:
     """Return whether an unfinished run goes on from a checkpoint; without one, remove what it left.
 
@@ -140,6 +126,7 @@ def make_ready(run_dir: Path) -> bool:
     from nanogpt_bench.checkpoint import steps  # brings torch along
 
     if steps(run_dir):
+        (run_dir / "traceback.txt").unlink(missing_ok=True)  # it spoke of the end of what goes on now
         return True
     shutil.rmtree(run_dir)
     return False

@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.earlier import DATE, FROM_OUTSIDE, MANIFEST, drop_checkpoints, has_ended, summary_of
+from nanogpt_bench.compare.earlier import DATE, MANIFEST, drop_checkpoints, summary_of
 from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.ends import has_ended
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.files import write_text
@@ -137,13 +138,14 @@ class Record:
     def note_failure(self, run: PlannedRun, error: Mapping[str, Any]) -> None:
         """Write down how a run failed that could not do so itself, so that the folder alone tells the story.
 
-        What ended it from outside, as a full disk does or a kill, is no failure of the run, which goes on when it is
-        started again. Of a full disk the run has told what it could, and nothing more is written to it.
+        A full disk or a kill is no failure of the run, which goes on when it is started again. Of a full disk the run
+        has told what it could, and nothing more is written to it. Any other error is told as one, with its traceback,
+        and the run is tried again as well.
         """
         told = {"kind": error["kind"], "message": one_line(str(error["message"]))}
         if error["kind"] == "killed":
             self._write_summary(run, "stopped", stop=told)
-        if error["kind"] in FROM_OUTSIDE:
+        if error["kind"] in ("killed", "signal", "disk"):
             return
         self._write_summary(run, "failed", failure=told)
         if error.get("traceback"):

@@ -36,8 +36,8 @@ def main_sweep(args: argparse.Namespace) -> int:
 def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """Train every point of the file and report; the last line is the report's path.
 
-    Returns 0, 1 when not one run finished or a full disk or a kill ended one, 75 when a signal ended it (the report
-    then covers what there is).
+    Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
+    signal ended it (the report then covers what there is).
 
     Raises:
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.

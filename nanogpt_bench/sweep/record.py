@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.earlier import drop_checkpoints, has_ended, make_ready, plain, summary_of
+from nanogpt_bench.compare.earlier import drop_checkpoints, make_ready, plain, summary_of
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.ends import OF_TRAINING, has_ended, why_again
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.files import write_text
@@ -42,8 +43,12 @@ class SweepRecord:
         self.planned: list[PlannedPoint] = []
         self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})", baseline=baseline)
         self._known = self._entries_of_before()
-        self._ended: set[str] = set()
+        #: what sweep.json says of every run that was added; the figures of one that has ended stay, whatever becomes
+        #: of its folder
+        self._entries: dict[str, dict[str, Any]] = {}
         self._resumed: set[str] = set()
+        #: why runs that an earlier start had brought to an end are to be done again, by name
+        self.again: dict[str, str] = {}
 
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
         path = self.folder / MANIFEST
@@ -84,14 +89,23 @@ class SweepRecord:
         """
         self.check(run)
         self.planned.append(run)
-        before = self._known.get(run.name, {})
-        if before.get("ended") or has_ended(self.summary(run)):
-            self._ended.add(run.name)
-            drop_checkpoints(self.run_dir(run), run.settings)
+        if self._take(run):
             return True
+        before, summary = self._known.get(run.name, {}), self.summary(run)
+        if before.get("ended") or summary.get("status") == "failed":
+            self.again[run.name] = why_again(summary)
         if make_ready(self.run_dir(run)):
             self._resumed.add(run.name)
         return False
+
+    def _take(self, run: PlannedPoint) -> bool:
+        """Take in what a run's folder says of it; whether it has come to its own end."""
+        summary = self.summary(run)
+        ended = has_ended(summary)
+        self._entries[run.name] = self._entry(run, summary)
+        if ended:
+            drop_checkpoints(self.run_dir(run), run.settings)
+        return ended
 
     def resumes(self, run: PlannedPoint) -> bool:
         """Whether a run that was added goes on from a checkpoint."""
@@ -108,38 +122,37 @@ class SweepRecord:
         """Note that a run has come to its end, with the error of one that could not write its own summary."""
         if error is not None:
             self.record.note_failure(run, error)
-        if has_ended(self.summary(run)):
-            self._ended.add(run.name)
-            drop_checkpoints(self.run_dir(run), run.settings)
+        self._take(run)
         self.write_manifest()
 
     def ended(self, run: PlannedPoint) -> bool:
         """Whether a run has come to its own end, as one that was ended from outside has not."""
-        return run.name in self._ended
+        return bool(self._entries[run.name]["ended"])
 
     def left(self) -> list[PlannedPoint]:
-        """The runs that have not come to their own end."""
-        return [run for run in self.planned if not self.ended(run)]
+        """The runs that have not come to their own end, and those whose results are gone."""
+        return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
         """Note where the runs stand once all workers have stopped, those included whose end was not yet reported."""
-        self._ended |= {run.name for run in self.planned if has_ended(self.summary(run))}
+        for run in self.planned:
+            if not self.ended(run):
+                self._take(run)
         self.record.note_interruption()
         self.write_manifest()
 
     def write_manifest(self) -> None:
         """Write sweep.json and runs.csv as things stand."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        entries = [self._entry(run) for run in self.planned]
-        added = {entry["name"] for entry in entries}
+        entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.
-        entries += [entry for name, entry in self._known.items() if name not in added]
+        entries += [entry for name, entry in self._known.items() if name not in self._entries]
         content = {"mode": self.mode, "command": command_line(), "runs": entries}
         write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         write_text(self.folder / TABLE, self._table())
 
-    def _entry(self, run: PlannedPoint) -> dict[str, Any]:
-        summary = self.summary(run) if run.name in self._ended else {}
+    def _entry(self, run: PlannedPoint, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """What sweep.json says of a run; without an end of its own, what an earlier start had found."""
         return {
             "name": run.name,
             "label": run.label,
@@ -147,10 +160,8 @@ class SweepRecord:
             "format": run.format,
             "seed": run.seed,
             "axes": plain(run.axes),
-            "ended": run.name in self._ended,
-            **{key: summary.get(key) for key in OUTCOMES},
-            "failure": (summary.get("failure") or {}).get("kind"),
-            "failures": list(dict.fromkeys(_kinds(summary))),
+            "ended": has_ended(summary),
+            **_outcome(summary, self._known.get(run.name, {})),
             "settings": plain(run.settings),
         }
 
@@ -161,7 +172,7 @@ class SweepRecord:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*header, "failure", "failures"])
         for run in self.planned:
-            entry = self._entry(run)
+            entry = self._entries[run.name]
             flat = entry["axes"] | entry
             writer.writerow([*(_cell(flat.get(key)) for key in header), entry["failure"], " ".join(entry["failures"])])
         return text.getvalue()
@@ -169,6 +180,17 @@ class SweepRecord:
     def write_page(self, *, running: bool) -> Path:
         """Write the report over what there is; returns the page's path."""
         return self.record.write_page(running=running)
+
+
+def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """How a run ended: by its summary, or by the entry of an earlier sweep.json while it is done once more."""
+    keys = (*OUTCOMES, "failure", "failures")
+    found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
+    if not has_ended(summary) and (found or summary.get("status") != "failed"):
+        return {key: before.get(key) for key in keys} | {"failures": list(before.get("failures") or ())}
+    failure = (summary.get("failure") or {}).get("kind")
+    failures = list(dict.fromkeys(_kinds(summary)))
+    return {key: summary.get(key) for key in OUTCOMES} | {"failure": failure, "failures": failures}
 
 
 def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -97,6 +97,7 @@ class Session:
         done = len(self._record.planned) - todo
         before = f", {done} done before" if done else ""
         self._board.say(f"{todo} runs{before}; {size} at a time, {self._threads} threads each")
+        self._board.say_again(self._record.again)
 
     def _enqueue(self, run: PlannedPoint) -> None:
         run_dir, resume = self._record.run_dir(run), self._record.resumes(run)

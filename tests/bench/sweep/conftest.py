@@ -15,18 +15,18 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_ru
 
 Write = Callable[..., Path]
 STUB = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 for line in sys.stdin:
     job = json.loads(line)
     settings, folder = job["settings"], Path(job["run_dir"])
     lr, seed = settings["optimizer.lr"], settings.get("seed", 42)
-    if lr == 13:
+    if lr == 13 and os.environ.get("STUB_MEMORY") != "enough":
         print("out of memory", file=sys.stderr)
         sys.exit(9)
     assert not folder.exists()
     folder.mkdir(parents=True)
-    bad = lr > (0.1 if seed == 3 else 0.3)
+    bad = 13 > lr > (0.1 if seed == 3 else 0.3)
     summary = {"name": folder.name, "rule": settings.get("rule"), "format": "none", "seed": seed, "steps": 4}
     summary |= {"status": "failed" if bad else "finished", "first_val_loss": 5.0, "best_val_loss": 2.0}
     summary |= {"failure": {"kind": "nan", "message": "train/loss is nan at step 3", "step": 3} if bad else None}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +18,7 @@ from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import resolve
@@ -25,6 +26,7 @@ from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import divide, threads_asked
 
@@ -240,9 +242,10 @@ def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
 
 
 @pytest.mark.usefixtures("_stub_workers")
-def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys):
+def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys, monkeypatch):
+    monkeypatch.setenv("STUB_MEMORY", "too little")
     path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4]}, settings={"rule": "sgd"})
-    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
     out = Path("out")
     names = [f"sgd-lr={lr}-seed=42" for lr in ("0.1", "0.2", "13", "0.4")]
     assert [name for name in names if name != names[2]] == trained()
@@ -256,21 +259,70 @@ def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys
     assert [line["optimizer.lr"] for line in table] == ["0.1", "0.2", "13.0", "0.4"]
     assert [line["failure"] for line in table] == ["", "", "crash", "nan"]
     assert [line["failures"] for line in table] == ["", "", "", "divergence nan"]
-    assert capsys.readouterr().out.strip().splitlines()[-1] == str(out / "report.html")
+    output = capsys.readouterr()
+    assert output.out.strip().splitlines()[-1] == str(out / "report.html")
+    assert "runs not brought to their end: 1; the same command goes on" in output.err
 
-    # Nothing is left: the same command only writes the report again.
+    # A failure of the training stays, a crash is tried again.
+    path = write(axes={"optimizer.lr": [0.1, 0.2, 0.4]}, settings={"rule": "sgd"})
     assert main(["sweep", str(path), "--out", "out"]) == 0
     assert trained() == []
+    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4]}, settings={"rule": "sgd"})
+    monkeypatch.setenv("STUB_MEMORY", "enough")
+    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert trained() == [names[2]]
+    assert f"{names[2]} is trained again: worker process ended with exit code 9: out of memory" in (
+        capsys.readouterr().err
+    )
+    assert runs_of(out)[names[2]]["status"] == "finished"
 
     # One run was cut off, and the axis has grown: these two are done, the others left as they are.
     (out / names[1] / "summary.json").unlink()
-    manifest = read_json(out / "sweep.json")
-    next(run for run in manifest["runs"] if run["name"] == names[1])["ended"] = False
-    (out / "sweep.json").write_text(json.dumps(manifest))
     path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4, 0.05]}, settings={"rule": "sgd"})
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     assert sorted(trained()) == ["sgd-lr=0.05-seed=42", names[1]]
     assert len(runs_of(out)) == 5
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_run_whose_folder_was_deleted_is_trained_again_and_its_figures_stay(write, capsys, monkeypatch):
+    axes = {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]}
+    command = ["sweep", str(write(axes=axes, settings={"rule": "sgd"})), "--out", "out", "--workers", "1"]
+    assert main(command) == 0
+    trained()
+    before, gone = Path("out/runs.csv").read_text(), "sgd-lr=0.2-seed=2"
+    shutil.rmtree(Path("out") / gone)
+    with monkeypatch.context() as patch:  # until it has been trained again, what was found is not forgotten
+        patch.setattr(pool_module, "WORKER", (sys.executable, "-c", "import sys; sys.exit(1)"))
+        assert main(command) == 1
+        assert Path("out/runs.csv").read_text() == before
+        assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
+        assert f"{gone} is trained again: its results are gone" in capsys.readouterr().err
+    assert main(command) == 0
+    assert trained() == [gone]
+    assert Path("out/runs.csv").read_text() == before
+    assert {row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())} == {"2"}
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_folder_deleted_while_the_sweep_goes_on_is_said(write, capsys, monkeypatch):
+    path = write(axes={"optimizer.lr": [0.1, 0.2]}, settings={"rule": "sgd"})
+    whole = SweepRecord.end
+
+    def losing(record, run, error=None):
+        whole(record, run, error)
+        if run.axes["optimizer.lr"] == 0.1:
+            shutil.rmtree(record.run_dir(run))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepRecord, "end", losing)
+        assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
+    assert "runs not brought to their end: 1; the same command goes on" in capsys.readouterr().err
+    table = {line["name"]: line for line in csv.DictReader(Path("out/runs.csv").read_text().splitlines())}
+    assert table["sgd-lr=0.1-seed=42"]["final_val_loss"] == "2.01"
+    trained()
+    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert trained() == ["sgd-lr=0.1-seed=42"]
 
 
 @pytest.mark.usefixtures("_stub_workers")
