@@ -19,7 +19,7 @@ def add_sweep(commands: Any) -> Any:
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
         "same command goes on where an interrupted one was.",
         epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
-        "  nanogpt-bench sweep my_sweep.yaml --workers 4 --out runs/mine --train.max_steps 500\n"
+        "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
     )

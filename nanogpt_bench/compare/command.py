@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
+from nanogpt_bench.compare.cores import cores
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.earlier import (
     PASSING,
@@ -120,7 +120,7 @@ def _train(record: Record, *, workers: int) -> bool:
     if not todo:
         print(f"all runs of {record.folder} have ended; its report is written again", file=sys.stderr)
         return True
-    size = max(1, min(workers, len(todo), _cores()))
+    size = max(1, min(workers, len(todo), cores()))
     pool = Pool(size)
     # The workers import torch while this process prepares the corpus.
     with pool, Board(todo, Console(stderr=True)) as board:
@@ -142,10 +142,6 @@ def _again(record: Record, todo: Sequence[PlannedRun]) -> dict[str, str]:
     """Why runs are tried again that an earlier start had noted as failed, by name."""
     summaries = {run.name: summary_of(record.run_dir(run)) for run in todo}
     return {name: why_again(summary) for name, summary in summaries.items() if summary.get("status") == "failed"}
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _prepare(record: Record, board: Board) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
+from nanogpt_bench.compare.cores import check_workers
 from nanogpt_bench.config import DEFAULT_DATA_DIR
 from nanogpt_bench.errors import printable
 from nanogpt_bench.lock import locked
@@ -20,12 +21,13 @@ from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
-from nanogpt_bench.sweep.session import Session
+from nanogpt_bench.sweep.session import Session, threads_set
 
 
 def main_sweep(args: argparse.Namespace) -> int:
     """The command line's entry: see `sweep_grid`, `find_lr_limits` and `measure_sensitivity`."""
     sweep = read_sweep(find_sweep(args.file), args.overrides)
+    check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
     mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else sweep.search
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / mode
@@ -44,13 +46,14 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, sweep.search, None if sweep.reference is None else planned[0].label)
-    _check(record, planned)
+    _check(record, planned, workers)
     whole = Session(record, workers).train(planned)
     return _finish(record, whole)
 
 
-def _check(record: SweepRecord, planned: Sequence[PlannedPoint]) -> None:
+def _check(record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | None) -> None:
     """Refuse what can't be trained before anything is written, the default corpus apart."""
+    check_workers(workers, "workers", threads_set(planned))
     for run in planned:
         record.check(run)
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
@@ -66,7 +69,7 @@ def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> i
     record = SweepRecord(out, "lr-limits")
     searches = Searches(sweep, record)
     first = searches.first()
-    _check(record, first)
+    _check(record, first, workers)
     whole = Session(record, workers).train(first, searches.after)
     searches.write()
     return _finish(record, whole, limits_table(searches.rows()))
@@ -79,7 +82,7 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None)
     """
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
-    _check(record, study.planned)
+    _check(record, study.planned, workers)
 
     def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
         write_gaps(study, record)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -13,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
+from nanogpt_bench.compare.cores import divide, threads_asked
 from nanogpt_bench.compare.earlier import PASSING
 from nanogpt_bench.compare.pool import Event, Pool
 from nanogpt_bench.signals import StopRequest, stop_requests
@@ -27,24 +27,7 @@ PAGE_SHARE = 0.05
 OnEnd = Callable[[PlannedPoint], Iterable[PlannedPoint]]
 
 
-def cores() -> int:
-    """Return the number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def divide(workers: int | None, runs: int, threads: int | None = None) -> tuple[int, int]:
-    """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
-
-    With `threads` given there are, unless `workers` says otherwise, as many workers as have that many cores each.
-
-    >>> divide(2, 1)[0]
-    1
-    """
-    count = max(1, min(workers or cores() // (threads or 1), runs))
-    return count, threads or max(1, cores() // count)
-
-
-def threads_asked(runs: Iterable[PlannedPoint]) -> int | None:
+def threads_set(runs: Iterable[PlannedPoint]) -> int | None:
     """Return the most threads that a run's own settings ask for, None where none does."""
     return max((run.settings.get("runtime.threads") or 0 for run in runs), default=0) or None
 
@@ -72,7 +55,7 @@ class Session:
         self._record.write_manifest()
         if not todo:
             return True
-        size, self._threads = divide(self._workers, len(todo), threads_asked(todo))
+        size, self._threads = divide(self._workers, len(todo), threads_set(todo), threads_asked())
         todo.sort(key=lambda run: -run.cost)  # so that no long run is left for the end
         pool = Pool(size, self._threads)
         with pool, self._board, stop_requests(pool.kill) as stop:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from nanogpt_bench.compare import pool as pool_module
+from nanogpt_bench.report import figures
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 
@@ -64,4 +65,6 @@ def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def _stub_workers(monkeypatch):
+    """Workers that train nothing, and reports without pictures, which take most of the time and no part in this."""
+    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
     monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))

@@ -14,21 +14,25 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.compare import cores as cores_module
 from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.board import Board
+from nanogpt_bench.compare.cores import cores, divide, threads_asked
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import build_config
+from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
-from nanogpt_bench.sweep.session import divide, threads_asked
+from nanogpt_bench.sweep.session import threads_set
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 
@@ -218,14 +222,56 @@ def test_a_name_that_is_no_file_is_answered_with_the_nearest(capsys):
     assert "did you mean 'lr_limits.yaml'" in capsys.readouterr().err
 
 
-def test_cores_are_divided_among_the_workers():
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert divide(None, 1000) == (cores, 1)
-    assert divide(None, 1) == (1, cores)
-    assert divide(cores + 3, 1000) == (cores + 3, 1)
-    assert divide(None, 1000, 2) == (max(1, cores // 2), 2)
-    assert divide(None, 1000, 10 * cores) == (1, 10 * cores)
-    assert divide(3, 1000, 2) == (3, 2)
+def test_cores_are_divided_among_the_workers(monkeypatch):
+    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    assert divide(None, 1000, None, 4) == (4, 1)
+    assert divide(None, 1, None, 4) == (1, 4)
+    assert divide(3, 1000, None, 4) == (3, 1)
+    assert divide(None, 1000, 2, 4) == (2, 2)
+    assert divide(None, 1000, 40, 4) == (1, 40)  # what the settings say belongs to the run
+    assert divide(3, 1000, 2, 4) == (3, 2)
+
+
+@pytest.mark.parametrize("asked", [1, 2])
+def test_no_run_has_more_threads_than_this_process_would_take(monkeypatch, asked):
+    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(asked)  # as OMP_NUM_THREADS does
+        assert divide(1, 1000, None, threads_asked()) == (1, asked)
+        assert divide(2, 1000, None, threads_asked()) == (2, asked)
+        assert divide(4, 1000, None, threads_asked()) == (4, 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsys):
+    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    monkeypatch.setattr(session_module, "threads_asked", lambda: 2)
+    path = write(axes={"optimizer.lr": [0.1]})
+    path.write_text(path.read_text().replace("runtime.threads: 1\n", ""))
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    assert "1 at a time, 2 threads each" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "line"),
+    [
+        ({}, ["--workers", "9"], "--workers: 9 is more than the 4 cores take; give at most 4"),
+        ({"workers": 5}, [], "workers: 5 is more than the 4 cores take; give at most 4"),
+        (
+            {"settings": {"runtime.threads": 2}},
+            ["--workers", "3"],
+            "workers: 3 is more than the 4 cores take with runtime.threads 2; give at most 2",
+        ),
+    ],
+)
+def test_more_runs_at_a_time_than_cores_are_refused(write, monkeypatch, capsys, file, options, line):
+    monkeypatch.setattr(cores_module, "cores", lambda: 4)
+    assert main(["sweep", str(write(axes={"optimizer.lr": [0.1]}, **file)), "--out", "out", *options]) == 2
+    assert capsys.readouterr().err == f"nanogpt-bench: error: {line}\n"
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, None), (1, 1), ([1, 3], 3)])
@@ -235,7 +281,7 @@ def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
     path = write(axes=axes, settings={} if key in axes else {key: asked})
     if key in axes:
         path.write_text(path.read_text().replace("runtime.threads: 1\n", "", 1))
-    assert threads_asked(plan_sweep(read_sweep(path))) == found
+    assert threads_set(plan_sweep(read_sweep(path))) == found
 
 
 # Sessions, with workers that only write what a training would have found
@@ -356,6 +402,7 @@ def test_the_board_of_a_large_sweep_fits_on_the_terminal():
     assert (board.table().row_count, board.table().caption) == (8, None)
 
 
+@pytest.mark.skipif(cores() < 2, reason="two runs at a time need two cores")
 def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path):
     axes = {"train.max_steps": [3, 100_000], "optimizer.lr": [0.1]}
     settings = {"rule": "sgd", "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0}

@@ -1,0 +1,51 @@
+"""How many runs train at a time, and with how many threads each: no more of either than there are cores for."""
+
+from __future__ import annotations
+
+import os
+
+from nanogpt_bench.errors import BenchError
+
+
+def cores() -> int:
+    """Return the number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_asked() -> int:
+    """Return the threads that this process would compute with: OMP_NUM_THREADS, or what torch makes of the machine."""
+    import torch
+
+    return torch.get_num_threads()
+
+
+def check_workers(workers: int | None, source: str, threads: int | None = None) -> None:
+    """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
+
+    Raises:
+        BenchError: names `source`, which asks for them, and how many there can be.
+
+    >>> check_workers(1, "--workers"), check_workers(None, "--workers")
+    (None, None)
+    """
+    most = _most(threads)
+    if workers is not None and workers > most:
+        each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
+        raise BenchError(f"{source}: {workers} is more than the {cores()} cores take{each}; give at most {most}")
+
+
+def divide(workers: int | None, runs: int, threads: int | None, asked: int) -> tuple[int, int]:
+    """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
+
+    A run gets the `threads` that the settings give; otherwise its share of the cores, and no more than `asked`, which
+    is what this process computes with. Without `workers` there is one for every so many cores.
+
+    >>> divide(1, 10, None, asked=1)
+    (1, 1)
+    """
+    count = max(1, min(workers or _most(threads), runs))
+    return count, threads or max(1, min(cores() // count, asked))
+
+
+def _most(threads: int | None) -> int:
+    return max(1, cores() // (threads or 1))

@@ -1,0 +1,63 @@
+"""Which ends of a run are its own, and what the same command tries again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.compare.demonstration import Demonstration
+from nanogpt_bench.compare.earlier import make_ready
+from nanogpt_bench.compare.plan import plan_runs
+from nanogpt_bench.compare.record import Record
+from nanogpt_bench.ends import has_ended, why_again
+from nanogpt_bench.outcome import Outcome
+
+FAILED = {"status": "failed", "stop": None}
+
+
+@pytest.mark.parametrize(
+    ("summary", "ended"),
+    [
+        ({"status": "finished"}, True),
+        ({**FAILED, "failure": {"kind": "nan"}}, True),
+        ({**FAILED, "failure": {"kind": "divergence"}}, True),
+        ({"status": "stopped", "stop": {"kind": "plateau"}}, True),
+        ({"status": "stopped", "stop": {"kind": "time"}}, True),
+        *(({**FAILED, "failure": {"kind": kind}}, False) for kind in ("crash", "OSError", "BenchError", "MemoryError")),
+        *(({"status": "stopped", "stop": {"kind": kind}}, False) for kind in ("signal", "disk", "killed")),
+        ({"status": "stopped", "stop": None}, False),
+        ({**FAILED, "failure": None}, False),
+        ({}, False),
+    ],
+)
+def test_only_what_the_training_brought_about_is_an_end(summary: dict, ended: bool) -> None:
+    assert has_ended(summary) is ended
+
+
+def test_a_run_can_fail_in_no_other_way() -> None:
+    with pytest.raises(AssertionError):
+        Outcome().fail("disk", "no space left", 3)
+
+
+@pytest.mark.parametrize(("kind", "again"), [("FileNotFoundError", True), ("crash", True), ("nan", False)])
+def test_a_comparison_tries_again_what_an_outside_cause_ended(tmp_path: Path, kind: str, again: bool) -> None:
+    demonstration = Demonstration(rows=(("fp32", "none"),))
+    (run,) = plan_runs(demonstration.rows, demonstration, seeds=1, max_steps=4, data_dir=tmp_path)
+    record = Record(tmp_path, [run])
+    record.note_failure(run, {"kind": kind, "message": "it is gone", "traceback": "Traceback"})
+    assert json.loads((tmp_path / run.name / "summary.json").read_text())["failure"]["kind"] == kind
+    assert record.left() == ([run] if again else [])
+    assert why_again({"failure": {"message": "it\nis gone"}}) == "it is gone"
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_a_failed_attempt_left_does_not_stay(tmp_path: Path, checkpoint: bool) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "traceback.txt").touch()
+    if checkpoint:
+        (folder / "checkpoints" / "step-3").mkdir(parents=True)
+    assert make_ready(folder) is checkpoint
+    assert not (folder / "traceback.txt").exists()
