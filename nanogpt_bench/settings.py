@@ -1,26 +1,24 @@
 """From YAML files and `--section.key value` overrides to a checked `Config`, and back to YAML.
 
-Keys are checked here, so that a typo is answered with its nearest valid spelling; jsonargparse checks the types and
-`_check_range` the bounds written down in `nanogpt_bench.config`.
+Keys are checked here, so that a typo is answered with its nearest valid spelling; `nanogpt_bench.typed` checks the
+types and `_check_range` the bounds written down in `nanogpt_bench.config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import jsonargparse
 import yaml
 
 from nanogpt_bench import untrusted
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.typed import typed
 
 #: words that mean null for a key that may be null
 NULL_WORDS = ("null", "none", "~", "")
@@ -41,6 +39,7 @@ def fields_of(section: type = Config, prefix: str = "") -> Iterator[tuple[str, d
 
 
 FIELDS = {key: (item, hint) for key, item, hint in fields_of()}
+MAPPINGS = tuple(key for key, (_, hint) in FIELDS.items() if str(hint).startswith("dict"))
 SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 
 
@@ -173,13 +172,11 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
 
 def mapping_above(key: str) -> str | None:
     """Return the mapping setting whose entry `key` names, if it names one."""
-    return next(
-        (name for name in FIELDS if _is_mapping(name) and key.startswith(f"{name}.") and key != f"{name}."), None
-    )
+    return next((name for name in MAPPINGS if key.startswith(f"{name}.") and key != f"{name}."), None)
 
 
 def _is_mapping(key: str) -> bool:
-    return key in FIELDS and str(FIELDS[key][1]).startswith("dict")
+    return key in MAPPINGS
 
 
 def _is_list(key: str) -> bool:
@@ -214,13 +211,6 @@ def _optional(hint: Any) -> bool:
     return type(None) in getattr(hint, "__args__", ())
 
 
-@functools.cache
-def _parser() -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Config, as_group=False)
-    return parser
-
-
 def build_config(values: dict[str, Any]) -> Config:
     """Return the `Config` with these {dotted key: value} settings, types and ranges checked.
 
@@ -234,15 +224,12 @@ def build_config(values: dict[str, Any]) -> Config:
         if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
             raise BenchError(f"{key}: {value!r} is not allowed; give {_type_name(key)}")
         _check_names(key, value)
-    parser = _parser()
-    try:
-        parsed = parser.instantiate(parser.parse_object(_nest(values)))
-    except jsonargparse.ArgumentError as error:
-        raise _type_error(str(error), values) from None
-    config = Config(**vars(parsed))
-    for key, (item, _) in FIELDS.items():
-        _canonicalize(config, key, item.metadata["choices"])
-        _check_range(key, get(config, key), item.metadata)
+    config = Config()
+    for key, value in values.items():
+        _set(config, key, _typed(key, value))
+        metadata = FIELDS[key][0].metadata
+        _canonicalize(config, key, metadata["choices"])
+        _check_range(key, get(config, key), metadata)
     return config
 
 
@@ -267,23 +254,16 @@ def _canonicalize(config: Config, key: str, choices: Sequence[str] | None) -> No
     value = get(config, key)
     found = [choice for choice in choices or () if isinstance(value, str) and _folded(choice) == _folded(value)]
     if found:
-        *parents, last = key.split(".")
-        setattr(get(config, ".".join(parents)) if parents else config, last, found[0])
+        _set(config, key, found[0])
 
 
 def _folded(word: str) -> str:
     return word.lower().replace("_", "").replace("-", "")
 
 
-def _nest(values: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        *parents, last = key.split(".")
-        branch = tree
-        for parent in parents:
-            branch = branch.setdefault(parent, {})
-        branch[last] = value
-    return tree
+def _set(config: Config, key: str, value: Any) -> None:
+    section, _, last = key.rpartition(".")
+    setattr(get(config, section) if section else config, last, value)
 
 
 def get(config: Config, key: str) -> Any:
@@ -298,12 +278,11 @@ def get(config: Config, key: str) -> Any:
     return value
 
 
-def _type_error(message: str, values: dict[str, Any]) -> BenchError:
-    found = re.search(r'[Kk]ey "([^"]+)"', message)
-    if not found or found[1] not in FIELDS:
-        return BenchError(one_line(message))
-    key = found[1]
-    return BenchError(f"{key}: {values.get(key)!r} is not allowed; give {_type_name(key)}")
+def _typed(key: str, value: Any) -> Any:
+    try:
+        return typed(key, FIELDS[key][1], value)
+    except TypeError:
+        raise BenchError(f"{key}: {value!r} is not allowed; give {_type_name(key)}") from None
 
 
 def _type_name(key: str) -> str:

@@ -19,7 +19,7 @@ from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.rules import RULES, available_rules, check_available
 
-#: of a comparison or a sweep: to check the settings of that many takes minutes, its page as many megabytes
+#: of a comparison or a sweep: to check the settings of that many takes a minute, its page many megabytes
 MOST_RUNS = 10_000
 
 

@@ -175,7 +175,7 @@ def check_inputs(planned: Iterable[PlannedPoint]) -> None:
         corpus = f"{config.data} {config.model.block_size}"
         if corpus not in vocabularies:
             vocabularies[corpus] = open_corpus(config).vocab_size
-        model = f"{config.model} {config.data.dir}"
+        model = f"{replace(config.model, seed=0)} {config.data.dir}"  # the seed of weights fits any pattern
         if model not in models:
             models.add(model)
             _check_formats(config, vocabularies[corpus])

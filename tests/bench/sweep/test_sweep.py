@@ -13,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import jsonargparse
 import pytest
 import torch
 from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
+from nanogpt_bench import surgery
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import cores as cores_module
 from nanogpt_bench.compare import pool as pool_module
@@ -29,7 +31,7 @@ from nanogpt_bench.settings import build_config
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
-from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
@@ -114,6 +116,22 @@ def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
     assert (config.rule, config.optimizer.lr, config.train.batch_size, config.seed) == ("nearest", 0.001, 3, 8)
     assert config.model.formats == {"*": "E7M0"}
     assert config.train.max_steps == 4
+
+
+def test_planning_parses_every_value_once_however_many_runs_have_it(write, monkeypatch):
+    parsed, tried = [], []
+    parse, quantize = jsonargparse.ArgumentParser.parse_object, surgery.quantize
+    monkeypatch.setattr(
+        jsonargparse.ArgumentParser, "parse_object", lambda *given: parsed.append(given) or parse(*given)
+    )
+    monkeypatch.setattr(surgery, "quantize", lambda *given: tried.append(given) or quantize(*given))
+    axes = {"model.format": ["E4M3", "E7M0"], "optimizer.lr": [0.011, 0.012, 0.013], "seed": list(range(900, 912))}
+    planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "nearest"})))
+    check_inputs(planned)
+    assert len(planned) == 2 * 3 * 12
+    values = {(key, repr(value)) for run in planned for key, value in run.settings.items()}
+    assert 0 < len(parsed) <= len(values) < len(planned)
+    assert len(tried) == 2  # a model for each format, whatever its seed
 
 
 def test_granularities_of_a_float_rule_are_one_point(write):
