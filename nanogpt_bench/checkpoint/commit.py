@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nanogpt_bench.checkpoint.contents import CheckpointNotWritten, Contents
+from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, CheckpointNotWritten, Contents
 from nanogpt_bench.checkpoint.disk import Disk
 from nanogpt_bench.checkpoint.layout import (
     CHECKPOINTS,
@@ -32,8 +34,8 @@ def commit(run_dir: Path, contents: Contents, *, keep_last: int, disk: Disk | No
 
     The files are written to a temporary sibling, read back against their hashes, and get their name at once when all of
     them are on the disk: whatever happens on the way, the checkpoints before are as they were. Kept are the `keep_last`
-    newest, this one included, and the newest whose `facts["best"]` is true. A checkpoint of the same step is replaced;
-    those of later steps are left alone.
+    newest, this one included, and the newest whose `facts["best"]` is true; one that does not verify counts as neither.
+    A checkpoint of the same step is replaced; those of later steps are left alone.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -138,20 +140,37 @@ def _remove(folder: Path, disk: Disk) -> None:
 
 
 def _prune(run_dir: Path, step: int, keep_last: int, disk: Disk) -> None:
-    """Remove the checkpoints before the one of `step`, which has just been verified, but the best and the last."""
+    """Remove the checkpoints before the one of `step`, which has just been verified, but the best and the last.
+
+    Only whole ones count: a broken one is in the place of none, and is removed once it is older than those that stay.
+    """
     before = [number for number in steps(run_dir) if number <= step]
-    kept = {*before[-keep_last:], *_best(run_dir, before)}
+    if len(before) <= keep_last:
+        return
+    whole = functools.cache(lambda number: number == step or _is_whole(step_folder(run_dir, number)))
+    last = list(itertools.islice(filter(whole, reversed(before)), keep_last))
+    if len(last) < keep_last:
+        return
+    kept = {*last, *_best(run_dir, before, whole)}
     for number in before:
-        if number not in kept:
+        if number < last[-1] and number not in kept:
             folder = step_folder(run_dir, number)
             # Out of sight at once: a checkpoint half removed would look like a broken one.
             disk.rename(folder, partial_folder(folder))
             _remove(partial_folder(folder), disk)
 
 
-def _best(run_dir: Path, numbers: list[int]) -> list[int]:
+def _is_whole(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except BrokenCheckpoint:
+        return False
+    return True
+
+
+def _best(run_dir: Path, numbers: list[int], whole: Callable[[int], bool]) -> list[int]:
     for number in reversed(numbers):
         with suppress(OSError, ValueError):
-            if read_manifest(step_folder(run_dir, number)).best:
+            if read_manifest(step_folder(run_dir, number)).best and whole(number):
                 return [number]
     return []

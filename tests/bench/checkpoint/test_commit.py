@@ -80,6 +80,31 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [7, 8]
 
 
+def break_one(folder: Path) -> None:
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def test_only_whole_checkpoints_count_among_those_that_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2):
+        commit(tmp_path, contents(step), keep_last=2)
+    break_one(tmp_path / "checkpoints" / "step-2")
+    commit(tmp_path, contents(3), keep_last=2)
+    assert steps(tmp_path) == [1, 2, 3]
+    commit(tmp_path, contents(4), keep_last=2)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_a_broken_checkpoint_is_not_the_best_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        commit(tmp_path, contents(step, best=True), keep_last=1 if step == 1 else 2)
+    break_one(tmp_path / "checkpoints" / "step-2")
+    for step in (3, 4, 5):
+        commit(tmp_path, contents(step), keep_last=2)
+    assert steps(tmp_path) == [1, 4, 5]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced_and_later_ones_are_left(tmp_path: Path) -> None:
     for step in (5, 9):
         commit(tmp_path, contents(step), keep_last=3)
