@@ -16,10 +16,15 @@ from rich.text import Text
 
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
+from nanogpt_bench.compare.remaining import Work, in_words, seconds_left
 from nanogpt_bench.errors import printable
 
 #: of a list that is said line by line
 MOST_LINES = 10
+#: after which the first estimate of the time left is printed where there is no terminal, and between two of them at
+#: least; in long ones a share of the time that has passed
+FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
+ENDED = ("done", "failed")
 STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"}
 
 
@@ -30,16 +35,22 @@ class Entry:
     name: str
     state: str = "waiting"
     note: str = ""
+    #: of the whole run, beside the others'
+    size: float = 1.0
     progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Board:
     """Follows the events of a pool and shows them; a context manager, since a live table has to be left properly."""
 
-    def __init__(self, planned: Sequence[PlannedRun], console: Console) -> None:
+    def __init__(self, planned: Sequence[PlannedRun], console: Console, workers: int = 1) -> None:
         several = len({run.seed for run in planned}) > 1
-        self.entries = [Entry(f"{run.label} · seed {run.seed}" if several else run.label) for run in planned]
+        names = [f"{run.label} · seed {run.seed}" if several else run.label for run in planned]
+        self.entries = [Entry(name, size=run.cost) for name, run in zip(names, planned, strict=True)]
+        #: how many runs train at a time
+        self.workers = workers
         self._console = console
+        self._next_estimate = FIRST_ESTIMATE
         self._begun = time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
 
@@ -54,9 +65,9 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, size: float = 1.0) -> None:
         """Put one more run at the end of the table."""
-        self.entries.append(Entry(name))
+        self.entries.append(Entry(name, size=size))
 
     def say(self, text: str) -> None:
         """Print one line above the table."""
@@ -82,11 +93,26 @@ class Board:
                 self.say(_line(entry))
         if self._live is not None:
             self._live.update(self.table(), refresh=True)
+        else:
+            self._say_left_if_due()
+
+    def left(self) -> str:
+        """The time left in words, "" while nothing is known of it."""
+        seconds = seconds_left([_work(entry) for entry in self.entries], self.workers)
+        return "" if seconds is None else f"{in_words(seconds)} left"
+
+    def _say_left_if_due(self) -> None:
+        elapsed = self.elapsed()
+        if elapsed >= self._next_estimate and (left := self.left()):
+            self._next_estimate = elapsed + max(NEXT_ESTIMATE, elapsed * ESTIMATE_SHARE)
+            self.say(f"{self._ended()}, {left}")
+
+    def _ended(self) -> str:
+        return f"{sum(entry.state in ENDED for entry in self.entries)} of {len(self.entries)} runs ended"
 
     def table(self) -> Table:
         """The table as it stands."""
-        ended = sum(entry.state in ("done", "failed") for entry in self.entries)
-        title = f"{ended} of {len(self.entries)} runs ended · {self.elapsed():.0f} s"
+        title = " · ".join(filter(None, (self._ended(), f"{self.elapsed():.0f} s", self.left())))
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("run", no_wrap=True)
         table.add_column("state", no_wrap=True)
@@ -117,6 +143,13 @@ def _apply(entry: Entry, event: Event) -> None:
         entry.state, entry.note = "failed", " ".join(str(event.data["error"]["message"]).split())
     else:
         entry.state = {"started": "running", "done": "done"}[event.kind]
+
+
+def _work(entry: Entry) -> Work:
+    seen = entry.progress
+    done = seen["step"] / seen["max_steps"] if seen else 0.0
+    running, ended = entry.state == "running", entry.state in ENDED
+    return Work(entry.size, done, seen.get("elapsed_s", 0.0), running=running, ended=ended)
 
 
 def _cells(entry: Entry) -> list[Text | ProgressBar]:

@@ -123,7 +123,7 @@ def _train(record: Record, *, workers: int) -> bool:
     size = max(1, min(workers, len(todo), cores()))
     pool = Pool(size)
     # The workers import torch while this process prepares the corpus.
-    with pool, Board(todo, Console(stderr=True)) as board:
+    with pool, Board(todo, Console(stderr=True), size) as board:
         _prepare(record, board)
         if len(todo) < len(record.planned):
             board.say(f"runs left: {len(todo)}; ended before: {len(record.planned) - len(todo)}")

@@ -56,6 +56,7 @@ class Session:
         if not todo:
             return True
         size, self._threads = divide(self._workers, len(todo), threads_set(todo), threads_asked())
+        self._board.workers = size
         todo.sort(key=lambda run: -run.cost)  # so that no long run is left for the end
         pool = Pool(size, self._threads)
         with pool, self._board, stop_requests(pool.kill) as stop:
@@ -88,7 +89,7 @@ class Session:
         settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
         self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
         self._runs.append(run)
-        self._board.add(f"{run.label} · seed {run.seed}")
+        self._board.add(f"{run.label} · seed {run.seed}", run.cost)
         self._waiting.append(len(self._jobs) - 1)
 
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
