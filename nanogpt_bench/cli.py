@@ -291,8 +291,9 @@ def _add_compare(commands: Any) -> Parser:
         "compare",
         help="train formats x rules on one corpus and report (the main job)",
         description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
-        "arguments: a demonstration on the standard library's prose, under three minutes on two CPU cores. The same\n"
-        "command with the same --out goes on where an interrupted one was.",
+        "arguments: a demonstration on the standard library's prose, two to six minutes on two CPU cores, with an\n"
+        "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
+        "interrupted one was.",
         epilog="examples:\n  nanogpt-bench compare\n"
         "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
         "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book",

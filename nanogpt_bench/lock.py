@@ -43,6 +43,36 @@ def locked(folder: Path, what: str) -> Iterator[None]:
                 path.rmdir()
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this process alone.
+
+    Of several processes that ask at the same instant each gets another one. What was made and is still empty is gone
+    afterwards.
+
+    Raises:
+        BenchError: no folder can be made there.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    folder, number = path, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+            number += 1
+            folder = path.with_name(f"{path.name}-{number}")
+    except OSError as error:
+        raise BenchError(f"folder {str(folder)!r} can't be made: {error.strerror or error}") from None
+    try:
+        yield folder
+    finally:
+        for made in (folder, *missing):
+            with contextlib.suppress(OSError):  # it has come into use
+                made.rmdir()
+
+
 def is_unused(folder: Path) -> bool:
     """Whether a folder is not there, or has nothing in it but the lock of somebody who was killed, or ours."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())

@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 
 from nanogpt_bench.config import DEFAULT_DATA_DIR, Config
 from nanogpt_bench.errors import BenchError, printable
+from nanogpt_bench.lock import new_folder
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
@@ -42,10 +43,10 @@ def run_command(
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
     config = resolve(load_config(path, overrides))
-    run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
+    named = None if name is None else RUNS / checked_name(name)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
-    with stop_requests() as stop, _display(config) as show:
+    with _folder(path.stem, named, resume) as run_dir, stop_requests() as stop, _display(config) as show:
         summary = run(config, run_dir, on_progress=show, stop=stop, say=_say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return exit_code(summary)
@@ -73,13 +74,14 @@ def checked_name(name: str) -> str:
     return name
 
 
-def free_name(stem: str) -> Path:
-    """Return runs/STEM, or the first of runs/STEM-2, runs/STEM-3, … that does not exist."""
-    path, number = RUNS / stem, 1
-    while path.exists():
-        number += 1
-        path = RUNS / f"{stem}-{number}"
-    return path
+@contextmanager
+def _folder(stem: str, named: Path | None, resume: bool) -> Iterator[Path]:
+    """Yield the folder of a run: the one named, the latest of that config, or a new one."""
+    if named is not None or resume:
+        yield named or latest_name(stem)
+        return
+    with new_folder(RUNS / stem) as folder:
+        yield folder
 
 
 def latest_name(stem: str) -> Path:

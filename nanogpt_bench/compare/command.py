@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -31,7 +32,7 @@ from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, lon
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.ends import why_again
-from nanogpt_bench.lock import locked
+from nanogpt_bench.lock import locked, new_folder
 from nanogpt_bench.signals import RESUMABLE, StopRequest, stop_requests
 
 DEFAULTS = Demonstration()
@@ -78,10 +79,7 @@ def compare(
     check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
     if data_dir is not None:
         _check_corpus(data_dir, demonstration)
-    folder = out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     steps = max_steps or demonstration.max_steps
-    corpus = folder / "corpus" if data_dir is None else data_dir
-    planned = plan_runs(rows, demonstration, seeds=seeds, max_steps=steps, data_dir=corpus)
     asked = {
         "--data.dir": None if data_dir is None else str(data_dir),
         "--formats": None if formats is None else list(formats),
@@ -89,7 +87,10 @@ def compare(
         "--max-steps": steps,
         "--seeds": seeds,
     }
-    with locked(folder, "--out"):
+    default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    with nullcontext(out) if out is not None else new_folder(default) as folder, locked(folder, "--out"):
+        corpus = folder / "corpus" if data_dir is None else data_dir
+        planned = plan_runs(rows, demonstration, seeds=seeds, max_steps=steps, data_dir=corpus)
         record = _open_record(Record(folder, planned, asked=asked, corpus=corpus))
         return _finish(record, _train(record, workers=demonstration.workers))
 

@@ -16,8 +16,9 @@ import yaml
 from forked import finish, said, start
 from small_runs import traces, words
 
+from nanogpt_bench import run_command
 from nanogpt_bench.cli import main
-from nanogpt_bench.lock import LOCK, locked
+from nanogpt_bench.lock import LOCK, locked, new_folder
 
 KIND = "fp8 stochastic"
 REFUSED = "nanogpt-bench: error: run folder 'runs/r' is in use by another process; wait for its end\n"
@@ -85,6 +86,37 @@ def test_what_was_made_for_the_lock_is_gone_unless_it_came_into_use(tmp_path: Pa
     with locked(tmp_path / "a", "folder"):
         pass
     assert os.listdir(tmp_path / "a") == ["b"]
+
+
+def test_every_process_that_wants_a_new_folder_gets_another_one(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "runs" / "a") as first, new_folder(tmp_path / "runs" / "a") as second:
+        assert (first.name, second.name) == ("a", "a-2")
+        (second / "file").touch()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["a-2"]
+    with new_folder(tmp_path / "other" / "a"):
+        pass
+    assert not (tmp_path / "other").exists()
+
+
+def test_runs_without_a_name_in_the_same_instant_are_numbered(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins when the first has chosen its folder and written nothing into it."""
+    monkeypatch.chdir(tmp_path)
+    line = [word for word in words(KIND, small_corpus) if word not in ("--name", "r", "--resume")]
+    folders = list[str]()
+
+    def both(config: object, run_dir: Path, **_: object) -> dict[str, object]:
+        folders.append(run_dir.as_posix())
+        if len(folders) < 3:
+            assert main(line) == 0
+        (run_dir / "summary.json").touch()
+        return {"status": "finished", "stop": None}
+
+    monkeypatch.setattr(run_command, "run", both)
+    monkeypatch.setattr(run_command, "_closing_line", lambda *_: "")
+    assert main(line) == 0
+    assert folders == ["runs/e4m3", "runs/e4m3-2", "runs/e4m3-3"]
 
 
 def test_a_lock_whose_file_was_just_removed_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
