@@ -133,7 +133,7 @@ class OptimizerConfig:
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
-        "null: the rule's",
+        "null: the rule's, whether it is named or its settings are given one by one",
         above=0.0,
     )
     float_lr: float | None = setting(

@@ -41,7 +41,7 @@ def run_command(
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
-    config = resolve(load_config(path, overrides))
+    config = resolve(load_config(path, overrides, _say))
     run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -21,6 +21,7 @@ import yaml
 from nanogpt_bench import untrusted
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.precedence import settle
 
 #: words that mean null for a key that may be null
 NULL_WORDS = ("null", "none", "~", "")
@@ -44,8 +45,10 @@ FIELDS = {key: (item, hint) for key, item, hint in fields_of()}
 SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None) -> Config:
     """Read a YAML file (None: all defaults), apply command-line overrides and check every key, type and range.
+
+    What in the file contradicts an override gives way to it; `say` is told what.
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
@@ -53,8 +56,23 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         BenchError: unreadable file, unknown key, wrong type or a value out of range, in one line.
     """
-    values = read_yaml(path) if path else {}
-    return build_config(parse_overrides(overrides, values))
+    return build_config(load_settings(path, overrides, say))
+
+
+def load_settings(
+    path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Return the settings that `load_config` builds a configuration of, as {dotted key: value}.
+
+    Raises:
+        BenchError: unreadable file or unknown key, in one line.
+    """
+    file = read_yaml(path) if path else {}
+    given = (file, parse_overrides(overrides), parse_overrides(overrides, file))
+    kept, lines = settle(*({key: _own_spelling(key, value) for key, value in each.items()} for each in given))
+    for line in lines if say and path else ():
+        say(f"{path.name}: {line}")
+    return kept
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -227,7 +245,7 @@ def build_config(values: dict[str, Any]) -> Config:
     Raises:
         BenchError: a value of a wrong type, out of range, or null where that means nothing.
     """
-    values = {key: _off(key, value) for key, value in values.items()}
+    values = {key: _own_spelling(key, _off(key, value)) for key, value in values.items()}
     for key, value in values.items():
         if value is None and not _optional(FIELDS[key][1]):
             raise BenchError(f"{key}: null is not allowed; give {_type_name(key)}")
@@ -241,7 +259,6 @@ def build_config(values: dict[str, Any]) -> Config:
         raise _type_error(str(error), values) from None
     config = Config(**vars(parsed))
     for key, (item, _) in FIELDS.items():
-        _canonicalize(config, key, item.metadata["choices"])
         _check_range(key, get(config, key), item.metadata)
     return config
 
@@ -262,13 +279,10 @@ def _off(key: str, value: Any) -> Any:
     return "off" if value is False and "off" in (FIELDS[key][0].metadata["choices"] or ()) else value
 
 
-def _canonicalize(config: Config, key: str, choices: Sequence[str] | None) -> None:
-    """Replace a choice spelt in other case or without its underscores (StiffnessAdamW) by its own spelling."""
-    value = get(config, key)
-    found = [choice for choice in choices or () if isinstance(value, str) and _folded(choice) == _folded(value)]
-    if found:
-        *parents, last = key.split(".")
-        setattr(get(config, ".".join(parents)) if parents else config, last, found[0])
+def _own_spelling(key: str, value: Any) -> Any:
+    """Return a choice spelt in other case or without its underscores (StiffnessAdamW) in its own spelling."""
+    choices = FIELDS[key][0].metadata["choices"] or ()
+    return next((known for known in choices if isinstance(value, str) and _folded(known) == _folded(value)), value)
 
 
 def _folded(word: str) -> str:

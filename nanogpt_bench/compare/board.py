@@ -26,6 +26,7 @@ class Entry:
     """One run on the board."""
 
     name: str
+    lr: float | None = None
     state: str = "waiting"
     note: str = ""
     progress: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class Board:
 
     def __init__(self, planned: Sequence[PlannedRun], console: Console) -> None:
         several = len({run.seed for run in planned}) > 1
-        self.entries = [Entry(f"{run.label} · seed {run.seed}" if several else run.label) for run in planned]
+        self.entries = [Entry(f"{run.label} · seed {run.seed}" if several else run.label, run.lr) for run in planned]
         self._console = console
         self._begun = time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
@@ -52,9 +53,9 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def add(self, name: str) -> None:
+    def add(self, name: str, lr: float | None = None) -> None:
         """Put one more run at the end of the table."""
-        self.entries.append(Entry(name))
+        self.entries.append(Entry(name, lr))
 
     def say(self, text: str) -> None:
         """Print one line above the table."""
@@ -80,6 +81,7 @@ class Board:
         title = f"{ended} of {len(self.entries)} runs ended · {self.elapsed():.0f} s"
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("run", no_wrap=True)
+        table.add_column("lr", justify="right", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("", width=12)
         for heading in ("step", "train", "val", "stall", "tokens/s"):
@@ -115,6 +117,7 @@ def _cells(entry: Entry) -> list[Text | ProgressBar]:
     done, total = seen.get("step", 0), seen.get("max_steps", 1)
     return [
         Text(printable(entry.name)),
+        Text(number(entry.lr, "g")),
         Text(entry.state, style=STATES[entry.state]),
         ProgressBar(total=total, completed=done, width=12),
         Text(f"{done}/{total}" if seen else ""),

@@ -46,6 +46,12 @@ class PlannedRun:
     settings: dict[str, Any]
 
     @property
+    def lr(self) -> float | None:
+        """The peak learning rate that was asked for, else the rule's own; None for settings that follow no rule."""
+        given: float | None = self.settings.get("optimizer.lr")
+        return RULES[self.rule].lr if given is None and self.rule in RULES else given
+
+    @property
     def cost(self) -> float:
         return RELATIVE_COST.get(self.rule, 1.0)
 

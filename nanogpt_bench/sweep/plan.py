@@ -100,6 +100,8 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
         raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None
     settings |= {key: get(built, key) for key in settings}  # 1e-3 and 0.001 are one learning rate
     axes |= {key: settings[key] for key in axes if key in settings}
+    if built.rule is None and built.optimizer.lr is None and rule_name(config) in RULES:
+        settings["optimizer.lr"] = config.optimizer.lr  # not in the settings of before, when it was another one
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
     return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)

@@ -104,7 +104,7 @@ class Session:
         settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
         self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
         self._runs.append(run)
-        self._board.add(f"{run.label} · seed {run.seed}")
+        self._board.add(f"{run.label} · seed {run.seed}", run.lr)
         self._waiting.append(len(self._jobs) - 1)
 
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:
