@@ -335,10 +335,14 @@ def _follows(config: Config, entry: Rule) -> bool:
     )
 
 
-def _weight_format(value: Any) -> str:
-    """Return the weight's format in a format, a layer specification or an operand's."""
+def weight_format(value: Any) -> str:
+    """Return the weight's format in a format, a layer specification or an operand's.
+
+    >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
+    ('E4M3', 'none')
+    """
     if isinstance(value, dict):
-        return _weight_format(value.get("weight", value.get("format")))
+        return weight_format(value.get("weight", value.get("format")))
     return str(value or "none")
 
 
@@ -348,5 +352,5 @@ def format_summary(config: Config) -> str:
     >>> format_summary(Config())
     'none'
     """
-    weights = {_weight_format(value) for value in config.model.formats.values()}
+    weights = {weight_format(value) for value in config.model.formats.values()}
     return "mixed" if len(weights) > 1 else next(iter(weights), "none")
