@@ -23,7 +23,7 @@ FAILED = 1
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
 RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
@@ -143,7 +143,11 @@ def _is_setting(command: str, word: str) -> bool:
     option = word.partition("=")[0]
     if not option.startswith("--") or option == "--help":
         return False
-    return option not in RUN_OPTIONS if command == "run" else "." in option or option in ("--rule", "--seed")
+    if command == "run":
+        return option not in RUN_OPTIONS
+    if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
+        return False
+    return "." in option or option in ("--rule", "--seed")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -292,10 +296,14 @@ def _add_compare(commands: Any) -> Parser:
         help="train formats x rules on one corpus and report (the main job)",
         description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
         "arguments: a demonstration on the standard library's prose, under three minutes on two CPU cores. The same\n"
-        "command with the same --out goes on where an interrupted one was.",
+        "command with the same --out goes on where an interrupted one was. Settings are those of run, each for every\n"
+        "row that it means something for; compare says which, where that is not all.",
+        usage="nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
+        "                             [--out DIR] [--section.key VALUE ...]",
         epilog="examples:\n  nanogpt-bench compare\n"
         "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
-        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book",
+        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
+        "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
     )
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
     parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")

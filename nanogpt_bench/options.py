@@ -23,6 +23,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
 }
+#: what the options are called, of which each optimizer takes some
+OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
 #: of the options, those that a rule has values of its own for
 RATES = ("lr", "float_lr")
 _UNITS = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nanogpt_bench.config import ROUNDED
-from nanogpt_bench.options import OPTIONS, RATES, unit
+from nanogpt_bench.options import OPTION_NAMES, OPTIONS, RATES, unit
 from nanogpt_bench.rules import RULES, Rule, agrees, meaning
 
 Settings = dict[str, Any]
@@ -20,8 +20,6 @@ OF_FORMATS = (
     *("model.format", "model.formats", "model.granularity", "model.tied", "model.headroom"),
     *("optimizer.writeback", "optimizer.moments", "optimizer.compile"),
 )
-#: what the options of some optimizers are called, those of others not taking them
-OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
 _TIED = (
     "model.tied: leave, since lm_head shares the embedding's weight and stays float with it; --model.tied untie "
     "quantises a copy"

@@ -18,7 +18,7 @@ from nanogpt_bench.config import (
 )
 from nanogpt_bench.errors import BenchError, one_line, unknown
 from nanogpt_bench.model import SIZES, GPTShape
-from nanogpt_bench.options import OPTIONS, RATES
+from nanogpt_bench.options import OPTION_NAMES, OPTIONS, RATES
 from nanogpt_bench.pretrained import find_checkpoint
 from nanogpt_bench.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
 from nanogpt_bench.settings import get
@@ -305,7 +305,7 @@ def _either(names: Sequence[str]) -> str:
 
 def _check_options(optimizer: OptimizerConfig) -> None:
     """Refuse an option that this optimizer would ignore."""
-    for option in sorted({option for options in OPTIONS.values() for option in options}):
+    for option in OPTION_NAMES:
         value, takers = getattr(optimizer, option), [name for name, known in OPTIONS.items() if option in known]
         if value is not None and optimizer.name not in takers:
             raise BenchError(

@@ -19,9 +19,11 @@ from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.earlier import PASSING, check_same, drop_checkpoints, make_ready, plain, read_earlier
+from nanogpt_bench.compare.overrides import as_typed, check_given, put_into, read_given, steps_of
 from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.errors import printable
 from nanogpt_bench.lock import locked
 from nanogpt_bench.signals import RESUMABLE, StopRequest, stop_requests
 
@@ -40,6 +42,7 @@ def main_compare(args: argparse.Namespace) -> int:
         max_steps=args.max_steps,
         seeds=args.seeds or 1,
         out=args.out,
+        overrides=args.overrides,
     )
 
 
@@ -51,12 +54,14 @@ def compare(
     max_steps: int | None = None,
     seeds: int = 1,
     out: Path | None = None,
+    overrides: Sequence[str] = (),
     demonstration: Demonstration = DEFAULTS,
 ) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
-    interrupted go on from their newest whole checkpoint, the others begin.
+    interrupted go on from their newest whole checkpoint, the others begin. `overrides` are settings as `run` takes
+    them, `--section.key VALUE`, for every row that they mean something for.
 
     Returns 0, 1 when not one run finished or a full disk or a kill ended one, 75 when a signal ended it (the report
     then covers what there is).
@@ -67,13 +72,23 @@ def compare(
     """
     rows = choose_rows(formats, rules, demonstration)
     check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
-    if data_dir is not None:
-        _check_corpus(data_dir, demonstration)
+    given = read_given(overrides)
     folder = out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    steps = max_steps or demonstration.max_steps
+    steps = steps_of(given, max_steps) or demonstration.max_steps
     corpus = folder / "corpus" if data_dir is None else data_dir
-    planned = plan_runs(rows, demonstration, seeds=seeds, max_steps=steps, data_dir=corpus)
+    planned = plan_runs(
+        rows,
+        replace(demonstration, first_seed=given.pop("seed", demonstration.first_seed)),
+        seeds=seeds,
+        max_steps=steps,
+        data_dir=corpus,
+        put=lambda settings: put_into(settings, given),
+    )
+    length = check_given(given, planned, _say) if overrides else None
+    if data_dir is not None:
+        _check_corpus(data_dir, demonstration, length)
     asked = {
+        **as_typed(overrides),
         "--data.dir": None if data_dir is None else str(data_dir),
         "--formats": None if formats is None else list(formats),
         "--rules": None if rules is None else list(rules),
@@ -85,12 +100,16 @@ def compare(
         return _finish(record, _train(record, workers=demonstration.workers))
 
 
-def _check_corpus(data_dir: Path, demonstration: Demonstration) -> None:
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr)
+
+
+def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None) -> None:
     """Refuse a corpus that no run could use before anything is written."""
     from nanogpt_bench.data import load_corpus
     from nanogpt_bench.model import SIZES
 
-    load_corpus(data_dir, SIZES[demonstration.size].block_size)
+    load_corpus(data_dir, block_size or SIZES[demonstration.size].block_size)
 
 
 def _open_record(record: Record) -> Record:
