@@ -19,6 +19,7 @@ from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.signals import RESUMABLE, stop_requests
 from nanogpt_bench.train import Progress, run
+from nanogpt_bench.words import counted
 
 RUNS = Path("runs")
 
@@ -41,12 +42,12 @@ def run_command(
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
-    config = resolve(load_config(path, overrides, _say))
+    config = resolve(load_config(path, overrides, say))
     run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
     with stop_requests() as stop, _display(config) as show:
-        summary = run(config, run_dir, on_progress=show, stop=stop, say=_say, **options)
+        summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return exit_code(summary)
 
@@ -90,7 +91,8 @@ def latest_name(stem: str) -> Path:
     return path
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line beside the results."""
     print(printable(line), file=sys.stderr)
 
 
@@ -139,7 +141,7 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     return (
-        f"{summary['status']}{why} after {summary['steps']} steps: val loss {last} (best {best}), "
+        f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
         f"{summary['bytes_per_parameter']:.2f} bytes a parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
     )

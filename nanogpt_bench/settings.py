@@ -172,7 +172,7 @@ def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:
     """
     entries = values.get(mapping) or {}
     if not isinstance(entries, dict):
-        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {_type_name(mapping)}")
+        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {type_name(mapping)}")
     return entries
 
 
@@ -185,7 +185,7 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not mapping_above(key):
         _check_key(key)
     if not equals and not queue:
-        raise BenchError(f"--{key} needs a value; give {_type_name(key) if key in FIELDS else 'one'}")
+        raise BenchError(f"--{key} needs a value; give {type_name(key) if key in FIELDS else 'one'}")
     return key, text if equals else queue.pop(0)
 
 
@@ -248,9 +248,9 @@ def build_config(values: dict[str, Any]) -> Config:
     values = {key: _own_spelling(key, _off(key, value)) for key, value in values.items()}
     for key, value in values.items():
         if value is None and not _optional(FIELDS[key][1]):
-            raise BenchError(f"{key}: null is not allowed; give {_type_name(key)}")
+            raise BenchError(f"{key}: null is not allowed; give {type_name(key)}")
         if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
-            raise BenchError(f"{key}: {value!r} is not allowed; give {_type_name(key)}")
+            raise BenchError(f"{key}: {value!r} is not allowed; give {type_name(key)}")
         _check_names(key, value)
     parser = _parser()
     try:
@@ -317,10 +317,11 @@ def _type_error(message: str, values: dict[str, Any]) -> BenchError:
     if not found or found[1] not in FIELDS:
         return BenchError(one_line(message))
     key = found[1]
-    return BenchError(f"{key}: {values.get(key)!r} is not allowed; give {_type_name(key)}")
+    return BenchError(f"{key}: {values.get(key)!r} is not allowed; give {type_name(key)}")
 
 
-def _type_name(key: str) -> str:
+def type_name(key: str) -> str:
+    """Return what a setting takes, in words."""
     item, hint = FIELDS[key]
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
     if _is_list(key):
@@ -350,7 +351,8 @@ def _check_range(key: str, value: Any, metadata: Any) -> None:
     if not isinstance(value, int | float):
         return
     if not (is_finite(value) and inside(value, metadata)):
-        raise BenchError(f"{key}: {value!r} is out of range; give {_type_name(key)}")
+        instead = f"; {metadata['instead']}" if metadata["instead"] else ""
+        raise BenchError(f"{key}: {value!r} is out of range; give {type_name(key)}{instead}")
 
 
 def is_finite(value: float) -> bool:
@@ -385,15 +387,3 @@ def to_yaml(config: Config) -> str:
 def default_of(item: dataclasses.Field[Any]) -> Any:
     """Return the value that a setting has when nobody gives one."""
     return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-
-
-def describe() -> str:
-    """Return one line for every setting: key, allowed values, default, help. Shown by `run --help`."""
-    lines = []
-    for key, (item, _) in FIELDS.items():
-        choices = item.metadata["choices"]
-        allowed = "{" + ",".join(choices) + "}" if choices else _type_name(key)
-        default = default_of(item)
-        shown = "null" if default is None else default
-        lines.append(f"  --{key:<26} {item.metadata['help']} [{allowed}; default {shown}]")
-    return "\n".join(lines)

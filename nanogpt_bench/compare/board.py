@@ -17,6 +17,7 @@ from rich.text import Text
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
 from nanogpt_bench.errors import printable
+from nanogpt_bench.words import counted
 
 STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"}
 
@@ -90,7 +91,7 @@ class Board:
         for entry in shown:
             table.add_row(*_cells(entry))
         if len(shown) < len(self.entries):
-            table.caption = f"and {len(self.entries) - len(shown)} runs more"
+            table.caption = f"and {counted(len(self.entries) - len(shown), 'run')} more"
         return table
 
     def _in_view(self) -> list[Entry]:

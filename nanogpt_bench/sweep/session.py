@@ -18,6 +18,7 @@ from nanogpt_bench.compare.pool import Event, Pool
 from nanogpt_bench.signals import StopRequest, stop_requests
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.words import counted
 
 SECONDS_BETWEEN_PAGES = 20.0
 #: a page may take this share of the time at most: that of a large sweep takes seconds
@@ -96,7 +97,7 @@ class Session:
     def _announce(self, todo: int, size: int) -> None:
         done = len(self._record.planned) - todo
         before = f", {done} done before" if done else ""
-        self._board.say(f"{todo} runs{before}; {size} at a time, {self._threads} threads each")
+        self._board.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
 
     def _enqueue(self, run: PlannedPoint) -> None:
         run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
