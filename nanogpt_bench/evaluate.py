@@ -128,11 +128,14 @@ def evaluate_command(
     Raises:
         BenchError: a configuration, weights or formats that don't go together.
     """
-    config = load_config(find_config(config_name), overrides, say)
+    gave_way: list[str] = []
+    config = load_config(find_config(config_name), overrides, gave_way.append)
     if weights and formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
     prepare_default(resolve(config).data.dir)
     rows = evaluate(config, formats, weights=weights, save=save)
+    for line in gave_way:
+        say(line)
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
     console.print(_table(rows))

@@ -42,11 +42,12 @@ def run_command(
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
-    config = resolve(load_config(path, overrides, say))
+    gave_way: list[str] = []
+    config = resolve(load_config(path, overrides, gave_way.append))
     run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
-    with stop_requests() as stop, _display(config) as show:
+    with stop_requests() as stop, _display(config, gave_way) as show:
         summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return exit_code(summary)
@@ -107,14 +108,19 @@ def prepare_default(data_dir: str) -> None:
 
 
 @contextmanager
-def _display(config: Config) -> Iterator[Any]:
-    """Yield a callback that moves a bar on a terminal and prints a line at every validation."""
+def _display(config: Config, first: list[str]) -> Iterator[Any]:
+    """Yield a callback that moves a bar on a terminal and prints a line at every validation.
+
+    The lines that come `first` are printed once the run goes on: one that is refused says why and nothing else.
+    """
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=config.train.max_steps)
 
         def show(progress: Progress) -> None:
+            while first:
+                console.print(printable(first.pop(0)), highlight=False, markup=False, soft_wrap=True)
             bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
             for alert in progress.alerts:
                 console.print(printable(f"{alert.level} {alert.message}"), highlight=False, markup=False)

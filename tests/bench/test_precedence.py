@@ -9,6 +9,7 @@ from typing import Any
 import gpt2_checkpoints
 import pytest
 
+from nanogpt_bench.cli import main
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.model import GPT, GPTShape
@@ -204,3 +205,19 @@ def test_a_resolved_file_takes_another_rule(tmp_path: Path, loaded: Any) -> None
     assert (config.optimizer.stiffness, config.optimizer.stiffness_end) == (1.0, 0.0)
     config = resolve(load_config(path, ["--rule", "bf16-mixed"]))
     assert config == resolve(load_config(find_config("e4m3.yaml"), ["--rule", "bf16-mixed"]))
+
+
+def test_run_says_what_gave_way_once_it_goes_on(
+    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [f"--model.{key}={value}" for key, value in (("n_layer", 1), ("n_embd", 32), ("block_size", 8))]
+    words = ["run", "nanogpt_cpu.yaml", f"--data.dir={corpus_dir}", "--rule=riemannian", "--model.format=E4M3", *small]
+    assert main([*words, "--train.max_steps=1", "--eval.batches=1"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(
+        "nanogpt_cpu.yaml: optimizer.name 'adamw', optimizer.lr 0.001 give way to --rule riemannian"
+    )
+    assert said[1].startswith("nanogpt_cpu.yaml: model.tied: leave")
+    assert main([*words, "--data.dir=gone"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
