@@ -14,6 +14,7 @@ from rich.progress import Progress as Bar
 
 from nanogpt_bench.config import DEFAULT_DATA_DIR, Config
 from nanogpt_bench.errors import BenchError, printable
+from nanogpt_bench.older import at_the_rate_begun
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
@@ -43,8 +44,9 @@ def run_command(
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
     gave_way: list[str] = []
-    config = resolve(load_config(path, overrides, gave_way.append))
+    given = load_config(path, overrides, gave_way.append)
     run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
+    config = resolve(at_the_rate_begun(given, run_dir) if resume else given)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
     with stop_requests() as stop, _display(config, gave_way) as show:
