@@ -129,7 +129,7 @@ class FloatFormat:
                 width, precision, finite = int(match[1]), int(match[2]), match[3]
                 return cls(width - precision, precision - 1, layout="p3109f" if finite else "p3109e")
         except ValueError as error:
-            raise ValueError(_unreadable(name, text, f" ({error})")) from None
+            raise ValueError(_unreadable(name, text, f"; {error}")) from None
         raise ValueError(_unreadable(name, text, ""))
 
     @property
@@ -294,10 +294,10 @@ def _default_bias(exponent_bits: int, layout: str) -> int:
 
 def _unreadable(name: str, text: str, why: str) -> str:
     nearest = difflib.get_close_matches(text, NAMED_FORMATS, n=1, cutoff=0.0)
+    why = "" if "at most 8 bits" in why else why  # which the allowed ones say as well
     return (
-        f"unknown float format {name!r}{why}: expected ExMy with x >= 1 and x + y <= 7, an optional layout "
-        f"suffix (FN, FNUZ, IEEE, FINITE), or P3109_KpP with an optional F; known names: "
-        f"{', '.join(NAMED_FORMATS)}; did you mean {nearest[0]!r}?"
+        f"unknown float format {name!r}; did you mean {nearest[0]!r}? allowed: ExMy with x >= 1 and x + y <= 7, with "
+        f"or without FN, FNUZ, IEEE or FINITE, such as E5M2FNUZ; P3109_8P1 to P3109_8P7, with or without F{why}"
     )
 
 

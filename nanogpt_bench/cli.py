@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from nanogpt_bench.arguments import names, positive
 from nanogpt_bench.errors import BenchError, disk_failure, nearest
-from nanogpt_bench.study_commands import add_profile, add_sweep
+from nanogpt_bench.study_commands import add_compare, add_profile, add_sweep
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
@@ -23,7 +23,7 @@ FAILED = 1
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
 RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words and words[0] in TAKE_SETTINGS and _helped(words):
+        return 0
     words, overrides = split_overrides(words)
     parser, commands = build_parser()
     args, unknown_words = parser.parse_known_args(words)
@@ -103,6 +105,19 @@ def _dispatch(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
     handler: Callable[[argparse.Namespace], int] = args.handler
     return handler(args)
+
+
+def _helped(words: Sequence[str]) -> bool:
+    """Print the help on the topic that is asked for, if one is."""
+    if "--help" not in words and "-h" not in words:
+        return False
+    _require_packages()
+    from nanogpt_bench.help_topics import text_on, topic_of
+
+    topic = topic_of(words)
+    if topic is not None:
+        print(text_on(topic))
+    return topic is not None
 
 
 def _require_packages() -> None:
@@ -143,7 +158,11 @@ def _is_setting(command: str, word: str) -> bool:
     option = word.partition("=")[0]
     if not option.startswith("--") or option == "--help":
         return False
-    return option not in RUN_OPTIONS if command == "run" else "." in option or option in ("--rule", "--seed")
+    if command == "run":
+        return option not in RUN_OPTIONS
+    if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
+        return False
+    return "." in option or option in ("--rule", "--seed")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -163,7 +182,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
         "evaluate": _add_evaluate(commands),
-        "compare": _add_compare(commands),
+        "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
         "report": _add_report(commands),
@@ -272,40 +291,16 @@ def _add_evaluate(commands: Any) -> Parser:
 
 
 def _run_epilog() -> str:
-    """Return the end of `run --help`: examples, shipped configurations, rules and every setting."""
-    from nanogpt_bench.rules import RULES
-    from nanogpt_bench.settings import describe
+    """Return the end of `run --help`: examples, the shipped configurations' names and the topics of the settings."""
+    from nanogpt_bench.help_topics import overview
     from nanogpt_bench.shipped import shipped_configs
 
-    rules = "\n".join(f"  {name:<20} {entry.help}" for name, entry in RULES.items())
     return (
         "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
         "  nanogpt-bench run bf16_baseline.yaml --rule stiffness-anneal --model.format E7M0 --name e7m0\n"
         '  nanogpt-bench run my.yaml --data.dir data/book --model.formats "{attn: E4M3, mlp: E3M4}"\n\n'
-        f"shipped configs: {', '.join(shipped_configs())}\n\nrules:\n{rules}\n\nsettings:\n{describe()}"
+        f"shipped configs: {', '.join(shipped_configs())}\n\n{overview()}"
     )
-
-
-def _add_compare(commands: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        "compare",
-        help="train formats x rules on one corpus and report (the main job)",
-        description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
-        "arguments: a demonstration on the standard library's prose, two to six minutes on two CPU cores, with an\n"
-        "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
-        "interrupted one was.",
-        epilog="examples:\n  nanogpt-bench compare\n"
-        "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
-        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book",
-    )
-    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
-    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
-    parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
-    parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
-    parser.set_defaults(handler=_compare)
-    return parser
 
 
 def _add_report(commands: Any) -> Parser:
@@ -369,12 +364,6 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     files = {"out": args.out, "weights": args.weights, "save": args.save}
     return evaluate_command(args.config, args.formats or (), args.overrides, **files)
-
-
-def _compare(args: argparse.Namespace) -> int:
-    from nanogpt_bench.compare import main_compare
-
-    return main_compare(args)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -133,7 +133,7 @@ class OptimizerConfig:
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
-        "null: the rule's",
+        "null: the rule's, whether it is named or its settings are given one by one",
         above=0.0,
     )
     float_lr: float | None = setting(
@@ -192,7 +192,9 @@ class OptimizerConfig:
 class TrainConfig:
     """The length and the shape of the training."""
 
-    max_steps: int = setting(2000, "optimizer steps", minimum=1)
+    max_steps: int = setting(
+        2000, "optimizer steps", minimum=1, instead="nanogpt-bench evaluate measures a loss without training"
+    )
     batch_size: int = setting(12, "sequences in a micro-batch", minimum=1)
     accumulation: int = setting(1, "micro-batches in a step", minimum=1)
     precision: str | None = setting(

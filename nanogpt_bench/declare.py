@@ -14,10 +14,14 @@ def allowed(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
+    instead: str | None = None,
 ) -> dict[str, Any]:
-    """Return a field's metadata: one line of help and its bounds, `above` and `below` being exclusive."""
+    """Return a field's metadata: one line of help and its bounds, `above` and `below` being exclusive.
+
+    `instead` says what does what a value out of bounds asks for.
+    """
     limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    return {"help": text, "choices": choices, **limits}
+    return {"help": text, "choices": choices, "instead": instead, **limits}
 
 
 def setting(default: Any, text: str, **limits: Any) -> Any:

@@ -15,7 +15,7 @@ from nanogpt_bench.config import Config, OptimizerConfig
 from nanogpt_bench.data import open_corpus
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.resolve import format_name, format_summary, resolve
-from nanogpt_bench.run_command import prepare_default
+from nanogpt_bench.run_command import prepare_default, say
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.step import Trainer
@@ -128,11 +128,14 @@ def evaluate_command(
     Raises:
         BenchError: a configuration, weights or formats that don't go together.
     """
-    config = load_config(find_config(config_name), overrides)
+    gave_way: list[str] = []
+    config = load_config(find_config(config_name), overrides, gave_way.append)
     if weights and formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
     prepare_default(resolve(config).data.dir)
     rows = evaluate(config, formats, weights=weights, save=save)
+    for line in gave_way:
+        say(line)
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
     console.print(_table(rows))

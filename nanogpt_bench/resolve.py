@@ -18,28 +18,12 @@ from nanogpt_bench.config import (
 )
 from nanogpt_bench.errors import BenchError, one_line, unknown
 from nanogpt_bench.model import SIZES, GPTShape
+from nanogpt_bench.options import OPTION_NAMES, OPTIONS, RATES
 from nanogpt_bench.pretrained import find_checkpoint
-from nanogpt_bench.rules import RULES, Rule, check_available, rules_with_format
+from nanogpt_bench.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
 from nanogpt_bench.settings import get
 from nanogpt_bench.watch_config import ALERT_KINDS, ALERT_LEVELS
 
-_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-_LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
-_EXPONENT: dict[str, Any] = {"stiffness": 1.0, "stiffness_end": None}
-#: the options every optimizer takes, with their defaults; all others must be left out
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": _ADAM,
-    "sgd": _SGD,
-    **dict.fromkeys(PEERS, _ADAM),
-    "stiffness_adamw": {**_ADAM, **_EXPONENT},
-    "stiffness_sgd": {**_SGD, **_EXPONENT, "stiffness": 2.0},
-    "stiffness_lion": {**_LION, **_EXPONENT},
-    "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
-    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
-    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
-    "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
-}
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
@@ -184,10 +168,12 @@ def _fill_rule(config: Config, preset: Rule) -> None:
         _fill(optimizer, writeback=preset.writeback or "stochastic")
     if config.model.storage in MANIFOLDS:
         _fill(optimizer, moments=preset.moments or "float32")
-    _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end, float_lr=preset.float_lr)
-    if config.rule:
-        _fill(optimizer, lr=preset.lr)
-    _fill(optimizer, **_OPTIONS[optimizer.name or ""])
+    _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
+    options = OPTIONS[optimizer.name or ""]
+    _fill(optimizer, **{name: value for name, value in options.items() if name not in RATES})
+    if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
+        _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
+    _fill(optimizer, **options)
 
 
 def _default_storage(config: Config) -> str:
@@ -199,16 +185,9 @@ def _default_storage(config: Config) -> str:
 
 def _check_agreement(config: Config, preset: Rule) -> None:
     """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
-    meant = {"model.storage": preset.storage, "optimizer.name": preset.optimizer}
-    if preset.storage in ROUNDED:
-        meant["optimizer.writeback"] = preset.writeback
-    if preset.storage in MANIFOLDS:
-        meant["optimizer.moments"] = preset.moments or "float32"
-    if preset.storage == "float32":
-        meant |= {"train.precision": preset.precision, "model.torchao_float8": preset.torchao_float8}
-    for key, value in meant.items():
+    for key, value in meaning(preset).items():
         given = get(config, key)
-        if given is not None and given != value and not {given, value} <= set(ROUNDED):
+        if not agrees(given, value):
             raise BenchError(
                 f"{key}: {given!r} contradicts rule {config.rule!r}, which means {value!r}; leave one of them out"
             )
@@ -326,8 +305,8 @@ def _either(names: Sequence[str]) -> str:
 
 def _check_options(optimizer: OptimizerConfig) -> None:
     """Refuse an option that this optimizer would ignore."""
-    for option in sorted({option for options in _OPTIONS.values() for option in options}):
-        value, takers = getattr(optimizer, option), [name for name, known in _OPTIONS.items() if option in known]
+    for option in OPTION_NAMES:
+        value, takers = getattr(optimizer, option), [name for name, known in OPTIONS.items() if option in known]
         if value is not None and optimizer.name not in takers:
             raise BenchError(
                 f"optimizer.{option}: {value!r} is not an option of {optimizer.name}; it belongs to {', '.join(takers)}"
@@ -335,7 +314,10 @@ def _check_options(optimizer: OptimizerConfig) -> None:
 
 
 def rule_name(config: Config) -> str:
-    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom"."""
+    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom".
+
+    Quantised weights may be trained at any precision under the same name, as they may where the rule is named.
+    """
     return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
 
 
@@ -344,7 +326,7 @@ def _follows(config: Config, entry: Rule) -> bool:
     return (
         (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
         and optimizer.name == entry.optimizer
-        and config.train.precision == entry.precision
+        and (entry.storage != "float32" or config.train.precision == entry.precision)
         and config.model.torchao_float8 == entry.torchao_float8
         and optimizer.writeback == entry.writeback
         and (optimizer.moments or "float32") == (entry.moments or "float32")
@@ -353,10 +335,14 @@ def _follows(config: Config, entry: Rule) -> bool:
     )
 
 
-def _weight_format(value: Any) -> str:
-    """Return the weight's format in a format, a layer specification or an operand's."""
+def weight_format(value: Any) -> str:
+    """Return the weight's format in a format, a layer specification or an operand's.
+
+    >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
+    ('E4M3', 'none')
+    """
     if isinstance(value, dict):
-        return _weight_format(value.get("weight", value.get("format")))
+        return weight_format(value.get("weight", value.get("format")))
     return str(value or "none")
 
 
@@ -366,5 +352,5 @@ def format_summary(config: Config) -> str:
     >>> format_summary(Config())
     'none'
     """
-    weights = {_weight_format(value) for value in config.model.formats.values()}
+    weights = {weight_format(value) for value in config.model.formats.values()}
     return "mixed" if len(weights) > 1 else next(iter(weights), "none")

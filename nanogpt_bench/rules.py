@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from nanogpt_bench.config import MANIFOLDS, ROUNDED
 from nanogpt_bench.errors import BenchError, unknown
 
 
@@ -154,6 +155,27 @@ def rule(name: str) -> Rule:
     if name not in RULES:
         raise unknown("rule", name, RULES)
     return RULES[name]
+
+
+def meaning(entry: Rule) -> dict[str, Any]:
+    """Return the settings that a rule can't be without: with another value the run would bear the wrong name.
+
+    >>> meaning(rule("fp32"))["train.precision"]
+    'float32'
+    """
+    meant: dict[str, Any] = {"model.storage": entry.storage, "optimizer.name": entry.optimizer}
+    if entry.storage in ROUNDED:
+        meant["optimizer.writeback"] = entry.writeback
+    if entry.storage in MANIFOLDS:
+        meant["optimizer.moments"] = entry.moments or "float32"
+    if entry.storage == "float32":
+        meant |= {"train.precision": entry.precision, "model.torchao_float8": entry.torchao_float8}
+    return meant
+
+
+def agrees(given: Any, meant: Any) -> bool:
+    """Whether a setting, None if it was not given, has the value that is meant; fp8 and grid hold the same values."""
+    return given is None or given == meant or (given in ROUNDED and meant in ROUNDED)
 
 
 def available_rules() -> list[str]:

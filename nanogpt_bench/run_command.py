@@ -15,11 +15,13 @@ from rich.progress import Progress as Bar
 from nanogpt_bench.config import DEFAULT_DATA_DIR, Config
 from nanogpt_bench.errors import BenchError, printable
 from nanogpt_bench.lock import new_folder
+from nanogpt_bench.older import at_the_rate_begun
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.signals import RESUMABLE, stop_requests
 from nanogpt_bench.train import Progress, run
+from nanogpt_bench.words import counted
 
 RUNS = Path("runs")
 
@@ -42,12 +44,16 @@ def run_command(
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
-    config = resolve(load_config(path, overrides))
+    gave_way: list[str] = []
+    given = load_config(path, overrides, gave_way.append)
+    config = resolve(given)
     named = None if name is None else RUNS / checked_name(name)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
-    with _folder(path.stem, named, resume) as run_dir, stop_requests() as stop, _display(config) as show:
-        summary = run(config, run_dir, on_progress=show, stop=stop, say=_say, **options)
+    with _folder(path.stem, named, resume) as run_dir, stop_requests() as stop:
+        config = resolve(at_the_rate_begun(given, run_dir)) if resume else config
+        with _display(config, gave_way) as show:
+            summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return exit_code(summary)
 
@@ -92,7 +98,8 @@ def latest_name(stem: str) -> Path:
     return path
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line beside the results."""
     print(printable(line), file=sys.stderr)
 
 
@@ -107,14 +114,19 @@ def prepare_default(data_dir: str) -> None:
 
 
 @contextmanager
-def _display(config: Config) -> Iterator[Any]:
-    """Yield a callback that moves a bar on a terminal and prints a line at every validation."""
+def _display(config: Config, first: list[str]) -> Iterator[Any]:
+    """Yield a callback that moves a bar on a terminal and prints a line at every validation.
+
+    The lines that come `first` are printed once the run goes on: one that is refused says why and nothing else.
+    """
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=config.train.max_steps)
 
         def show(progress: Progress) -> None:
+            while first:
+                console.print(printable(first.pop(0)), highlight=False, markup=False, soft_wrap=True)
             bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
             for alert in progress.alerts:
                 console.print(printable(f"{alert.level} {alert.message}"), highlight=False, markup=False)
@@ -141,7 +153,7 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     why = f" ({summary['stop']['message']})" if summary["stop"] else ""
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     return (
-        f"{summary['status']}{why} after {summary['steps']} steps: val loss {last} (best {best}), "
+        f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
         f"{summary['bytes_per_parameter']:.2f} bytes a parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
     )

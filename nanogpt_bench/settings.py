@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +18,7 @@ import yaml
 from nanogpt_bench import untrusted
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, nearest, one_line, unknown
+from nanogpt_bench.precedence import settle
 from nanogpt_bench.typed import typed
 
 #: words that mean null for a key that may be null
@@ -43,8 +44,10 @@ MAPPINGS = tuple(key for key, (_, hint) in FIELDS.items() if str(hint).startswit
 SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None) -> Config:
     """Read a YAML file (None: all defaults), apply command-line overrides and check every key, type and range.
+
+    What in the file contradicts an override gives way to it; `say` is told what.
 
     >>> load_config(None, ["--train.max_steps", "7"]).train.max_steps
     7
@@ -52,8 +55,23 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises:
         BenchError: unreadable file, unknown key, wrong type or a value out of range, in one line.
     """
-    values = read_yaml(path) if path else {}
-    return build_config(parse_overrides(overrides, values))
+    return build_config(load_settings(path, overrides, say))
+
+
+def load_settings(
+    path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Return the settings that `load_config` builds a configuration of, as {dotted key: value}.
+
+    Raises:
+        BenchError: unreadable file or unknown key, in one line.
+    """
+    file = read_yaml(path) if path else {}
+    given = (file, parse_overrides(overrides), parse_overrides(overrides, file))
+    kept, lines = settle(*({key: _own_spelling(key, value) for key, value in each.items()} for each in given))
+    for line in lines if say and path else ():
+        say(f"{path.name}: {line}")
+    return kept
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -153,7 +171,7 @@ def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:
     """
     entries = values.get(mapping) or {}
     if not isinstance(entries, dict):
-        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {_type_name(mapping)}")
+        raise BenchError(f"{mapping}: {entries!r} is not allowed; give {type_name(mapping)}")
     return entries
 
 
@@ -166,7 +184,7 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     if not mapping_above(key):
         _check_key(key)
     if not equals and not queue:
-        raise BenchError(f"--{key} needs a value; give {_type_name(key) if key in FIELDS else 'one'}")
+        raise BenchError(f"--{key} needs a value; give {type_name(key) if key in FIELDS else 'one'}")
     return key, text if equals else queue.pop(0)
 
 
@@ -217,19 +235,17 @@ def build_config(values: dict[str, Any]) -> Config:
     Raises:
         BenchError: a value of a wrong type, out of range, or null where that means nothing.
     """
-    values = {key: _off(key, value) for key, value in values.items()}
+    values = {key: _own_spelling(key, _off(key, value)) for key, value in values.items()}
     for key, value in values.items():
         if value is None and not _optional(FIELDS[key][1]):
-            raise BenchError(f"{key}: null is not allowed; give {_type_name(key)}")
+            raise BenchError(f"{key}: null is not allowed; give {type_name(key)}")
         if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
-            raise BenchError(f"{key}: {value!r} is not allowed; give {_type_name(key)}")
+            raise BenchError(f"{key}: {value!r} is not allowed; give {type_name(key)}")
         _check_names(key, value)
     config = Config()
     for key, value in values.items():
         _set(config, key, _typed(key, value))
-        metadata = FIELDS[key][0].metadata
-        _canonicalize(config, key, metadata["choices"])
-        _check_range(key, get(config, key), metadata)
+        _check_range(key, get(config, key), FIELDS[key][0].metadata)
     return config
 
 
@@ -249,12 +265,10 @@ def _off(key: str, value: Any) -> Any:
     return "off" if value is False and "off" in (FIELDS[key][0].metadata["choices"] or ()) else value
 
 
-def _canonicalize(config: Config, key: str, choices: Sequence[str] | None) -> None:
-    """Replace a choice spelt in other case or without its underscores (StiffnessAdamW) by its own spelling."""
-    value = get(config, key)
-    found = [choice for choice in choices or () if isinstance(value, str) and _folded(choice) == _folded(value)]
-    if found:
-        _set(config, key, found[0])
+def _own_spelling(key: str, value: Any) -> Any:
+    """Return a choice spelt in other case or without its underscores (StiffnessAdamW) in its own spelling."""
+    choices = FIELDS[key][0].metadata["choices"] or ()
+    return next((known for known in choices if isinstance(value, str) and _folded(known) == _folded(value)), value)
 
 
 def _folded(word: str) -> str:
@@ -282,10 +296,11 @@ def _typed(key: str, value: Any) -> Any:
     try:
         return typed(key, FIELDS[key][1], value)
     except TypeError:
-        raise BenchError(f"{key}: {value!r} is not allowed; give {_type_name(key)}") from None
+        raise BenchError(f"{key}: {value!r} is not allowed; give {type_name(key)}") from None
 
 
-def _type_name(key: str) -> str:
+def type_name(key: str) -> str:
+    """Return what a setting takes, in words."""
     item, hint = FIELDS[key]
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
     if _is_list(key):
@@ -315,7 +330,8 @@ def _check_range(key: str, value: Any, metadata: Any) -> None:
     if not isinstance(value, int | float):
         return
     if not (is_finite(value) and inside(value, metadata)):
-        raise BenchError(f"{key}: {value!r} is out of range; give {_type_name(key)}")
+        instead = f"; {metadata['instead']}" if metadata["instead"] else ""
+        raise BenchError(f"{key}: {value!r} is out of range; give {type_name(key)}{instead}")
 
 
 def is_finite(value: float) -> bool:
@@ -350,15 +366,3 @@ def to_yaml(config: Config) -> str:
 def default_of(item: dataclasses.Field[Any]) -> Any:
     """Return the value that a setting has when nobody gives one."""
     return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-
-
-def describe() -> str:
-    """Return one line for every setting: key, allowed values, default, help. Shown by `run --help`."""
-    lines = []
-    for key, (item, _) in FIELDS.items():
-        choices = item.metadata["choices"]
-        allowed = "{" + ",".join(choices) + "}" if choices else _type_name(key)
-        default = default_of(item)
-        shown = "null" if default is None else default
-        lines.append(f"  --{key:<26} {item.metadata['help']} [{allowed}; default {shown}]")
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The command lines of `sweep` and `profile`, which study settings; what they need is imported when they run."""
+"""The command lines of `compare`, `sweep` and `profile`, which study settings; what they need is imported late."""
 
 from __future__ import annotations
 
@@ -7,6 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.arguments import names, positive, positives, share
+
+
+def add_compare(commands: Any) -> Any:
+    """Add the command `compare` and return its parser."""
+    parser = commands.add_parser(
+        "compare",
+        help="train formats x rules on one corpus and report (the main job)",
+        description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
+        "arguments: a demonstration on the standard library's prose, two to six minutes on two CPU cores, with an\n"
+        "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
+        "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
+        "which, where that is not all.",
+        usage="nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
+        "                             [--out DIR] [--section.key VALUE ...]",
+        epilog="examples:\n  nanogpt-bench compare\n"
+        "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
+        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
+        "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
+    )
+    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
+    parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
+    parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
+    parser.set_defaults(handler=_compare)
+    return parser
 
 
 def add_sweep(commands: Any) -> Any:
@@ -53,6 +80,12 @@ def add_profile(commands: Any) -> Any:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
     parser.set_defaults(handler=_profile)
     return parser
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from nanogpt_bench.compare import main_compare
+
+    return main_compare(args)
 
 
 def _sweep(args: argparse.Namespace) -> int:

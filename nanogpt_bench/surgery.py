@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import geoopt
@@ -37,10 +39,26 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:
-        raise BenchError(f"model.formats: {one_line(error)}") from None
+        raise BenchError(_always_float(model, settings.formats) or f"model.formats: {one_line(error)}") from None
     if continuous:
         _put_back(model, weights)
     return model
+
+
+def _always_float(model: nn.Module, patterns: Iterable[str]) -> str | None:
+    """Return what to say of a pattern that names a module without linear layers, such as an embedding."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    reached = {part for name in linear for part in name.split(".")}
+    layers = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
+    for pattern in patterns:
+        for name, module in model.named_modules():
+            last = name.rpartition(".")[2]
+            if last not in reached and fnmatch(last, pattern) and not any(fnmatch(part, pattern) for part in reached):
+                return (
+                    f"model.formats.{pattern}: {type(module).__name__} {name!r} stays float, as all embeddings and "
+                    f"norms do; formats are for linear layers: {', '.join(layers)}, attn, mlp, blocks.N"
+                )
+    return None
 
 
 def _grid_options(config: Config) -> dict[str, Any]:

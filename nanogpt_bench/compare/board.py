@@ -18,6 +18,7 @@ from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
 from nanogpt_bench.compare.remaining import Work, in_words, seconds_left
 from nanogpt_bench.errors import printable
+from nanogpt_bench.words import counted
 
 #: of a list that is said line by line
 MOST_LINES = 10
@@ -33,6 +34,7 @@ class Entry:
     """One run on the board."""
 
     name: str
+    lr: float | None = None
     state: str = "waiting"
     note: str = ""
     #: of the whole run, beside the others'
@@ -46,7 +48,7 @@ class Board:
     def __init__(self, planned: Sequence[PlannedRun], console: Console, workers: int = 1) -> None:
         several = len({run.seed for run in planned}) > 1
         names = [f"{run.label} · seed {run.seed}" if several else run.label for run in planned]
-        self.entries = [Entry(name, size=run.cost) for name, run in zip(names, planned, strict=True)]
+        self.entries = [Entry(name, run.lr, size=run.cost) for name, run in zip(names, planned, strict=True)]
         #: how many runs train at a time
         self.workers = workers
         self._console = console
@@ -65,9 +67,9 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def add(self, name: str, size: float = 1.0) -> None:
+    def add(self, name: str, size: float = 1.0, lr: float | None = None) -> None:
         """Put one more run at the end of the table."""
-        self.entries.append(Entry(name, size=size))
+        self.entries.append(Entry(name, lr, size=size))
 
     def say(self, text: str) -> None:
         """Print one line above the table."""
@@ -115,6 +117,7 @@ class Board:
         title = " · ".join(filter(None, (self._ended(), f"{self.elapsed():.0f} s", self.left())))
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("run", no_wrap=True)
+        table.add_column("lr", justify="right", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("", width=12)
         for heading in ("step", "train", "val", "stall", "tokens/s"):
@@ -123,7 +126,7 @@ class Board:
         for entry in shown:
             table.add_row(*_cells(entry))
         if len(shown) < len(self.entries):
-            table.caption = f"and {len(self.entries) - len(shown)} runs more"
+            table.caption = f"and {counted(len(self.entries) - len(shown), 'run')} more"
         return table
 
     def _in_view(self) -> list[Entry]:
@@ -157,6 +160,7 @@ def _cells(entry: Entry) -> list[Text | ProgressBar]:
     done, total = seen.get("step", 0), seen.get("max_steps", 1)
     return [
         Text(printable(entry.name)),
+        Text(number(entry.lr, "g")),
         Text(entry.state, style=STATES[entry.state]),
         ProgressBar(total=total, completed=done, width=12),
         Text(f"{done}/{total}" if seen else ""),

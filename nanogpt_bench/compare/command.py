@@ -28,10 +28,12 @@ from nanogpt_bench.compare.earlier import (
     read_earlier,
     summary_of,
 )
+from nanogpt_bench.compare.overrides import as_typed, check_given, put_into, read_given, steps_of
 from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.ends import why_again
+from nanogpt_bench.errors import printable
 from nanogpt_bench.lock import locked, new_folder
 from nanogpt_bench.signals import RESUMABLE, StopRequest, stop_requests
 
@@ -50,6 +52,7 @@ def main_compare(args: argparse.Namespace) -> int:
         max_steps=args.max_steps,
         seeds=args.seeds or 1,
         out=args.out,
+        overrides=args.overrides,
     )
 
 
@@ -61,12 +64,14 @@ def compare(
     max_steps: int | None = None,
     seeds: int = 1,
     out: Path | None = None,
+    overrides: Sequence[str] = (),
     demonstration: Demonstration = DEFAULTS,
 ) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
-    interrupted go on from their newest whole checkpoint, the others begin.
+    interrupted go on from their newest whole checkpoint, the others begin. `overrides` are settings as `run` takes
+    them, `--section.key VALUE`, for every row that they mean something for.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
     signal ended it (the report then covers what there is).
@@ -77,10 +82,19 @@ def compare(
     """
     rows = choose_rows(formats, rules, demonstration)
     check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
+    given = read_given(overrides)
+    steps = steps_of(given, max_steps) or demonstration.max_steps
+    demonstration = replace(demonstration, first_seed=given.pop("seed", demonstration.first_seed))
+
+    def plan(corpus: Path) -> list[PlannedRun]:
+        options = {"seeds": seeds, "max_steps": steps, "data_dir": corpus}
+        return plan_runs(rows, demonstration, **options, put=lambda settings: put_into(settings, given))
+
+    length = check_given(given, plan(data_dir or Path("corpus")), _say) if overrides else None
     if data_dir is not None:
-        _check_corpus(data_dir, demonstration)
-    steps = max_steps or demonstration.max_steps
+        _check_corpus(data_dir, demonstration, length)
     asked = {
+        **as_typed(overrides),
         "--data.dir": None if data_dir is None else str(data_dir),
         "--formats": None if formats is None else list(formats),
         "--rules": None if rules is None else list(rules),
@@ -90,17 +104,20 @@ def compare(
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     with nullcontext(out) if out is not None else new_folder(default) as folder, locked(folder, "--out"):
         corpus = folder / "corpus" if data_dir is None else data_dir
-        planned = plan_runs(rows, demonstration, seeds=seeds, max_steps=steps, data_dir=corpus)
-        record = _open_record(Record(folder, planned, asked=asked, corpus=corpus))
+        record = _open_record(Record(folder, plan(corpus), asked=asked, corpus=corpus))
         return _finish(record, _train(record, workers=demonstration.workers))
 
 
-def _check_corpus(data_dir: Path, demonstration: Demonstration) -> None:
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr)
+
+
+def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None) -> None:
     """Refuse a corpus that no run could use before anything is written."""
     from nanogpt_bench.data import load_corpus
     from nanogpt_bench.model import SIZES
 
-    load_corpus(data_dir, SIZES[demonstration.size].block_size)
+    load_corpus(data_dir, block_size or SIZES[demonstration.size].block_size)
 
 
 def _open_record(record: Record) -> Record:

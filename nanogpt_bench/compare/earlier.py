@@ -87,9 +87,10 @@ def check_same(
 
 
 def _options(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for option, value in now.items():
-        if option in before and before[option] != value:
-            yield f"{option} was {_shown(before[option])}, is {_shown(value)}"
+    for option in {**before, **now}:
+        then, new = before.get(option), now.get(option)
+        if then != new:
+            yield f"{option} was {_shown(then)}, is {_shown(new)}"
 
 
 def _shown(value: Any) -> str:

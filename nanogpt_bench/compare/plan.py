@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ class PlannedRun:
     seed: int
     name: str
     settings: dict[str, Any]
+
+    @property
+    def lr(self) -> float | None:
+        """The peak learning rate that was asked for, else the rule's own; None for settings that follow no rule."""
+        given: float | None = self.settings.get("optimizer.lr")
+        return RULES[self.rule].lr if given is None and self.rule in RULES else given
 
     @property
     def cost(self) -> float:
@@ -88,9 +94,18 @@ def _canonical(formats: Sequence[str]) -> list[str]:
 
 
 def plan_runs(
-    rows: Sequence[tuple[str, str]], demonstration: Demonstration, *, seeds: int, max_steps: int, data_dir: Path
+    rows: Sequence[tuple[str, str]],
+    demonstration: Demonstration,
+    *,
+    seeds: int,
+    max_steps: int,
+    data_dir: Path,
+    put: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> list[PlannedRun]:
-    """Every row at every seed, in the order of the table; rows share seeds and, through them, the order of the data."""
+    """Every row at every seed, in the order of the table; rows share seeds and, through them, the order of the data.
+
+    `put` puts what was given beside into a run's settings.
+    """
     planned = []
     for place, (rule_name, fmt) in enumerate(rows, start=1):
         label = row_label(rule_name, fmt)
@@ -99,7 +114,7 @@ def plan_runs(
             settings = demonstration.settings(
                 rule_name, fmt, seed=seed, max_steps=max_steps, data_dir=data_dir.as_posix()
             )
-            planned.append(PlannedRun(label, rule_name, fmt, seed, name, settings))
+            planned.append(PlannedRun(label, rule_name, fmt, seed, name, put(settings)))
     return planned
 
 

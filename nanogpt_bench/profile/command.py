@@ -14,7 +14,7 @@ from typing import Any
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.files import write_text
 from nanogpt_bench.run_command import prepare_default
-from nanogpt_bench.settings import parse_overrides, read_yaml
+from nanogpt_bench.settings import load_settings, parse_overrides
 from nanogpt_bench.shipped import find_config
 
 RANGES = "ranges"
@@ -29,13 +29,18 @@ Rows = list[dict[str, Any]]
 def main_profile(args: argparse.Namespace) -> int:
     """The command line's entry."""
     name, ranges = _what(args.words)
-    settings = parse_overrides(args.overrides, read_yaml(find_config(name)))
+    gave_way: list[str] = []
+    settings = load_settings(find_config(name), args.overrides, gave_way.append)
     check_out(args.out)
     if ranges:
         _refuse(args, "goes with profile CONFIG.yaml, not with profile ranges", ("batch_sizes",))
-        return _ranges(settings, args)
-    _refuse(args, "goes with profile ranges", ("formats", "overflow", "underflow"))
-    return _throughput(settings, args)
+        code = _ranges(settings, args)
+    else:
+        _refuse(args, "goes with profile ranges", ("formats", "overflow", "underflow"))
+        code = _throughput(settings, args)
+    for line in gave_way:
+        _say(line)
+    return code
 
 
 def _what(words: Sequence[str]) -> tuple[str, bool]:

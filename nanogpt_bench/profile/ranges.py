@@ -22,6 +22,7 @@ from nanogpt_bench.settings import build_config
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.sweep.axes import assemble
 from nanogpt_bench.train import runtime
+from nanogpt_bench.words import counted
 
 FORMATS = ("E4M3", "E5M2", "E3M4", "E2M5", "E1M6", "E6M1", "E7M0")
 #: how often the tensors are looked at, first and last step included
@@ -187,7 +188,7 @@ def profile_ranges(
     """
     config = float_config(settings)
     moments = sorted({1 + round(place * (steps - 1) / (LOOKS - 1)) for place in range(LOOKS)})
-    say(f"{steps} steps in {config.train.precision}, looking at {', '.join(map(str, moments))}")
+    say(f"{counted(steps, 'step')} in {config.train.precision}, looking at {', '.join(map(str, moments))}")
     with runtime(config) as device:
         trainer = Trainer(config, open_corpus(config), device)
         observer = RangeObserver(trainer.model, formats, tolerance.overflow, moments)

@@ -21,6 +21,7 @@ SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 
 LONGEST_SETTING = 60  # of a setting's value in a label
 MOST_SETTINGS = 3  # that a label names
+MOST_NAMES = 3  # of runs, the same
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,23 @@ def _setting(run: Run) -> str:
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Labels by rule and format; where those collide, with the settings that differ, else with name or path."""
+    """Labels by rule and format; where those collide, with the settings that differ, else with names or paths."""
     labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
     told = [_told_apart(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
-    named = [f" ({group[0].name})" for group in groups]
-    paths = [f" ({printable(str(group[0].path))})" for group in groups]
+    named = [_listed([run.name for run in group]) for group in groups]
+    paths = [_listed([printable(str(run.path)) for run in group]) for group in groups]
     for endings in (told, named, paths):
         labels = [
             base + ending if labels.count(label) > 1 else label
             for base, ending, label in zip(plain, endings, labels, strict=True)
         ]
     return labels
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The names of a row's runs, one a seed, as the end of its label."""
+    more = len(names) - MOST_NAMES
+    return f" ({', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''})"
 
 
 def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:

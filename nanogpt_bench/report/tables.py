@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nanogpt_bench.errors import one_line
+from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name
 
 
@@ -27,6 +28,7 @@ class Column:
 GAP = "gap"
 COLUMNS = (
     Column("run", lambda r: r.row.label, numeric=False),
+    Column("lr", lambda r: format_rates(r), optional=True),
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
     Column(GAP, lambda r: format_gap(r)),
@@ -44,10 +46,12 @@ NOTHING = "-"
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     """The columns of a table of these rows: all but the optional ones that would hold dashes only.
 
-    The heading of the gap says what it is measured against.
+    The heading of the gap says what it is measured against; without a reference there is no such column.
     """
     gap = f"{GAP} to {reference_name(results)}"
-    shown = (c for c in COLUMNS if not c.optional or any(c.cell(result) != NOTHING for result in results))
+    measured = any(result.reference for result in results)
+    columns = (c for c in COLUMNS if measured or c.heading != GAP)
+    shown = (c for c in columns if not c.optional or any(c.cell(result) != NOTHING for result in results))
     return tuple(replace(c, heading=gap) if c.heading == GAP else c for c in shown)
 
 
@@ -60,6 +64,15 @@ def format_figure(value: Figure | None, digits: int = 3) -> str:
     if value is None:
         return "-"
     return f"{value.mean:.{digits}f}" + (f" ± {value.spread:.{digits}f}" if value.spread is not None else "")
+
+
+def format_rates(result: Result) -> str:
+    """The learning rate of the row's runs, in the unit of their optimizer; of a row that has several, each."""
+    return ", ".join(f"{rate:g}" for rate in _rates(result)) or NOTHING
+
+
+def _rates(result: Result) -> list[float]:
+    return sorted({rate for run in result.row.runs if (rate := learning_rate(run)) is not None})
 
 
 def format_tokens(value: Figure | None) -> str:
@@ -119,6 +132,7 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "rule": lambda r: r.row.rule,
     "format": lambda r: r.row.format,
     "seeds": lambda r: len(r.row.runs),
+    "lr": lambda r: " ".join(f"{rate:g}" for rate in _rates(r)),
     "final_val_loss": _mean("final_val_loss"),
     "final_val_loss_spread": _spread("final_val_loss"),
     "best_val_loss": _mean("best_val_loss"),

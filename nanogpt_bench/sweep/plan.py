@@ -13,9 +13,10 @@ from typing import Any
 from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, printable
+from nanogpt_bench.precedence import OF_FORMATS
 from nanogpt_bench.reference import reference_settings
 from nanogpt_bench.report.results import row_label
-from nanogpt_bench.resolve import format_summary, resolve, rule_name
+from nanogpt_bench.resolve import format_summary, resolve, rule_name, weight_format
 from nanogpt_bench.rules import RULES
 from nanogpt_bench.settings import build_config, get
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
@@ -88,10 +89,8 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     """
     axes = _without_formats(base, point)
     settings = assemble(base, axes)
-    if axes != dict(point):
-        settings.pop("model.formats", None)
-    if "rule" in point and _keeps_floats(base, point):
-        settings.pop("model.granularity", None)
+    if "rule" in point and _keeps_floats(base, point):  # what the other rules of the axis share
+        settings = {key: value for key, value in settings.items() if key not in OF_FORMATS}
     try:
         built = build_config(settings)
         config = resolve(built)
@@ -100,16 +99,27 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
         raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None
     settings |= {key: get(built, key) for key in settings}  # 1e-3 and 0.001 are one learning rate
     axes |= {key: settings[key] for key in axes if key in settings}
+    if built.rule is None and built.optimizer.lr is None and rule_name(config) in RULES:
+        settings["optimizer.lr"] = config.optimizer.lr  # not in the settings of before, when it was another one
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
     return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
-    """The point; without formats where the rule keeps float weights, so that it stands in the grid once."""
+    """The point; without formats where the rule keeps float weights, so that it stands in the grid once.
+
+    Raises:
+        BenchError: the rule is no axis, so that all points of an axis of formats would be the same.
+    """
     if not _keeps_floats(base, point):
         return dict(point)
-    return {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
+    kept = {key: value for key, value in point.items() if not key.startswith(("model.format", "model.granularity"))}
+    if "rule" not in point and (idle := [key for key in point if key not in kept]):
+        raise BenchError(
+            f"axes.{idle[0]}: rule {base['rule']!r} keeps float weights at every value; give another rule, or axes.rule"
+        )
+    return kept
 
 
 def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
@@ -120,16 +130,23 @@ def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
 def describe(config: Config, axes: Mapping[str, Any]) -> str:
     """Return the label of a point: format and rule, and the other axes by the last word of their key."""
     shorts = [key.rsplit(".", 1)[-1] for key in axes]
-    words = [row_label(rule_name(config), format_summary(config))]
+    words = [row_label(rule_name(config), _format_word(config, axes))]
     for key, short in zip(axes, shorts, strict=True):
         if key not in _SAID:
             words.append(f"{short if shorts.count(short) == 1 else key}={_shown(axes[key])}")
     return " ".join(words)
 
 
+def _format_word(config: Config, axes: Mapping[str, Any]) -> str:
+    """The format that a label begins with: that of the axis where others beside it make the whole mixed."""
+    summary = format_summary(config)
+    everywhere = config.model.formats.get("*") if axes.get("model.format") and summary == "mixed" else None
+    return summary if everywhere is None else weight_format(everywhere)
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:g}"
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return (
         json.dumps(value, separators=(",", ":"), default=str)
         if isinstance(value, Mapping | list | bool)

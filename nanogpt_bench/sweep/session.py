@@ -18,6 +18,7 @@ from nanogpt_bench.compare.pool import Event, Pool
 from nanogpt_bench.signals import StopRequest, stop_requests
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.words import counted
 
 SECONDS_BETWEEN_PAGES = 20.0
 #: a page may take this share of the time at most: that of a large sweep takes seconds
@@ -80,7 +81,7 @@ class Session:
     def _announce(self, todo: int, size: int) -> None:
         done = len(self._record.planned) - todo
         before = f", {done} done before" if done else ""
-        self._board.say(f"{todo} runs{before}; {size} at a time, {self._threads} threads each")
+        self._board.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
         self._board.say_again(self._record.again)
 
     def _enqueue(self, run: PlannedPoint) -> None:
@@ -89,7 +90,7 @@ class Session:
         settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
         self._jobs.append({"settings": settings, "run_dir": str(run_dir), "argv": sys.argv, "resume": resume})
         self._runs.append(run)
-        self._board.add(f"{run.label} · seed {run.seed}", run.cost)
+        self._board.add(f"{run.label} · seed {run.seed}", run.cost, run.lr)
         self._waiting.append(len(self._jobs) - 1)
 
     def _follow(self, pool: Pool, on_end: OnEnd, stop: StopRequest) -> None:

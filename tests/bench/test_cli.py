@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.help_topics import topics
 from nanogpt_bench.rules import RULES
 
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
@@ -43,7 +44,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run", "e4m3.yml"], ["e4m3.yml", "did you mean 'e4m3.yaml'"]),
         (["run", "e4m3.yaml", "--train.max_stps", "3"], ["train.max_stps", "train.max_steps"]),
         (["run", "e4m3.yaml", "--train.max_steps", "three"], ["train.max_steps", "three"]),
-        (["run", "e4m3.yaml", "--model.format", "E4M9"], ["E4M9"]),
+        (["run", "e4m3.yaml", "--train.max_steps", "0"], ["train.max_steps", "0", "nanogpt-bench evaluate"]),
+        (
+            ["run", "e4m3.yaml", "--model.format", "E4M9"],
+            ["model.formats.*: unknown float format 'E4M9'; did you mean 'E4M3'"],
+        ),
         (["run", "e4m3.yaml", "--rule", "nearset"], ["nearset", "nearest"]),
         (["run", "e4m3.yaml", "--optimizer.writeback", "residual8"], ["optimizer.writeback", "residual8", "fp8"]),
         (["run", "bf16_baseline.yaml", "--optimizer.moments", "8bit"], ["optimizer.moments", "8bit", "fp8"]),
@@ -83,9 +88,26 @@ def test_help_has_examples(command: list[str], capsys: pytest.CaptureFixture[str
     assert "examples:\n  nanogpt-bench " in capsys.readouterr().out
 
 
-def test_the_run_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_help_is_short_and_names_topics(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) < 50
+    assert "--help TOPIC" in text
+    for topic in topics():
+        assert f"\n  {topic} " in text
+        assert main(["run", "--help", topic]) == 0
+        assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate", "compare", "sweep", "profile"])
+def test_a_topic_that_is_none_is_answered_with_the_nearest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help", "optimiser"]) == 2
+    assert "did you mean 'optimizer'" in capsys.readouterr().err
+
+
+def test_all_of_the_help_lists_every_rule_and_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help", "all"]) == 0
     text = capsys.readouterr().out
     assert "--train.max_steps" in text
     for name, entry in RULES.items():

@@ -8,7 +8,8 @@ import pytest
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
-from nanogpt_bench.settings import FIELDS, build_config, describe, load_config, to_yaml
+from nanogpt_bench.help_topics import describe, keys_of, text_on, topics
+from nanogpt_bench.settings import FIELDS, build_config, load_config, to_yaml
 
 
 def test_yaml_and_overrides_meet_and_the_override_wins(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_choices_are_read_in_any_case(given: str) -> None:
         (["--train.zzz", "1"], ["train.zzz", "train.max_steps", "train.batch_size"]),
         (["--train.max_steps", "many"], ["train.max_steps", "'many'", "whole number >= 1"]),
         (["--train.max_steps", "1.5"], ["train.max_steps", "1.5", "whole number"]),
-        (["--train.max_steps", "0"], ["train.max_steps", "0", ">= 1"]),
+        (["--train.max_steps", "0"], ["train.max_steps", "0", ">= 1", "nanogpt-bench evaluate"]),
         (["--optimizer.lr", "nan"], ["optimizer.lr", "nan"]),
         (["--optimizer.lr=-1"], ["optimizer.lr", "-1", "> 0"]),
         (["--optimizer.beta1", "1"], ["optimizer.beta1", "1", "< 1"]),
@@ -135,6 +136,15 @@ def test_the_written_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> Non
 
 
 def test_every_setting_is_described_and_every_default_is_allowed() -> None:
-    text = describe()
+    text = describe(FIELDS)
     assert all(f"--{key} " in text for key in FIELDS)
     assert build_config({}) == Config()
+
+
+def test_every_setting_stands_under_one_topic_of_the_help() -> None:
+    sections = list(topics())[2:-1]
+    assert [key for section in sections for key in keys_of(section)] == sorted(
+        FIELDS, key=lambda key: sections.index(key.partition(".")[0] if "." in key else "general")
+    )
+    assert len(keys_of("optimizer")) == text_on("optimizer").count("\n  --optimizer.") > 5
+    assert text_on("--optimizer.lr") == describe(["optimizer.lr"])

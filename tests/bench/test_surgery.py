@@ -163,3 +163,14 @@ def test_what_cannot_be_matched_or_read_is_named_in_one_line(formats: str, parts
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "what"), [("token_embedding", "Embedding 'token_embedding'"), ("norm1", "LayerNorm 'blocks.0.norm1'")]
+)
+def test_what_always_stays_float_is_said_to(pattern: str, what: str) -> None:
+    with pytest.raises(BenchError, match=rf"model\.formats\.{pattern}: {what} stays float") as caught:
+        quantized(f"--model.formats.{pattern}", "E4M3", "--model.formats.attn", "E4M3")
+    assert str(caught.value).endswith("attn.qkv, attn.proj, mlp.fc, mlp.proj, lm_head, attn, mlp, blocks.N")
+    with pytest.raises(BenchError, match=r"'atn' matches none of the 9 linear layers; did you mean 'attn'"):
+        quantized("--model.formats.atn", "E4M3")

@@ -59,8 +59,8 @@ def test_text_from_a_run_is_escaped(tmp_path, write_run):
 def test_unknown_numbers_are_dashes(tmp_path, write_run):
     folder = write_run(tmp_path / "a", final_val_loss=None, best_val_loss=float("nan"), bytes_per_parameter=None)
     (result,) = measured([folder])
-    assert [column.cell(result) for column in COLUMNS[1:6]] == ["-"] * 5
-    assert [column.heading for column in shown_columns([result])][5:8] == ["stall", "tokens/s", "verdict"]
+    assert [column.cell(result) for column in COLUMNS[2:7]] == ["-"] * 5
+    assert [column.heading for column in shown_columns([result])][6:9] == ["stall", "tokens/s", "verdict"]
 
 
 def test_optional_columns_come_with_the_first_row_that_has_them(tmp_path, write_run, write_alerts):
@@ -70,6 +70,21 @@ def test_optional_columns_come_with_the_first_row_that_has_them(tmp_path, write_
     assert "alerts" in [column.heading for column in shown_columns(results)]
     assert "grad cosine" not in [column.heading for column in shown_columns(results)]
     assert list(csv.DictReader(io.StringIO(to_csv(results))))[1]["alert_kinds"] == "kurtosis:1"
+
+
+def test_the_learning_rate_stands_in_every_table(tmp_path, write_run):
+    results = measured([write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="riemannian", lr=2.0)])
+    assert [line["lr"] for line in csv.DictReader(io.StringIO(to_csv(results)))] == ["0.001", "2"]
+    headings, _, *lines = (line.split("|") for line in to_text(results).splitlines())
+    assert headings[2].strip() == "lr"
+    assert [line[2].strip() for line in lines] == ["0.001", "2"]
+
+
+def test_without_a_reference_no_table_has_a_gap(tmp_path, write_run):
+    results = measured([write_run(tmp_path / "a", rule="fp32"), write_run(tmp_path / "b", rule="sgd")])
+    for text in (to_text(results), to_markdown(results), to_latex(results)):
+        assert "gap" not in text
+        assert "BF16" not in text
 
 
 @pytest.mark.parametrize(("baseline", "said"), [(None, "gap to BF16"), ("fp32", "gap to fp32")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from nanogpt_bench.cli import build_parser
@@ -112,6 +114,17 @@ def test_rows_that_no_few_settings_tell_apart_are_named_by_their_runs(tmp_path, 
     paths = [write_run(tmp_path / name, rule="fp32") for name in ("old", "new")]
     (paths[1] / "config.yaml").write_text("{rule: fp32, a: 1, b: 2, c: 3, d: 4}")
     assert [row.label for row in group_rows([load_run(path) for path in paths])] == ["fp32 (old)", "fp32 (new)"]
+
+
+def test_a_row_of_several_seeds_is_named_by_all_of_its_runs(tmp_path, write_run):
+    paths = []
+    for name, seeds, value in (("old", 2, 0), ("new", 5, 1)):
+        for seed in range(1, seeds + 1):
+            paths.append(write_run(tmp_path / f"{name}-{seed}", rule="fp32", seed=seed))
+            settings = {"rule": "fp32", "seed": seed, **dict.fromkeys("abcd", value)}
+            (paths[-1] / "config.yaml").write_text(json.dumps(settings))
+    rows = group_rows([load_run(path) for path in paths])
+    assert [row.label for row in rows] == ["fp32 (old-1, old-2)", "fp32 (new-1, new-2, new-3 and 2 more)"]
 
 
 @pytest.mark.parametrize(

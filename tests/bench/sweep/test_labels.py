@@ -1,0 +1,55 @@
+"""Labels of a sweep's points: no two combinations have one, and formats stand where there are weights for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.settings import build_config
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
+
+
+def test_formats_of_all_layers_and_of_one_are_told_apart(write):
+    axes = {
+        "rule": ["fp32", "nearest"],
+        "model.format": ["E4M3", "e7m0"],
+        "model.formats.lm_head": ["none", "E5M2"],
+        "model.formats.*.activation": ["none", "E5M2"],
+    }
+    planned = plan_sweep(read_sweep(write(axes=axes)))
+    assert len({run.label for run in planned}) == len(planned) == 1 + 8
+    assert {run.label for run in planned} >= {
+        "E4M3 nearest lm_head=E5M2 activation=none",
+        "E7M0 nearest lm_head=none activation=E5M2",
+    }
+    for run in planned[1:]:
+        formats = resolve(build_config(run.settings)).model.formats
+        assert run.label.startswith(formats["*"]["weight"])
+
+
+def test_numbers_that_six_digits_do_not_tell_apart_are_written_in_full(write):
+    axes = {"optimizer.lr": [0.001, 0.00100000001], "rule": ["fp32"]}
+    labels = [run.label for run in plan_sweep(read_sweep(write(axes=axes)))]
+    assert labels == ["fp32 lr=0.001", "fp32 lr=0.00100000001"]
+
+
+def test_a_format_among_the_settings_is_for_the_rules_of_the_axis_that_have_one(write):
+    settings = {"model.format": "E4M3", "model.headroom": 4.0}
+    fp32, nearest = plan_sweep(read_sweep(write(axes={"rule": ["fp32", "nearest"]}, settings=settings)))
+    assert (fp32.label, nearest.label) == ("fp32", "E4M3 nearest")
+    assert resolve(build_config(fp32.settings)).model.formats == {}
+
+
+def test_an_axis_of_formats_under_a_rule_without_any_is_refused(write):
+    axes = {"model.format": ["E4M3", "E7M0"]}
+    with pytest.raises(BenchError, match=r"axes\.model\.format: rule 'fp32' keeps float weights at every value"):
+        plan_sweep(read_sweep(write(axes=axes, settings={"rule": "fp32"})))
+
+
+def test_a_learning_rate_that_no_setting_gives_stands_in_the_plan(write):
+    settings = {"model.format": "E4M3"}
+    (run,) = plan_sweep(read_sweep(write(axes={"seed": [1]}, settings=settings)))
+    assert run.settings["optimizer.lr"] == run.lr == 2e-3
+    assert run.label == "E4M3 master"

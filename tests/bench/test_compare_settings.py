@@ -1,0 +1,91 @@
+"""Settings given to compare: which rows they go into, what is said of them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare import command
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.rules import RULES
+from nanogpt_bench.settings import build_config
+
+ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "out"]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function from a command line to the records of what it would have trained, by label."""
+    records: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_train", lambda record, workers: records.append(record))
+    monkeypatch.setattr(command, "_finish", lambda record, whole: 0)
+
+    def plan(*words: str) -> Any:
+        assert main([*ROWS, *words]) == 0
+        return {run.label: run for run in records[-1].planned}
+
+    return plan
+
+
+def test_settings_go_into_every_row_that_takes_them(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model.n_layer=2", "--optimizer.lr", "3e-3", "--optimizer.weight_decay=0", "--optimizer.momentum", "0.5")
+    rows = planned(*words, "--model.formats.lm_head", "none", "--train.max_steps", "40", "--seed", "7")
+    configs = {label: resolve(build_config(run.settings)) for label, run in rows.items()}
+    assert list(configs) == ["bf16-mixed", "sgd", "E4M3 stochastic"]
+    for label, config in configs.items():
+        assert (config.model.n_layer, config.optimizer.lr, config.optimizer.weight_decay) == (2, 3e-3, 0.0)
+        assert (config.train.max_steps, config.optimizer.warmup_steps, config.eval.interval) == (40, 4, 4)
+        assert (config.seed, config.optimizer.momentum) == (7, 0.5 if label == "sgd" else None)
+        assert rows[label].lr == 3e-3
+    assert configs["E4M3 stochastic"].model.formats == {"lm_head": "none", "*": "E4M3"}
+    assert capsys.readouterr().err.splitlines() == [
+        "optimizer.lr 0.003 in every row, in the unit of its optimizer, in place of the rule's own",
+        "optimizer.momentum 0.5 in the rows that take it: sgd",
+        "model.formats {'lm_head': 'none'} in the rows that take it: E4M3 stochastic",
+    ]
+
+
+def test_without_settings_every_row_has_its_rule_s_rate_and_another_rate_is_another_comparison(planned: Any) -> None:
+    assert {run.rule: run.lr for run in planned().values()} == {
+        rule: RULES[rule].lr for rule in ("bf16-mixed", "sgd", "stochastic")
+    }
+    assert main([*ROWS, "--optimizer.lr", "0.1"]) == 2
+
+
+def test_what_differs_from_an_earlier_start_is_named_by_its_option(
+    planned: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned("--optimizer.lr", "0.1")
+    capsys.readouterr()
+    assert main([*ROWS, "--eval.batches", "3"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "--optimizer.lr was 0.1, is not given, --eval.batches was not given, is 3" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--rule", "nearest"], ["--rule", "did you mean '--rules'"]),
+        (["--model.format", "E4M3"], ["--model.format", "--formats"]),
+        (["--optimizer.name", "sgd"], ["--optimizer.name", "--rules"]),
+        (["--optimizer.damping", "1"], ["--optimizer.damping", "any row", "bf16-mixed, sgd, E4M3 stochastic"]),
+        (["--train.max_steps", "9", "--max-steps", "8"], ["--train.max_steps 9", "--max-steps 8"]),
+        (["--train.max_steps", "many"], ["train.max_steps", "'many'", "whole number"]),
+        (["--train.max_stps", "9"], ["train.max_stps", "'train.max_steps'"]),
+        (["--model.n_embd", "130"], ["model.n_embd", "132", "in the row 'bf16-mixed'"]),
+        (["--data.dir", "gone", "--model.block_size", "8"], ["gone", "prepare"]),
+    ],
+)
+def test_settings_that_no_comparison_takes_are_refused_in_one_line(
+    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*ROWS, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for part in parts:
+        assert part in line
+    assert not list(tmp_path.iterdir())
