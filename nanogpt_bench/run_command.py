@@ -126,7 +126,8 @@ def _line(progress: Progress) -> str:
     parts = [f"step {progress.step:>6}"]
     parts += [f"train {progress.train_loss:.4f}"] if progress.train_loss is not None else []
     parts += [f"val {progress.val_loss:.4f}"] if progress.val_loss is not None else []
-    parts += [f"stall {progress.stall:.1%}"] if progress.stall is not None else []
+    parts += [f"mean stall {progress.stall:.1%}"] if progress.stall is not None else []
+    parts += [f"mean arrived {progress.arrived:.1%}"] if progress.arrived is not None else []
     parts += [f"{progress.tokens_per_s:,.0f} tokens/s"] if progress.tokens_per_s else []
     return "  ".join(parts)
 

@@ -46,6 +46,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "bytes_per_quantized_parameter": _ratio(bytes_of(weights, trainer.optimizer), count(weights)),
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,
+        "arrived": stall.arrived if stall else None,
         "tokens_per_s": _ratio(outcome.tokens, outcome.training_seconds),
         "shadow_overhead": watch.shadow.overhead if watch.shadow else None,
         "seconds": outcome.seconds,

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config import ROUNDED, FailureConfig
+from nanogpt_bench.losing import LOSING
 from nanogpt_bench.report.load import Run, load_run
 from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.watched import Alert
-
-#: write-backs that neither keep what rounding loses nor return it on average
-LOSING = ("nearest",)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, one_line, printable, shortened
+from nanogpt_bench.losing import stall_counts
 from nanogpt_bench.report.read import finite, mapping, numbers, records
 from nanogpt_bench.report.watched import (
     ALERTS,
@@ -25,6 +26,7 @@ from nanogpt_bench.report.watched import (
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 #: of a run's name, rule or format
 LONGEST_NAME = 200
+ARRIVED = "stall/arrived"
 STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
 
 
@@ -105,6 +107,19 @@ class Run:
             name = str(named)
             return name if name.startswith("stall/") else f"stall/{name}"
         return next((key for key in STALL_METRICS if any(key in record for record in self.metrics)), None)
+
+    @property
+    def stall_counts(self) -> bool:
+        """Whether the stall is one of lost updates or of a master copy's codes; under other rules it says nothing."""
+        model, optimizer = self.config.get("model"), self.config.get("optimizer")
+        storage = model.get("storage") if isinstance(model, Mapping) else None
+        writeback = optimizer.get("writeback") if isinstance(optimizer, Mapping) else None
+        return stall_counts(str(storage), None if writeback is None else str(writeback))
+
+    @property
+    def stall(self) -> float | None:
+        """The mean stall over the run; None where it was not recorded, or means nothing."""
+        return self.number("stall") if self.stall_counts else None
 
     def number(self, key: str) -> float | None:
         """The summary's finite number under `key`, None when absent or not finite."""
@@ -239,5 +254,8 @@ def _summary_so_far(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in STALL_METRICS:
         seen = [stall for record in metrics if (stall := finite(record.get(key))) is not None]
         if seen:
-            so_far |= {"stall": seen[-1], "stall_metric": key}
+            so_far |= {"stall": sum(seen) / len(seen), "stall_metric": key}
+    arrived = [share for record in metrics if (share := finite(record.get(ARRIVED))) is not None]
+    if arrived:
+        so_far["arrived"] = sum(arrived) / len(arrived)
     return so_far

@@ -55,7 +55,8 @@ GRADIENTS = (
     ),
 )
 STALL = (
-    Watched("stall/update_success", "Updates that arrived", SHARE, "Weights that moved, of those asked to."),
+    Watched("stall/arrived", "Movement that arrived", SHARE, "Of the movement asked for, along its direction."),
+    Watched("stall/update_success", "Updates that moved a weight", SHARE, "Weights that moved, of those asked to."),
     Watched("stall/update_ulps", "Size of the updates", "ULPs", "Mean requested update.", logarithmic=True),
     Watched("stall/move_probability", "Probability of moving", SHARE, "Mean over the weights."),
     Watched("stall/residual_saturation", "Residuals at their bound", SHARE, "Stored residuals that are at their end."),

@@ -57,6 +57,7 @@ class Result:
     stall_metric: str | None
     tokens_per_s: Figure | None
     verdict: Verdict
+    arrived: Figure | None = None
     tokens_to_gap: Figure | None = None
     cosine: Figure | None = None
     alerts: Mapping[str, int] = field(default_factory=dict)
@@ -175,7 +176,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     gap = figure(_gap(run, measured) for run in row.runs) if measured is not None else None
     base = figure(run.number("final_val_loss") for run in measured.runs) if measured is not None else None
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
-    stall = figure(run.number("stall") for run in row.runs)
+    stall = figure(run.stall for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
     cosine = figure(mean_cosine(run) for run in row.runs)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
@@ -193,6 +194,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         stall=stall,
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
+        arrived=figure(run.number("arrived") for run in row.runs),
         verdict=judge(row.runs, evidence, thresholds=thresholds, running=running),
         tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,

@@ -111,10 +111,10 @@ def _mark(line: Line, run: Run, step: int, text: str, against: str) -> Mark | No
 
 
 def stall_lines(rows: Sequence[Row]) -> list[Line]:
-    """Every row's stall over the steps, under whichever of the two stall measures its storage has."""
+    """The stall over the steps of every row where it says something, under the measure that its storage has."""
     found = []
     for row in rows:
-        metric = next((run.stall_metric for run in row.runs if run.stall_metric), None)
+        metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
         if metric is not None:
             found += lines([row], metric)
     return found

@@ -23,7 +23,7 @@ TABLE = "runs.csv"
 #: what is told of a run, from its summary.json
 OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
-    *("tokens_per_s", "seconds"),
+    *("arrived", "tokens_per_s", "seconds"),
 )
 
 

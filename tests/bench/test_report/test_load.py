@@ -67,7 +67,7 @@ def test_without_a_summary_the_records_speak(tmp_path, write_run):
     assert run.status == "incomplete"
     assert run.format == "E4M3"
     assert run.number("final_val_loss") == pytest.approx(2.5)
-    assert run.number("stall") == pytest.approx(0.81)
+    assert run.number("stall") == pytest.approx(0.81 * 0.85)  # the mean of the looks, which rise from 0.7 of it
     assert run.stall_metric == "stall/update_lost"
 
 

@@ -47,6 +47,24 @@ def test_seeds_give_a_spread(tmp_path, write_comparison):
     assert "2.110 ± 0.010" in text
 
 
+def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path, write_run):
+    """Folders of before it was recorded have a dash; a stall that says nothing is in no verdict either."""
+    paths = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", rule="stochastic", fmt="E4M3", final=2.5, stall=0.89, arrived=0.998),
+        write_run(tmp_path / "c", rule="nearest", fmt="E4M3", final=2.5, stall=0.89, arrived=0.21),
+        write_run(tmp_path / "d", rule="riemannian", fmt="E4M3", final=2.5, stall=0.89),
+    ]
+    results = measured(paths)
+    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert [line["stall"] for line in lines] == ["", "", "0.89", ""]
+    assert [line["arrived"] for line in lines] == ["", "0.998", "0.21", ""]
+    assert [line["verdict"] for line in lines] == ["reference", "outside 10%", "outside 10%; stall 89%", "outside 10%"]
+    (column,) = [column for column in shown_columns(results) if column.heading == "arrived"]
+    assert [column.cell(result) for result in results] == ["-", "99.8%", "21.0%", "-"]
+    assert "arrived" not in [column.heading for column in shown_columns(measured([paths[0], paths[3]]))]
+
+
 def test_text_from_a_run_is_escaped(tmp_path, write_run):
     failure = {"kind": "x", "message": "50% | a_b & <i> \\ $1 {x} #~^", "step": 1}
     results = measured([write_run(tmp_path / "a", status="failed", failure=failure)])
