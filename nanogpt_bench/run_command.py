@@ -141,7 +141,7 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     return (
         f"{summary['status']}{why} after {summary['steps']} steps: val loss {last} (best {best}), "
-        f"{summary['bytes_per_parameter']:.2f} bytes a parameter, "
+        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes a parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
     )
 

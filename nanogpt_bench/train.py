@@ -166,8 +166,8 @@ class _Run:
         commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
 
     def _measure(self) -> None:
-        """Count what is held; not in a process that took no step, whose optimizer has yet to build its tables."""
-        if self.stepped or self.outcome.held_bytes is None:
+        """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
+        if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
 
     def _save_if_due(self, step: Step) -> None:
