@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,27 +150,6 @@ def _configured_format(config: Mapping[str, Any]) -> str:
 def is_run_folder(path: Path) -> bool:
     """Whether `path` is a folder with at least one of the files every run writes."""
     return path.is_dir() and any((path / name).is_file() for name in RUN_FILES)
-
-
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run folders among `paths`; a folder of runs (a comparison's, say) stands for the runs in it.
-
-    Raises:
-        BenchError: a path does not exist, or neither is a run folder nor holds one.
-    """
-    found = {run.resolve(): run for path in paths for run in _runs_at(path)}
-    return list(found.values())
-
-
-def _runs_at(path: Path) -> list[Path]:
-    if not path.exists():
-        raise BenchError(f"run folder {str(path)!r} does not exist")
-    if is_run_folder(path):
-        return [path]
-    children = sorted(child for child in path.iterdir() if is_run_folder(child)) if path.is_dir() else []
-    if not children:
-        raise BenchError(f"{str(path)!r} is not a run folder and holds none: expected {', '.join(RUN_FILES)}")
-    return children
 
 
 def load_run(path: Path) -> Run:
