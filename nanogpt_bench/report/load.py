@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from nanogpt_bench.errors import BenchError, one_line, printable, shortened
 from nanogpt_bench.losing import stall_counts
 from nanogpt_bench.report.read import finite, mapping, numbers, records
+from nanogpt_bench.report.records import MOST_NAMES, Records
 from nanogpt_bench.report.watched import (
     ALERTS,
     DISTRIBUTIONS,
@@ -46,7 +46,7 @@ class Run:
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[Mapping[str, Any]] = ()
+    metrics: Records = field(default_factory=Records)
     summary: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Histogram] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def last_step(self) -> int | None:
-        return int(self.metrics[-1]["step"]) if self.metrics else None
+        return self.metrics.last_step
 
     @property
     def stall_metric(self) -> str | None:
@@ -106,7 +106,7 @@ class Run:
         if named:
             name = str(named)
             return name if name.startswith("stall/") else f"stall/{name}"
-        return next((key for key in STALL_METRICS if any(key in record for record in self.metrics)), None)
+        return next((key for key in STALL_METRICS if key in self.metrics.names), None)
 
     @property
     def stall_counts(self) -> bool:
@@ -127,9 +127,7 @@ class Run:
 
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
         """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
-        points = [(finite(record.get(against)), record) for record in self.metrics if key in record]
-        kept = [(x, finite(record[key])) for x, record in points if x is not None]
-        return [x for x, _ in kept], [y for _, y in kept]
+        return self.metrics.curve(key, against)
 
 
 def _one_word(value: object) -> str:
@@ -183,20 +181,18 @@ def load_run(path: Path) -> Run:
     )
 
 
-def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _metrics(path: Path, notes: list[str]) -> Records:
     """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
-    kept: list[dict[str, Any]] = []
+    kept, last = Records(), -1.0
     for number, record in records(path, notes):
-        if kept and record["step"] <= kept[-1]["step"]:
+        if record["step"] <= last:
             notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
         else:
-            kept.append(_figures(record))
+            last = record["step"]
+            kept.add(record)
+    if kept.cut:
+        notes.append(f"{path.name} names more than {MOST_NAMES:,} figures; those beyond were left out")
     return kept
-
-
-def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what is no single value; its keys, which are those of every other record, held once."""
-    return {sys.intern(key): value for key, value in record.items() if not isinstance(value, dict | list)}
 
 
 def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
@@ -221,20 +217,16 @@ def _histogram(entry: Any) -> Histogram | None:
     return Histogram(str(entry.get("format", "")), tuple(v for v, _ in pairs), tuple(int(c) for _, c in pairs))
 
 
-def _summary_so_far(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summary_so_far(metrics: Records) -> dict[str, Any]:
     """What can be said of a run that left no summary: derived from the records it did write."""
-    losses = [loss for record in metrics if (loss := finite(record.get("val/loss"))) is not None]
-    speeds = [speed for record in metrics if (speed := finite(record.get("time/tokens_per_s"))) is not None]
+    losses = metrics.values("val/loss")
     so_far: dict[str, Any] = {}
     if losses:
         so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
-    if speeds:
-        so_far["tokens_per_s"] = sum(speeds) / len(speeds)
+    for name, key in (("tokens_per_s", "time/tokens_per_s"), ("arrived", ARRIVED)):
+        if seen := metrics.values(key):
+            so_far[name] = sum(seen) / len(seen)
     for key in STALL_METRICS:
-        seen = [stall for record in metrics if (stall := finite(record.get(key))) is not None]
-        if seen:
+        if seen := metrics.values(key):
             so_far |= {"stall": sum(seen) / len(seen), "stall_metric": key}
-    arrived = [share for record in metrics if (share := finite(record.get(ARRIVED))) is not None]
-    if arrived:
-        so_far["arrived"] = sum(arrived) / len(arrived)
     return so_far
