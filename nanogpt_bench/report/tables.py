@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.csv_cells import cell
 from nanogpt_bench.errors import one_line
 from nanogpt_bench.report.results import Figure, Result, reference_name
 
@@ -95,16 +96,12 @@ def format_stall(result: Result) -> str:
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """One line a row, numbers in full, empty where unknown."""
+    """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_FIELDS)
-    writer.writerows([_plain(field(result)) for field in CSV_FIELDS.values()] for result in results)
+    writer.writerows([cell(field(result)) for field in CSV_FIELDS.values()] for result in results)
     return text.getvalue()
-
-
-def _plain(value: object) -> object:
-    return "" if value is None else value
 
 
 def _mean(name: str) -> Callable[[Result], object]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanogpt_bench.compare.earlier import drop_checkpoints, has_ended, make_ready, plain, summary_of
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.csv_cells import cell
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.files import write_text
@@ -163,7 +164,9 @@ class SweepRecord:
         for run in self.planned:
             entry = self._entry(run)
             flat = entry["axes"] | entry
-            writer.writerow([*(_cell(flat.get(key)) for key in header), entry["failure"], " ".join(entry["failures"])])
+            writer.writerow(
+                [*(_cell(flat.get(key)) for key in header), *map(cell, (entry["failure"], " ".join(entry["failures"])))]
+            )
         return text.getvalue()
 
     def write_page(self, *, running: bool) -> Path:
@@ -179,4 +182,4 @@ def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else value
+    return json.dumps(value) if isinstance(value, dict | list) else cell(value)

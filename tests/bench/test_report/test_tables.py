@@ -33,6 +33,20 @@ def test_csv_reads_back_to_the_numbers(results):
     assert lines[3]["verdict"] == "outside 10%; stall 81%"
 
 
+@pytest.mark.parametrize("text", ["=HYPERLINK(0)", "+1+cmd", "-2+3", "@SUM(A1)"])
+def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_path, write_run, text):
+    failures = [{"kind": text, "step": 3}]
+    paths = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", rule=text, fmt="E4M3", format=text, final=1.922, failures=failures),
+    ]
+    line = list(csv.DictReader(io.StringIO(to_csv(measured(paths)))))[1]
+    assert (line["rule"], line["format"], line["failures"]) == ("'" + text,) * 3
+    assert line["run"] == f"'{text} {text}"
+    assert float(line["gap"]) == pytest.approx(-0.178)  # no apostrophe: a number
+    assert not any(cell.startswith(tuple("=+@")) for cell in line.values())
+
+
 def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
     lines = to_markdown(results).splitlines()
     assert len(lines) == 2 + len(results)
