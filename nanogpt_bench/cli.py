@@ -312,7 +312,9 @@ def _add_report(commands: Any) -> Parser:
         "  nanogpt-bench report runs/bf16_baseline runs/e4m3 --out report\n"
         "  nanogpt-bench report runs/book --out report --baseline fp32 --within 0.05 --alerts 0",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of run folders")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of them at any depth"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--baseline", metavar="ROW", help="row to measure against (default: the BF16 autocast row)")
     _add_thresholds(parser)
@@ -328,7 +330,9 @@ def _add_verify(commands: Any) -> Parser:
         "The exit code is 1 if anything is wrong. What an interruption leaves is noted and nothing wrong.",
         epilog="examples:\n  nanogpt-bench verify runs/e4m3\n  nanogpt-bench verify runs/compare-20260101-120000",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of run folders")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders of them at any depth"
+    )
     parser.set_defaults(handler=_verify)
     return parser
 

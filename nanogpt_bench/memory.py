@@ -11,16 +11,18 @@ from torch import Tensor, nn
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the parameters, the buffers and everything the optimizer keeps between steps.
+    """Return the bytes of the parameters, the buffers and the optimizer's state and groups.
 
     A tensor subclass counts as the tensors inside it, a memory that several tensors share once, and a view as the
-    whole memory it keeps alive. Gradients are left out, unless the optimizer keeps some that the model does not.
+    whole memory it keeps alive. Gradients are left out, unless the state keeps some that the model does not. So is
+    what an optimizer remembers beside its state, only to be quicker or until the next step: whether it is there depends
+    on the last step, and a run that is taken up makes it anew.
 
     >>> model = nn.Linear(8, 4, bias=False)
     >>> held_bytes(model, torch.optim.SGD(model.parameters(), lr=0.1))
     128
     """
-    held = [*model.parameters(), *model.buffers(), *tensors_in(vars(optimizer))]
+    held = [*model.parameters(), *model.buffers(), *tensors_in([optimizer.state, optimizer.param_groups])]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return sum(_sizes(held).values()) - sum(size for key, size in _sizes(gradients).items() if key in _sizes(held))
 

@@ -18,12 +18,15 @@ class Progress:
     train_loss: float | None
     val_loss: float | None
     best_val_loss: float | None
+    #: mean over the looks so far; None where it says nothing of what is lost
     stall: float | None
     lr: float
     tokens_per_s: float
     elapsed_s: float
     #: raised in this step
     alerts: tuple[Alert, ...] = ()
+    #: mean over the looks so far of the share of the requested movement that arrived
+    arrived: float | None = None
 
 
 @dataclass

@@ -140,7 +140,8 @@ def _line(progress: Progress) -> str:
     parts = [f"step {progress.step:>6}"]
     parts += [f"train {progress.train_loss:.4f}"] if progress.train_loss is not None else []
     parts += [f"val {progress.val_loss:.4f}"] if progress.val_loss is not None else []
-    parts += [f"stall {progress.stall:.1%}"] if progress.stall is not None else []
+    parts += [f"mean stall {progress.stall:.1%}"] if progress.stall is not None else []
+    parts += [f"mean arrived {progress.arrived:.1%}"] if progress.arrived is not None else []
     parts += [f"{progress.tokens_per_s:,.0f} tokens/s"] if progress.tokens_per_s else []
     return "  ".join(parts)
 
@@ -154,7 +155,7 @@ def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
     last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
     return (
         f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
-        f"{summary['bytes_per_parameter']:.2f} bytes a parameter, "
+        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes a parameter, "
         f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
     )
 

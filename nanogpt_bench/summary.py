@@ -24,6 +24,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
     """Return the content of summary.json; losses in nats a token, null where there is none."""
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = [layer.weight for layer in _layers(model, config).values()]
+    of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
     return {
         "name": name,
         "rule": rule_name(config),
@@ -42,10 +43,11 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "final_val_loss": loss,
         "best_val_loss": outcome.best_val_loss,
         "first_val_loss": outcome.first_val_loss,
-        "bytes_per_parameter": _ratio(outcome.held_bytes or 0, count(model.parameters())),
-        "bytes_per_quantized_parameter": _ratio(bytes_of(weights, trainer.optimizer), count(weights)),
+        "bytes_per_parameter": _ratio(outcome.held_bytes, count(model.parameters())),
+        "bytes_per_quantized_parameter": _ratio(of_weights, count(weights)),
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,
+        "arrived": stall.arrived if stall else None,
         "tokens_per_s": _ratio(outcome.tokens, outcome.training_seconds),
         "shadow_overhead": watch.shadow.overhead if watch.shadow else None,
         "seconds": outcome.seconds,
@@ -55,8 +57,8 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
     }
 
 
-def _ratio(amount: float, whole: float) -> float | None:
-    return amount / whole if whole else None
+def _ratio(amount: float | None, whole: float) -> float | None:
+    return amount / whole if amount is not None and whole else None
 
 
 def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:

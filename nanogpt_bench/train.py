@@ -20,6 +20,7 @@ from nanogpt_bench.errors import BenchError, disk_failure
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.files import remove_parts, write_json, write_text
 from nanogpt_bench.lock import is_unused, locked
+from nanogpt_bench.losing import stall_counts
 from nanogpt_bench.memory import held_bytes
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
@@ -114,8 +115,8 @@ class _Run:
         self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
         self.observers: list[Observer] = [*self.watch.all]
         self.sentry = Sentry(trainer)
+        self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
         self.started = perf_counter()
-        self.last_stall: float | None = None
         #: whether this process has taken a step
         self.stepped = False
         #: the last step that is over, skipped or not; None before the first validation
@@ -143,7 +144,6 @@ class _Run:
         self.outcome, self.done = Outcome(**facts["outcome"]), found.step
         self.outcome.go_on()
         self.trainer.batches_left_out = self.outcome.batches_left_out
-        self.last_stall = facts["last_stall"]
         self.started = perf_counter() - facts["elapsed_s"]
         self.environment = resumed_environment(found, self.environment)
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
@@ -160,15 +160,14 @@ class _Run:
             "val_loss": loss if loss is not None and math.isfinite(loss) else None,
             "best_val_loss": outcome.best_val_loss,
             "outcome": dataclasses.asdict(outcome),
-            "last_stall": self.last_stall,
             "elapsed_s": perf_counter() - self.started,
         }
         contents = capture(step.number, self.trainer, self.watch.all, facts)
         commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
 
     def _measure(self) -> None:
-        """Count what is held; not in a process that took no step, whose optimizer has yet to build its tables."""
-        if self.stepped or self.outcome.held_bytes is None:
+        """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
+        if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
 
     def _save_if_due(self, step: Step) -> None:
@@ -332,21 +331,20 @@ class _Run:
         step.record["time/elapsed_s"] = perf_counter() - self.started
         for observer in self.observers:
             observer.written(step)
-        if self.watch.stall:
-            self.last_stall = step.record.get(self.watch.stall.metric, self.last_stall)
         if self.on_progress is not None:
             self.on_progress(self._progress(step))
         self.raised.clear()
 
     def _progress(self, step: Step) -> Progress:
-        record, outcome = step.record, self.outcome
+        record, outcome, stall = step.record, self.outcome, self.watch.stall
         return Progress(
             step=step.number,
             max_steps=self.config.train.max_steps,
             train_loss=record.get("train/loss"),
             val_loss=outcome.final_val_loss,
             best_val_loss=outcome.best_val_loss,
-            stall=self.last_stall,
+            stall=stall.mean if stall and self.stall_counts else None,
+            arrived=stall.arrived if stall else None,
             lr=record.get("lr") or 0.0,
             tokens_per_s=record.get("time/tokens_per_s") or 0.0,
             elapsed_s=perf_counter() - self.started,

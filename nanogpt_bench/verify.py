@@ -11,7 +11,7 @@ from typing import Any
 from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, steps, verify
 from nanogpt_bench.checkpoint.bounded_json import parse
 from nanogpt_bench.errors import BenchError, one_line, printable
-from nanogpt_bench.report.load import find_runs
+from nanogpt_bench.report.find import find_runs, say_aside
 from nanogpt_bench.settings import read_yaml
 
 #: bytes of a JSON file, and of one line of a file of records
@@ -35,9 +35,9 @@ class Findings:
 
 
 def verify_command(paths: Sequence[Path]) -> int:
-    """Print what is wrong with run folders, or folders of run folders; return 1 if anything is, else 0."""
+    """Print what is wrong with run folders, or those below other folders; return 1 if anything is, else 0."""
     failed = False
-    for path in find_runs(paths):
+    for path in find_runs(paths, say_aside):
         found = check_run(path)
         failed |= bool(found.problems)
         print(printable(_headline(path, found)))

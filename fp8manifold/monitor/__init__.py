@@ -24,16 +24,19 @@ from fp8manifold.monitor.gradients import (
 from fp8manifold.monitor.histogram import Histogram, magnitude_histogram, residual_histogram, stiffness_histogram
 from fp8manifold.monitor.ranges import RangeFigures, range_figures, scale_changes
 from fp8manifold.monitor.stall import (
+    Arrival,
     StallFigures,
     code_drift,
     code_unchanged,
     residual_saturation,
     stall_figures,
+    update_arrived,
     update_lost,
 )
 from fp8manifold.monitor.zones import zero_gradient_zone
 
 __all__ = [
+    "Arrival",
     "BitFigures",
     "DeadRuns",
     "FisherFigures",
@@ -67,6 +70,7 @@ __all__ = [
     "shadow_figures",
     "stall_figures",
     "stiffness_histogram",
+    "update_arrived",
     "update_lost",
     "update_to_noise",
     "warp_figures",

@@ -7,10 +7,19 @@ from torch import Tensor
 
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.grid import check_codes
-from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, share, unit_blocks
+from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, share, unit_blocks
 from fp8manifold.monitor._position import chart_steps, inside, spacing
 
-__all__ = ["StallFigures", "code_drift", "code_unchanged", "residual_saturation", "stall_figures", "update_lost"]
+__all__ = [
+    "Arrival",
+    "StallFigures",
+    "code_drift",
+    "code_unchanged",
+    "residual_saturation",
+    "stall_figures",
+    "update_arrived",
+    "update_lost",
+]
 
 
 def update_lost(before: Tensor, target: Tensor, after: Tensor) -> float:
@@ -64,6 +73,67 @@ def code_unchanged(before_codes: Tensor, after_codes: Tensor, before: Tensor, af
     """
     check_shapes(before_codes=before_codes, after_codes=after_codes, before=before, after=after)
     return share((after != before) & (after_codes == before_codes))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What :func:`update_arrived` finds in one step of one tensor; those of several tensors add up."""
+
+    projected: float
+    """Sum of ``(after - before) * (target - before)``, in value squared."""
+    requested: float
+    """Sum of ``(target - before)**2``, in value squared."""
+
+    @property
+    def share(self) -> float | None:
+        """``projected / requested``; None where no update was requested."""
+        return self.projected / self.requested if self.requested else None
+
+    def __add__(self, other: "Arrival") -> "Arrival":
+        return Arrival(self.projected + other.projected, self.requested + other.requested)
+
+
+@torch.no_grad()
+def update_arrived(before: Tensor, target: Tensor, after: Tensor) -> Arrival:
+    """How much of the movement that a step requested the write-back made, along the direction requested.
+
+    .. math:: \\mathrm{share} = \\frac{\\langle after - before,\\ target - before\\rangle}
+              {\\lVert target - before\\rVert^2}
+
+    Where :func:`update_lost` counts the weights that stood still, this says what their number means.  A write-back
+    that is unbiased, as stochastic rounding is, has an expected share of 1 however many weights stand still in a step:
+    the few that move go as much too far as the others fall short.  One that rounds to nearest has 0 where every update
+    is below half a spacing.  Over :math:`n` weights with updates of :math:`u` spacings the share of one stochastic
+    step scatters around 1 by about :math:`1 / \\sqrt{n u}`.
+
+    Args:
+        before, target, after: as in :func:`update_lost`, and float tensors.
+
+    Returns:
+        An :class:`Arrival`, summed in float64; both sums are 0 for empty tensors.  What a target beyond the format's
+        largest value asks for is requested and does not arrive.  NaN or Inf in any of them makes the sums NaN or Inf;
+        +0 and -0 are one weight.
+
+    Raises:
+        TypeError: not float tensors.
+        ValueError: shapes that differ.
+
+    Example:
+        >>> before = torch.tensor([1.0, 1.0, 1.0, 1.0])
+        >>> target = before + 0.03125  # a quarter of a spacing of E4M3: one in four moves
+        >>> update_arrived(before, target, torch.tensor([1.0, 1.125, 1.0, 1.0])).share
+        1.0
+        >>> update_arrived(before, target, before).share
+        0.0
+    """
+    before, target, after = plain(before, "before"), plain(target, "target"), plain(after, "after")
+    check_shapes(before=before, target=target, after=after)
+    sums = []
+    for start, wanted, end in blocks(before, target, after):
+        asked = wanted.double() - start.double()
+        sums.append(torch.stack([asked.dot(end.double() - start.double()), asked.dot(asked)]))
+    projected, requested = torch.stack(sums).sum(0).tolist()
+    return Arrival(projected, requested)
 
 
 @dataclass(frozen=True)

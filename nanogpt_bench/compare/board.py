@@ -120,7 +120,7 @@ class Board:
         table.add_column("lr", justify="right", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("", width=12)
-        for heading in ("step", "train", "val", "stall", "tokens/s"):
+        for heading in ("step", "train", "val", "mean stall", "mean arrived", "tokens/s"):
             table.add_column(heading, justify="right", no_wrap=True)
         shown = self._in_view()
         for entry in shown:
@@ -167,6 +167,7 @@ def _cells(entry: Entry) -> list[Text | ProgressBar]:
         Text(number(seen.get("train_loss"), ".3f")),
         Text(number(seen.get("val_loss"), ".3f")),
         Text(number(seen.get("stall"), ".1%")),
+        Text(number(seen.get("arrived"), ".1%")),
         Text(number(seen.get("tokens_per_s"), ",.0f")),
     ]
 
@@ -178,7 +179,7 @@ def _line(entry: Entry) -> str:
         parts.append(entry.note)
     elif seen:
         parts += [f"step {seen['step']}/{seen['max_steps']}", f"val {number(seen.get('val_loss'), '.3f')}"]
-        parts += [f"stall {seen['stall']:.1%}"] if seen.get("stall") is not None else []
+        parts += [f"mean {k} {seen[k]:.1%}" for k in ("stall", "arrived") if seen.get(k) is not None]
     return "  ".join(parts)
 
 

@@ -102,7 +102,7 @@ def _lead_time(evidence: Evidence, findings: Sequence[Finding]) -> LeadTime | No
     if begin is None or failed is None:
         return None
     kind, end = failed
-    clock = {int(record["step"]): finite(record.get("time/elapsed_s")) for record in evidence.records}
+    clock = dict(zip(*evidence.run.curve("time/elapsed_s"), strict=True))
     times = clock.get(begin), clock.get(end)
     seconds = None if times[0] is None or times[1] is None else times[1] - times[0]
     return LeadTime(begin, end, kind, end - begin, seconds)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config import ROUNDED, FailureConfig
+from nanogpt_bench.losing import LOSING
 from nanogpt_bench.report.load import Run, load_run
 from nanogpt_bench.report.read import finite
+from nanogpt_bench.report.records import Records
 from nanogpt_bench.report.watched import Alert
-
-#: write-backs that neither keep what rounding loses nor return it on average
-LOSING = ("nearest",)
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,17 @@ class Evidence:
         self.limits = thresholds or thresholds_of(run.config)
 
     @property
-    def records(self) -> Sequence[Mapping[str, Any]]:
+    def records(self) -> Records:
         return self.run.metrics
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         """Names of everything recorded, in order of first appearance."""
-        return tuple(dict.fromkeys(key for record in self.records for key in record))
+        return self.records.names
 
     def series(self, metric: str) -> Series:
         """The finite values of a metric; empty when it was not recorded."""
-        pairs = [(record["step"], finite(record.get(metric))) for record in self.records if metric in record]
-        known = [(int(step), value) for step, value in pairs if value is not None]
+        known = [(int(at), value) for at, value in zip(*self.run.curve(metric), strict=True) if value is not None]
         return Series(metric, tuple(step for step, _ in known), tuple(value for _, value in known))
 
     def layers(self, metric: str) -> list[str]:

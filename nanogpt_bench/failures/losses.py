@@ -28,7 +28,7 @@ def nan(evidence: Evidence) -> Finding:
     first = earliest(criteria)
     if first is None or first.step is None:
         return clear("nan", "every loss and every gradient norm was finite", criteria)
-    count = sum(_bad(record, LOSSES) for record in evidence.records)
+    count = len(_bad_rows(evidence, LOSSES))
     what = "loss" if first.metric == LOSSES[0] else "gradient"
     message = f"the {what} was not finite at step {first.step}"
     return found("nan", first.step, message, criteria, first=what, steps_with_bad_loss=count)
@@ -36,15 +36,16 @@ def nan(evidence: Evidence) -> Finding:
 
 def _not_finite(evidence: Evidence, metrics: Sequence[str]) -> Criterion:
     """The criterion over a series that is 1 at a step where one of the figures was not finite, 0 elsewhere."""
-    steps = tuple(int(record["step"]) for record in evidence.records)
-    flags = tuple(float(_bad(record, metrics)) for record in evidence.records)
-    return judge(Series(metrics[0], steps, flags), ABOVE, 1.0, 1)
+    bad = _bad_rows(evidence, metrics)
+    rows = [(int(step or 0), float(row in bad)) for row, step in evidence.records.rows("step")]
+    return judge(Series(metrics[0], tuple(step for step, _ in rows), tuple(flag for _, flag in rows)), ABOVE, 1.0, 1)
 
 
-def _bad(record: object, metrics: Sequence[str]) -> bool:
-    """Whether a record's flag (the first metric) is set or one of its figures is null: not finite when written."""
-    assert isinstance(record, dict)
-    return record.get(metrics[0]) == 1 or any(name in record and record[name] is None for name in metrics[1:])
+def _bad_rows(evidence: Evidence, metrics: Sequence[str]) -> set[int]:
+    """The records whose flag (the first metric) is set, or in which a figure is null: not finite when written."""
+    flag, *figures = metrics
+    flagged = {row for row, value in evidence.records.rows(flag) if value == 1}
+    return flagged | {row for name in figures for row, value in evidence.records.rows(name) if value is None}
 
 
 @dataclass(frozen=True)

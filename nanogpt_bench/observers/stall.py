@@ -2,11 +2,12 @@
 
 On grid and fp8 storage the optimizer hands over each parameter before, as requested and after the write-back. With
 master weights the write-back never loses anything; there the share with a nonzero update whose *code* did not change
-counts.
+counts. Under an unbiased write-back neither says anything, and what counts is how much of the movement arrived.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from nanogpt_bench.observers.updates import Update
 
 LOST = "stall/update_lost"
 UNCHANGED = "stall/code_unchanged"
+ARRIVED = "stall/arrived"
 
 
 class Stall(Observer):
@@ -33,8 +35,8 @@ class Stall(Observer):
         self._sizes = {name: layer.weight.numel() for name, layer in layers.items()}
         self._start = {name: _Start(layer) for name, layer in layers.items()}
         self._figures: dict[str, dict[str, float | None]] = defaultdict(dict)
-        # A sum and a count, not the figures themselves: what a checkpoint holds does not grow with the run.
-        self._total, self._looks = 0.0, 0
+        self._moved = fm.monitor.Arrival(0.0, 0.0)
+        self._stall, self._arrived = _Mean(), _Mean()
 
     @property
     def metric(self) -> str:
@@ -43,15 +45,22 @@ class Stall(Observer):
 
     @property
     def mean(self) -> float | None:
-        """Mean over the steps observed, None before the first."""
-        return self._total / self._looks if self._looks else None
+        """Mean of the stall over the steps observed, None before the first."""
+        return self._stall.value
+
+    @property
+    def arrived(self) -> float | None:
+        """Mean over the steps observed of the share of the requested movement that arrived; None with a master copy."""
+        return self._arrived.value
 
     def state(self) -> dict[str, Any]:
         start = {name: first.state() for name, first in self._start.items()}
-        return {"total": self._total, "looks": self._looks, "start": start}
+        return {**self._stall.state(), "arrived": self._arrived.state(), "start": start}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._total, self._looks = state["total"], state["looks"]
+        self._stall.load_state(state)
+        if "arrived" in state:  # a run begun before this was watched
+            self._arrived.load_state(state["arrived"])
         for name, first in self._start.items():
             first.load_state(state["start"][name])
 
@@ -60,10 +69,18 @@ class Stall(Observer):
             self._see_all(step, update)
         elif self._grid:
             self._figures[LOST][update.name] = fm.monitor.update_lost(update.before, update.target, update.after)
+        if self._grid:
+            self._see_movement(update)
         if update.codes is not None:
             codes = update.layer.weight_codes()
             share = fm.monitor.code_unchanged(update.codes, codes, update.before, update.after)
             self._figures[UNCHANGED][update.name] = share
+
+    def _see_movement(self, update: Update) -> None:
+        found = fm.monitor.update_arrived(update.before, update.target, update.after)
+        self._figures[ARRIVED][update.name] = found.share
+        if found.share is not None and math.isfinite(found.share):
+            self._moved += found
 
     def _see_all(self, step: Step, update: Update) -> None:
         states = (update.before, update.target, update.after)
@@ -86,10 +103,35 @@ class Stall(Observer):
     def finish(self, step: Step) -> None:
         for metric, shares in self._figures.items():
             step.add(metric, shares, self._sizes)
+        if ARRIVED in self._figures:
+            # Of all layers together, not a mean of shares: one that hardly asked for anything says little.
+            step.record[ARRIVED] = self._moved.share
+            self._arrived.add(self._moved.share)
+            self._moved = fm.monitor.Arrival(0.0, 0.0)
         if self.metric in self._figures:
-            self._total += step.record[self.metric] or 0.0
-            self._looks += 1
+            self._stall.add(step.record[self.metric] or 0.0)
         self._figures.clear()
+
+
+class _Mean:
+    """A sum and a count, not the figures themselves: what a checkpoint holds does not grow with the run."""
+
+    def __init__(self) -> None:
+        self._total, self._looks = 0.0, 0
+
+    @property
+    def value(self) -> float | None:
+        return self._total / self._looks if self._looks else None
+
+    def add(self, figure: float | None) -> None:
+        if figure is not None:
+            self._total, self._looks = self._total + figure, self._looks + 1
+
+    def state(self) -> dict[str, Any]:
+        return {"total": self._total, "looks": self._looks}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._total, self._looks = state["total"], state["looks"]
 
 
 class _Start:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, unknown
 from nanogpt_bench.files import write_text
-from nanogpt_bench.report.load import Run, find_runs, load_run
+from nanogpt_bench.report.find import find_runs, say_aside
+from nanogpt_bench.report.load import Run, load_run
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
@@ -23,22 +24,32 @@ PAGE = "report.html"
 THRESHOLDS = tuple(field.name for field in fields(Thresholds))
 
 
-def report(runs: Sequence[Path], *, out: Path, thresholds: Thresholds = DEFAULTS, baseline: str | None = None) -> Path:
+def report(
+    runs: Sequence[Path],
+    *,
+    out: Path,
+    thresholds: Thresholds = DEFAULTS,
+    baseline: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Path:
     """Rebuild page, figures and tables in `out` from run folders, or folders of run folders; returns the page's path.
+
+    `say` is told how many runs were found where.
 
     Raises:
         BenchError: a path is no run folder and holds none, no row is labelled `baseline`, or `out` is a file.
     """
-    loaded = [load_run(path) for path in find_runs(runs)]
+    folders = find_runs(runs, say)
+    loaded = [load_run(path) for path in folders]
     if not loaded:
         raise BenchError("no run folders given: expected at least one")
     rows = group_rows(loaded)
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
     _check_baseline(rows, baseline)
     facts = facts_of(loaded)
-    return write_report(
-        rows, out, title=title, facts=facts, thresholds=thresholds, baseline=baseline, studies=[*runs, out]
-    )
+    # What a sweep found lies beside its runs.
+    studies = [*runs, *(folder.parent for folder in folders), out]
+    return write_report(rows, out, title=title, facts=facts, thresholds=thresholds, baseline=baseline, studies=studies)
 
 
 def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
@@ -50,7 +61,7 @@ def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
 def main_report(args: argparse.Namespace) -> int:
     """The command line's entry: rebuild, and print the page's path."""
     thresholds = Thresholds(**{name: getattr(args, name) for name in THRESHOLDS})
-    print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline))
+    print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline, say=say_aside))
     return 0
 
 

@@ -11,7 +11,7 @@ from nanogpt_bench.report.charts import Chart, axes, line_traces
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results import Row, reference_beside
 from nanogpt_bench.report.section import Section, figures
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _answer(prediction: Prediction) -> str:
 def _first_steps(place: int, entry: Predicted, reference: Row | None, looks: Mapping[str, Look]) -> Chart | None:
     """The training loss of the first steps, as recorded, beside the reference's."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    other = [Row(reference.label, reference.rule, reference.format, reference.runs[:1])] if reference else []
+    other = reference_beside(entry.run, reference)
     lines = series.first_lines([own, *other], "train/loss", FIRST_STEPS)
     if not lines:
         return None

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.report import series
 from nanogpt_bench.report.charts import Chart, axes, line_traces, ranged
+from nanogpt_bench.report.classes import class_name
 from nanogpt_bench.report.failed import Failed
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results import Row, reference_beside
 from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import describe_ending
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 POINTS = 150  # of a curve: there may be a chart for each of many runs
 OPEN_PAGES = 4  # more failure pages than these begin closed
-CLASS_NAMES = {"nan": "NaN"}
 
 
 def failure_section(failed: Sequence[Failed], reference: Row | None, looks: Mapping[str, Look]) -> Section | None:
@@ -59,15 +59,6 @@ def sentence(text: str) -> str:
     'The loss fell.'
     """
     return text[:1].upper() + text[1:].rstrip(".") + "." if text else ""
-
-
-def class_name(kind: str) -> str:
-    """A class of failure in words.
-
-    >>> class_name("zero_gradients"), class_name("nan")
-    ('zero gradients', 'NaN')
-    """
-    return CLASS_NAMES.get(kind, kind.replace("_", " "))
 
 
 def _how(failed: Failed) -> str:
@@ -139,7 +130,7 @@ def _lead(failed: Failed) -> str:
 def _loss_chart(place: int, failed: Failed, reference: Row | None, looks: Mapping[str, Look]) -> Chart | None:
     """The run's training loss and the reference's, with a line at every class of failure."""
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
-    other = [Row(reference.label, reference.rule, reference.format, reference.runs[:1])] if reference else []
+    other = reference_beside(failed.run, reference)
     drawn = series.lines([own, *other], "train/loss", smoothed=True, points=POINTS)
     if failed.label not in {line.label for line in drawn}:
         return None

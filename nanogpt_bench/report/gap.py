@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nanogpt_bench.report.curves import smooth, smoothing_window
 from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.read import finite
 
 LOSS = "train/loss"
 
@@ -15,13 +14,13 @@ def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
     gap_t = EMA(L_t - L_ref,t) over the steps both recorded, with the window of the loss curves. A loss
     that is not finite where the reference's is exceeds every gap.
     """
-    base = {record["step"]: loss for record in reference.metrics if (loss := finite(record.get(LOSS))) is not None}
-    shared = [record for record in run.metrics if LOSS in record and record["step"] in base]
-    gaps = [None if (loss := finite(r[LOSS])) is None else loss - base[r["step"]] for r in shared]
+    base = {step: loss for step, loss in zip(*reference.curve(LOSS), strict=True) if loss is not None}
+    shared = [(step, loss) for step, loss in zip(*run.curve(LOSS), strict=True) if step in base]
+    gaps = [None if loss is None else loss - base[step] for step, loss in shared]
     smoothed = smooth(gaps, smoothing_window(len(gaps)))
-    for record, gap in zip(shared, smoothed, strict=True):
+    for (step, _), gap in zip(shared, smoothed, strict=True):
         if gap is None or gap > nats:
-            return finite(record.get("tokens"))
+            return next((tokens for at, tokens in zip(*run.curve("tokens"), strict=True) if at == step), None)
     return None
 
 

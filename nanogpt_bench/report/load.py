@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, one_line, printable, shortened
+from nanogpt_bench.losing import stall_counts
 from nanogpt_bench.report.read import finite, mapping, numbers, records
+from nanogpt_bench.report.records import MOST_NAMES, Records
 from nanogpt_bench.report.watched import (
     ALERTS,
     DISTRIBUTIONS,
@@ -25,6 +26,7 @@ from nanogpt_bench.report.watched import (
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 #: of a run's name, rule or format
 LONGEST_NAME = 200
+ARRIVED = "stall/arrived"
 STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
 
 
@@ -44,7 +46,7 @@ class Run:
     path: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[Mapping[str, Any]] = ()
+    metrics: Records = field(default_factory=Records)
     summary: Mapping[str, Any] = field(default_factory=dict)
     weights: Mapping[str, Histogram] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
@@ -95,7 +97,7 @@ class Run:
 
     @property
     def last_step(self) -> int | None:
-        return int(self.metrics[-1]["step"]) if self.metrics else None
+        return self.metrics.last_step
 
     @property
     def stall_metric(self) -> str | None:
@@ -104,7 +106,20 @@ class Run:
         if named:
             name = str(named)
             return name if name.startswith("stall/") else f"stall/{name}"
-        return next((key for key in STALL_METRICS if any(key in record for record in self.metrics)), None)
+        return next((key for key in STALL_METRICS if key in self.metrics.names), None)
+
+    @property
+    def stall_counts(self) -> bool:
+        """Whether the stall is one of lost updates or of a master copy's codes; under other rules it says nothing."""
+        model, optimizer = self.config.get("model"), self.config.get("optimizer")
+        storage = model.get("storage") if isinstance(model, Mapping) else None
+        writeback = optimizer.get("writeback") if isinstance(optimizer, Mapping) else None
+        return stall_counts(str(storage), None if writeback is None else str(writeback))
+
+    @property
+    def stall(self) -> float | None:
+        """The mean stall over the run; None where it was not recorded, or means nothing."""
+        return self.number("stall") if self.stall_counts else None
 
     def number(self, key: str) -> float | None:
         """The summary's finite number under `key`, None when absent or not finite."""
@@ -112,9 +127,7 @@ class Run:
 
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
         """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
-        points = [(finite(record.get(against)), record) for record in self.metrics if key in record]
-        kept = [(x, finite(record[key])) for x, record in points if x is not None]
-        return [x for x, _ in kept], [y for _, y in kept]
+        return self.metrics.curve(key, against)
 
 
 def _one_word(value: object) -> str:
@@ -135,27 +148,6 @@ def _configured_format(config: Mapping[str, Any]) -> str:
 def is_run_folder(path: Path) -> bool:
     """Whether `path` is a folder with at least one of the files every run writes."""
     return path.is_dir() and any((path / name).is_file() for name in RUN_FILES)
-
-
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run folders among `paths`; a folder of runs (a comparison's, say) stands for the runs in it.
-
-    Raises:
-        BenchError: a path does not exist, or neither is a run folder nor holds one.
-    """
-    found = {run.resolve(): run for path in paths for run in _runs_at(path)}
-    return list(found.values())
-
-
-def _runs_at(path: Path) -> list[Path]:
-    if not path.exists():
-        raise BenchError(f"run folder {str(path)!r} does not exist")
-    if is_run_folder(path):
-        return [path]
-    children = sorted(child for child in path.iterdir() if is_run_folder(child)) if path.is_dir() else []
-    if not children:
-        raise BenchError(f"{str(path)!r} is not a run folder and holds none: expected {', '.join(RUN_FILES)}")
-    return children
 
 
 def load_run(path: Path) -> Run:
@@ -189,20 +181,18 @@ def load_run(path: Path) -> Run:
     )
 
 
-def _metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _metrics(path: Path, notes: list[str]) -> Records:
     """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
-    kept: list[dict[str, Any]] = []
+    kept, last = Records(), -1.0
     for number, record in records(path, notes):
-        if kept and record["step"] <= kept[-1]["step"]:
+        if record["step"] <= last:
             notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
         else:
-            kept.append(_figures(record))
+            last = record["step"]
+            kept.add(record)
+    if kept.cut:
+        notes.append(f"{path.name} names more than {MOST_NAMES:,} figures; those beyond were left out")
     return kept
-
-
-def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record without what is no single value; its keys, which are those of every other record, held once."""
-    return {sys.intern(key): value for key, value in record.items() if not isinstance(value, dict | list)}
 
 
 def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
@@ -227,17 +217,16 @@ def _histogram(entry: Any) -> Histogram | None:
     return Histogram(str(entry.get("format", "")), tuple(v for v, _ in pairs), tuple(int(c) for _, c in pairs))
 
 
-def _summary_so_far(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _summary_so_far(metrics: Records) -> dict[str, Any]:
     """What can be said of a run that left no summary: derived from the records it did write."""
-    losses = [loss for record in metrics if (loss := finite(record.get("val/loss"))) is not None]
-    speeds = [speed for record in metrics if (speed := finite(record.get("time/tokens_per_s"))) is not None]
+    losses = metrics.values("val/loss")
     so_far: dict[str, Any] = {}
     if losses:
         so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
-    if speeds:
-        so_far["tokens_per_s"] = sum(speeds) / len(speeds)
+    for name, key in (("tokens_per_s", "time/tokens_per_s"), ("arrived", ARRIVED)):
+        if seen := metrics.values(key):
+            so_far[name] = sum(seen) / len(seen)
     for key in STALL_METRICS:
-        seen = [stall for record in metrics if (stall := finite(record.get(key))) is not None]
-        if seen:
-            so_far |= {"stall": seen[-1], "stall_metric": key}
+        if seen := metrics.values(key):
+            so_far |= {"stall": sum(seen) / len(seen), "stall_metric": key}
     return so_far

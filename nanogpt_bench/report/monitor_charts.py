@@ -55,7 +55,8 @@ GRADIENTS = (
     ),
 )
 STALL = (
-    Watched("stall/update_success", "Updates that arrived", SHARE, "Weights that moved, of those asked to."),
+    Watched("stall/arrived", "Movement that arrived", SHARE, "Of the movement asked for, along its direction."),
+    Watched("stall/update_success", "Updates that moved a weight", SHARE, "Weights that moved, of those asked to."),
     Watched("stall/update_ulps", "Size of the updates", "ULPs", "Mean requested update.", logarithmic=True),
     Watched("stall/move_probability", "Probability of moving", SHARE, "Mean over the weights."),
     Watched("stall/residual_saturation", "Residuals at their bound", SHARE, "Stored residuals that are at their end."),
@@ -111,7 +112,7 @@ def watched_charts(
     rows: Sequence[Row], looks: Mapping[str, Look], figures: Sequence[Watched], limits: Mapping[str, float]
 ) -> list[Chart]:
     """A chart for each of `figures` that some run recorded; `limits` draws a dotted line, by key."""
-    recorded = {key for row in rows for run in row.runs for record in run.metrics for key in record}
+    recorded = {key for row in rows for run in row.runs for key in run.metrics.names}
     found = [_chart(rows, looks, figure, limits.get(figure.key)) for figure in figures if figure.key in recorded]
     return [chart for chart in found if chart is not None]
 

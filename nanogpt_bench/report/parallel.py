@@ -57,7 +57,8 @@ def parallel(rows: Sequence[Row]) -> Parallel | None:
 OUTCOMES: dict[str, Callable[[Run], float | None]] = {
     "bytes/param": lambda run: run.number("bytes_per_parameter"),
     "tokens/s": lambda run: run.number("tokens_per_s"),
-    "stall": lambda run: run.number("stall"),
+    "stall": lambda run: run.stall,
+    "arrived": lambda run: run.number("arrived"),
     "grad cosine": mean_cosine,
     "final val loss": lambda run: run.number("final_val_loss"),
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanogpt_bench.errors import printable, shortened
+from nanogpt_bench.report.comparable import differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
@@ -57,6 +58,7 @@ class Result:
     stall_metric: str | None
     tokens_per_s: Figure | None
     verdict: Verdict
+    arrived: Figure | None = None
     tokens_to_gap: Figure | None = None
     cosine: Figure | None = None
     alerts: Mapping[str, int] = field(default_factory=dict)
@@ -175,16 +177,18 @@ def measure(
 
 
 def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
-    gap = figure(_gap(run, reference) for run in row.runs) if reference is not None else None
-    base = figure(run.number("final_val_loss") for run in reference.runs) if reference is not None else None
+    is_reference = row is reference
+    unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
+    measured = None if unlike else reference
+    gap = figure(_gap(run, measured) for run in row.runs) if measured is not None else None
+    base = figure(run.number("final_val_loss") for run in measured.runs) if measured is not None else None
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
-    stall = figure(run.number("stall") for run in row.runs)
+    stall = figure(run.stall for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
     cosine = figure(mean_cosine(run) for run in row.runs)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
-    is_reference = row is reference
     evidence = Evidence(
-        gap_share, stall.mean if stall else None, cosine.mean if cosine else None, alerts.total(), is_reference
+        gap_share, stall.mean if stall else None, cosine.mean if cosine else None, alerts.total(), is_reference, unlike
     )
     return Result(
         row=row,
@@ -197,8 +201,9 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         stall=stall,
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
+        arrived=figure(run.number("arrived") for run in row.runs),
         verdict=judge(row.runs, evidence, thresholds=thresholds, running=running),
-        tokens_to_gap=None if is_reference or reference is None else _tokens_to_gap(row, reference, thresholds),
+        tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
     )
@@ -213,6 +218,13 @@ def mean_cosine(run: Run) -> float | None:
     """The run's mean gradient cosine against the float32 shadow, over all looks; None when it had no shadow."""
     seen = figure(run.curve(COSINE)[1])
     return seen.mean if seen else None
+
+
+def reference_beside(run: Run, reference: Row | None) -> list[Row]:
+    """The reference's first run as a row to draw beside another run; none where the two can't be compared."""
+    if reference is None or differences([run], reference.runs[:1]):
+        return []
+    return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
 
 
 def _gap(run: Run, reference: Row) -> float | None:

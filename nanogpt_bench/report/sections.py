@@ -110,9 +110,11 @@ def _table_note(page: Page) -> str:
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
         + f". Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
         "reference's. Bytes a parameter: measured on the tensors alive after the training, quantised and other "
-        "weights, scales and optimizer state together. Stall: share of weights that a nonzero requested update left on "
-        "the same grid value; (code) marks a float32 master copy, where the update is kept though the code is the "
-        f"same. Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
+        "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
+        "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
+        "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
+        f"movement that the write-back made, about 100% where it is unbiased. "
+        f"Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
         + f", doubtful with a mean gradient cosine of {limits.cosine:g} or less"
         + ("" if limits.alerts is None else f" or more than {limits.alerts} alerts")
         + f"; a stall of {limits.stall:.0%} or more is named where it is short of the reference."
@@ -151,9 +153,9 @@ def _stall(page: Page) -> Section | None:
     drawn = [*([chart] if chart else []), *watched]
     words = (
         "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
-        "steps. With nearest rounding such an update is gone. With stochastic rounding a weight moves with "
-        "probability |update| / ULP, so that standing still at most steps and arriving on average go together. "
-        "With a master copy (code unchanged) the update is kept in float32."
+        "steps, where such an update is gone, as with nearest rounding; with a master copy (code unchanged) it is kept "
+        "in float32. With stochastic rounding a weight moves with probability |update| / ULP, so that standing still "
+        "at most steps and arriving on average go together: there what counts is the movement that arrived."
     )
     if not drawn:
         return None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from nanogpt_bench.report.curves import MAX_POINTS, decimate, smooth, smoothing_window
 from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.results import Result, Row
 
 BY_STEP = "step"
@@ -104,17 +103,18 @@ def _moments(run: Run) -> list[tuple[int, str]]:
 
 def _mark(line: Line, run: Run, step: int, text: str, against: str) -> Mark | None:
     """A mark on the last known point at or before `step`, by the clock the curve is drawn against."""
-    places = [finite(record.get(against)) for record in run.metrics if record["step"] <= step and against in record]
-    end = next((place for place in reversed(places) if place is not None), None)
+    steps, places = run.curve(against)
+    before = [place for at, place in zip(steps, places, strict=True) if at <= step and place is not None]
+    end = before[-1] if before else None
     known = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None and end is not None and x <= end]
     return Mark(line.label, end, known[-1][1], text) if known and end is not None else None
 
 
 def stall_lines(rows: Sequence[Row]) -> list[Line]:
-    """Every row's stall over the steps, under whichever of the two stall measures its storage has."""
+    """The stall over the steps of every row where it says something, under the measure that its storage has."""
     found = []
     for row in rows:
-        metric = next((run.stall_metric for run in row.runs if run.stall_metric), None)
+        metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
         if metric is not None:
             found += lines([row], metric)
     return found

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.csv_cells import cell
 from nanogpt_bench.errors import one_line
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name
@@ -35,6 +36,7 @@ COLUMNS = (
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
+    Column("arrived", lambda r: NOTHING if r.arrived is None else f"{r.arrived.mean:.1%}", optional=True),
     Column("grad cosine", lambda r: format_figure(r.cosine), optional=True),
     Column("alerts", lambda r: str(r.alerts_fired or NOTHING), optional=True),
     Column("tokens/s", lambda r: "-" if r.tokens_per_s is None else f"{r.tokens_per_s.mean:,.0f}"),
@@ -107,16 +109,12 @@ def format_stall(result: Result) -> str:
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """One line a row, numbers in full, empty where unknown."""
+    """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_FIELDS)
-    writer.writerows([_plain(field(result)) for field in CSV_FIELDS.values()] for result in results)
+    writer.writerows([cell(field(result)) for field in CSV_FIELDS.values()] for result in results)
     return text.getvalue()
-
-
-def _plain(value: object) -> object:
-    return "" if value is None else value
 
 
 def _mean(name: str) -> Callable[[Result], object]:
@@ -144,6 +142,8 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "stall": _mean("stall"),
     "stall_spread": _spread("stall"),
     "stall_metric": lambda r: r.stall_metric,
+    "arrived": _mean("arrived"),
+    "arrived_spread": _spread("arrived"),
     "tokens_to_gap": _mean("tokens_to_gap"),
     "grad_cosine": _mean("cosine"),
     "grad_cosine_spread": _spread("cosine"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.report.classes import classes_found, in_words
 from nanogpt_bench.report.load import Run
 
 LONGEST_MESSAGE = 160
+DIVERGED = "divergence"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Outcome(StrEnum):
     OUTSIDE = "outside"
     UNFINISHED = "unfinished"
     FAILED = "failed"
+    INCOMPARABLE = "incomparable"
     UNKNOWN = "unknown"
 
 
@@ -60,7 +63,8 @@ class Evidence:
     """What a row is judged by; None where it was not measured.
 
     `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `stall` a share of weights,
-    `cosine` the mean over the run of its gradient's cosine against the float32 shadow's.
+    `cosine` the mean over the run of its gradient's cosine against the float32 shadow's. `unlike` names what else
+    differs from the reference than what is compared, such as the corpus: there no gap says anything.
     """
 
     gap_share: float | None = None
@@ -68,6 +72,7 @@ class Evidence:
     cosine: float | None = None
     alerts: int = 0
     reference: bool = False
+    unlike: tuple[str, ...] = ()
 
 
 def judge(
@@ -76,19 +81,37 @@ def judge(
     """The verdict over the runs of one row (its seeds).
 
     A failure outranks an early end, which outranks the comparison of losses; a row within reach whose
-    gradients or alerts speak against it is doubtful. A stall at or above the threshold is added to a
-    verdict that is short of the reference. It is an observation beside the loss and not its cause: under
-    stochastic write-back a weight that stood still at one step still moves on average.
+    gradients or alerts speak against it, or whose loss diverged on its way, is doubtful. The classes of failure found
+    in a row that is short of the reference come first, for they say what happened; where it is not known how far off a
+    row is, only those of the loss itself do. A stall at or above the threshold is named where the row is short.
     """
     if running and (not runs or any(run.status == "incomplete" for run in runs)):
         return Verdict(Outcome.UNKNOWN, f"running, step {runs[-1].last_step or 0}" if runs else "waiting")
     outcome, text = _ending(runs) or _comparison(evidence, thresholds)
-    doubts = _doubts(evidence, thresholds)
-    if outcome is Outcome.WITHIN and doubts:
-        outcome = Outcome.DOUBTFUL
-    if outcome in (Outcome.OUTSIDE, Outcome.UNFINISHED, Outcome.FAILED):
-        doubts += _stalled(evidence, thresholds)
-    return Verdict(outcome, "; ".join([text, *([] if outcome is Outcome.REFERENCE else doubts)]))
+    if outcome in (Outcome.WITHIN, Outcome.REFERENCE):
+        return _near(outcome, text, runs, evidence, thresholds)
+    if outcome in (Outcome.UNKNOWN, Outcome.INCOMPARABLE):
+        doubts = _doubts(evidence, thresholds) if outcome is Outcome.UNKNOWN else []
+        return Verdict(outcome, "; ".join([*_classes(runs, of_the_loss=True), text, *doubts]))
+    stalled = _stalled(evidence, thresholds)
+    first = _classes(runs, dict(zip(["stall"], stalled, strict=False)))
+    rest = [said for said in stalled if not any(said in words for words in first)]
+    return Verdict(outcome, "; ".join([*first, text, *_doubts(evidence, thresholds), *rest]))
+
+
+def _near(outcome: Outcome, text: str, runs: Sequence[Run], evidence: Evidence, thresholds: Thresholds) -> Verdict:
+    """The verdict over the reference, or a row within reach of it."""
+    doubts = _doubts(evidence, thresholds) if outcome is Outcome.WITHIN else []
+    doubts += [in_words([DIVERGED], runs)] if DIVERGED in classes_found(runs) else []
+    doubtful = doubts and outcome is Outcome.WITHIN
+    return Verdict(Outcome.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
+
+
+def _classes(runs: Sequence[Run], figures: Mapping[str, str] | None = None, *, of_the_loss: bool = False) -> list[str]:
+    """The classes of failure that a verdict begins with, without what the end of the run says itself."""
+    ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
+    kinds = [kind for kind in classes_found(runs, of_the_loss=of_the_loss) if kind not in ended_by]
+    return [in_words(kinds, runs, figures)] if kinds else []
 
 
 def _doubts(evidence: Evidence, thresholds: Thresholds) -> list[str]:
@@ -134,6 +157,8 @@ def describe_ending(run: Run) -> str:
 def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, str]:
     if evidence.reference:
         return Outcome.REFERENCE, "reference"
+    if evidence.unlike:
+        return Outcome.INCOMPARABLE, f"not comparable: {', '.join(evidence.unlike)}"
     if evidence.gap_share is None:
         return Outcome.UNKNOWN, "no finished reference"
     limit = f"{100 * thresholds.within:.4g}%"

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanogpt_bench.compare.earlier import drop_checkpoints, make_ready, plain, summary_of
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.csv_cells import cell
 from nanogpt_bench.ends import OF_TRAINING, has_ended, why_again
 from nanogpt_bench.environment import command_line
 from nanogpt_bench.errors import BenchError, one_line
@@ -24,7 +25,7 @@ TABLE = "runs.csv"
 #: what is told of a run, from its summary.json
 OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
-    *("tokens_per_s", "seconds"),
+    *("arrived", "tokens_per_s", "seconds"),
 )
 
 
@@ -174,7 +175,9 @@ class SweepRecord:
         for run in self.planned:
             entry = self._entries[run.name]
             flat = entry["axes"] | entry
-            writer.writerow([*(_cell(flat.get(key)) for key in header), entry["failure"], " ".join(entry["failures"])])
+            writer.writerow(
+                [*(_cell(flat.get(key)) for key in header), *map(cell, (entry["failure"], " ".join(entry["failures"])))]
+            )
         return text.getvalue()
 
     def write_page(self, *, running: bool) -> Path:
@@ -201,4 +204,4 @@ def _kinds(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | list) else value
+    return json.dumps(value) if isinstance(value, dict | list) else cell(value)

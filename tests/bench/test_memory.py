@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from nanogpt_bench.config import Config
 from nanogpt_bench.memory import bytes_of, held_bytes, tensors_in
+from nanogpt_bench.outcome import Progress
+from nanogpt_bench.signals import StopRequest
 from nanogpt_bench.train import run
 
 Tiny = Callable[..., Config]
@@ -45,10 +48,10 @@ class Holder:
 
 
 def bytes_with(**kept: Any) -> int:
-    """What an optimizer over no memory of its own holds with these attributes."""
+    """What an optimizer over no memory of its own holds with this in its state."""
     layer = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    vars(optimizer).update(kept)
+    optimizer.state[layer.weight].update(kept)
     return held_bytes(layer, optimizer) - 4
 
 
@@ -63,15 +66,19 @@ def test_shared_memory_counts_once_and_a_view_keeps_all_of_its_memory() -> None:
     assert bytes_with(kept=[torch.zeros(0), torch.zeros(0)]) == 0
 
 
-def test_what_an_object_of_the_optimizer_keeps_counts() -> None:
-    assert bytes_with(jobs={"a": Holder(scratch=torch.zeros(10), name="a")}) == 40
+def test_what_an_object_in_the_state_keeps_counts_and_what_is_made_anew_does_not() -> None:
+    assert bytes_with(average={"a": Holder(codes=torch.zeros(10), name="a")}) == 40
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=torch.tensor(0.1))
+    vars(optimizer).update(scratch=Holder(room=torch.zeros(10)))
+    assert held_bytes(layer, optimizer) == 4 + 4  # the weight and the rate
 
 
 def test_gradients_do_not_count_while_the_model_has_them() -> None:
     layer = nn.Linear(8, 8, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer(torch.ones(1, 8)).sum().backward()
-    optimizer.kept = Holder(gradient=layer.weight.grad.view(-1))  # type: ignore[attr-defined, union-attr]
+    optimizer.state[layer.weight]["kept"] = layer.weight.grad.view(-1)  # type: ignore[union-attr]
     assert held_bytes(layer, optimizer) == 256
     optimizer.zero_grad()
     assert held_bytes(layer, optimizer) == 512
@@ -117,3 +124,35 @@ def test_a_run_reports_what_its_tensors_hold(tiny: Tiny, tmp_path: Path, precisi
     summary = run(tiny(train__precision=precision), tmp_path / "r")
     assert summary["bytes_per_parameter"] == pytest.approx(per_parameter, rel=0.005)
     assert summary["bytes_per_quantized_parameter"] is None
+
+
+class Asked(StopRequest):
+    """A stop that is asked for once a step is reached."""
+
+    def at(self, step: int) -> Callable[[Progress], None]:
+        def follow(progress: Progress) -> None:
+            if progress.step == step:
+                self.note(signal.SIGTERM)
+
+        return follow
+
+
+@pytest.mark.parametrize("rule", ["stochastic", "fisher"])
+def test_a_model_has_one_number_of_bytes_however_its_run_ended(tiny: Tiny, tmp_path: Path, rule: str) -> None:
+    """Whether the last step was watched, another follows, or the run was taken up with or without a step to do."""
+    config = tiny(rule=rule, model__format="E4M3", monitor__interval=100, train__max_steps=5)
+    ends = {"whole": run(config, tmp_path / "whole")}
+    stop = Asked()
+    ends["stopped"] = run(config, tmp_path / "other", stop=stop, on_progress=stop.at(3))
+    ends["gone on"] = run(config, tmp_path / "other", resume=True)
+    ends["nothing left"] = run(config, tmp_path / "other", resume=True)
+    assert len({end["status"] for end in ends.values()}) == 2
+    for figure in ("bytes_per_parameter", "bytes_per_quantized_parameter"):
+        assert {end[figure] for end in ends.values()} == {ends["whole"][figure]}, figure
+
+
+def test_a_run_that_took_no_step_has_none(tiny: Tiny, tmp_path: Path) -> None:
+    stop = Asked()
+    ended = run(tiny(), tmp_path / "r", stop=stop, on_progress=stop.at(0))
+    assert (ended["status"], ended["steps"], ended["bytes_per_parameter"]) == ("stopped", 0, None)
+    assert run(tiny(), tmp_path / "r", resume=True)["bytes_per_parameter"] == pytest.approx(12, rel=0.005)

@@ -35,8 +35,8 @@ def config_of(tiny: Tiny, rule: str, **overrides: object) -> Config:
 
 @pytest.mark.parametrize("rule", QUANTIZED)
 def test_a_rule_runs_repeats_and_reports(tiny: Tiny, tmp_path: Path, rule: str) -> None:
-    config = config_of(tiny, rule, train__max_steps=40, eval__interval=40)
-    summary, again = run(config, tmp_path / "a"), run(config, tmp_path / "b")
+    config, told = config_of(tiny, rule, train__max_steps=40, eval__interval=40), []
+    summary, again = run(config, tmp_path / "a", on_progress=told.append), run(config, tmp_path / "b")
     assert summary["final_val_loss"] == again["final_val_loss"]
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.2
     assert (summary["rule"], summary["format"], summary["storage"]) == (rule, "E4M3", RULES[rule].storage)
@@ -44,6 +44,14 @@ def test_a_rule_runs_repeats_and_reports(tiny: Tiny, tmp_path: Path, rule: str) 
     assert ("stiffness/exponent" in records[1]) is (RULES[rule].stiffness is not None)
     metric = STALL.get(RULES[rule].storage)
     assert summary["stall_metric"] == metric
+    losing = RULES[rule].writeback == "nearest" or RULES[rule].storage == "master"
+    # What is told on the way is what the table says: means, of what says something under this rule.
+    assert (told[-1].stall, told[-1].arrived) == (summary["stall"] if losing else None, summary["arrived"])
+    if RULES[rule].storage in ROUNDED and not losing:
+        if RULES[rule].stiffness:  # at this rate stiff weights are sent beyond the largest value, where they can't go
+            assert 0 < summary["arrived"] < 1.1
+        else:
+            assert summary["arrived"] == pytest.approx(1.0, abs=0.1)
     if metric is None:  # nothing is rounded
         assert summary["stall"] is None
         return

@@ -12,9 +12,11 @@ from optimizer_cases import ROWS, grid_weight, normal, put_gradients, record, st
 
 import fp8manifold as fm
 from fp8manifold.monitor import (
+    Arrival,
     code_drift,
     residual_saturation,
     stall_figures,
+    update_arrived,
     update_lost,
     zero_gradient_zone,
 )
@@ -70,6 +72,48 @@ def test_move_probability_is_how_often_stochastic_rounding_moves(name: str) -> N
     found = stall_figures(before, target, after, name)
     assert (after != before).double().mean().item() == pytest.approx(found.move_probability, abs=4e-3)
     assert found.update_success == pytest.approx(found.move_probability, abs=4e-3)
+
+
+@EVERY_FORMAT
+def test_what_arrives_is_all_under_stochastic_rounding_and_nothing_of_a_stalled_step(name: str) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    before = on_grid(name, 200_000, seed=3, std=0.2 * fmt.max if fmt.max < 100 else 1.0).clamp(
+        -fmt.max / 4, fmt.max / 4
+    )
+    before = fm.round_to_grid(before, fmt)
+    target = before + normal(200_000, seed=4).clamp(-1, 1) * 0.2 * fm.ulp(before, fmt)
+    stochastic = fm.round_to_grid(target, fmt, "stochastic", seed=5)
+    assert (stochastic == before).double().mean() > 0.7  # most stand still
+    assert update_arrived(before, target, stochastic).share == pytest.approx(1.0, abs=0.05)
+    assert update_arrived(before, target, before).share == 0.0
+    assert update_arrived(before, target, target).share == 1.0
+
+
+def test_what_arrives_is_the_definition_adds_up_and_counts_what_saturates() -> None:
+    before, target = torch.tensor([1.0, 2.0]), torch.tensor([1.5, 1.0])
+    found = update_arrived(before, target, torch.tensor([2.0, 2.0]))
+    assert (found.projected, found.requested, found.share) == (0.5, 1.25, 0.4)
+    assert (found + found).share == found.share
+    assert update_arrived(before, before, before).share is None
+    assert update_arrived(torch.empty(0), torch.empty(0), torch.empty(0)) == Arrival(0.0, 0.0)
+    top = torch.tensor([448.0])
+    assert update_arrived(top, top + 64, fm.round_to_grid(top + 64, "E4M3")).share == 0.0
+    tiny = torch.full((3,), 1e-30)  # its square is below float32's smallest
+    assert update_arrived(tiny, 2 * tiny, 1.5 * tiny).share == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="one shape"):
+        update_arrived(before, target, target[:1])
+    with pytest.raises(TypeError):
+        update_arrived(before, target, target.long())
+
+
+def test_what_arrives_of_one_byte_weights_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = stored_weight()
+    target = weight.dequantize() + 0.01
+    whole = update_arrived(weight, target, target)
+    assert whole.share == pytest.approx(1.0)
+    monkeypatch.setattr("fp8manifold.monitor._passes.BLOCK", 5)
+    monkeypatch.setattr("fp8manifold.monitor._passes.runs_in_blocks", lambda device, numel: True)
+    assert update_arrived(weight, target, target).requested == pytest.approx(whole.requested)
 
 
 def test_small_steps_keep_their_digits() -> None:

@@ -39,8 +39,11 @@ def test_on_the_grid_nearest_loses_all_tiny_updates_and_no_huge_one(lr: float, s
     optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=lr, stiffness=0.0, writeback="nearest")
     stall, observer = watch(model, "grid")
     record = step_once(model, optimizer, observer, 1).record
-    assert record == {"stall/update_lost": stalled, "stall/update_lost/0": stalled, "stall/update_lost/1": stalled}
+    lost = {key: value for key, value in record.items() if key.startswith("stall/update_lost")}
+    assert lost == {"stall/update_lost": stalled, "stall/update_lost/0": stalled, "stall/update_lost/1": stalled}
     assert stall.mean == stalled
+    assert stall.arrived == record["stall/arrived"]
+    assert (stall.arrived == 0.0) is (stalled == 1.0)
     assert optimizer.observer is None
 
 
@@ -88,3 +91,58 @@ def test_it_looks_at_its_interval_and_at_the_last_step() -> None:
     optimizer.step()
     observer.after_step(last)
     assert "stall/update_lost" in last.record
+
+
+def larger_model(writeback: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two layers whose updates lie far below a spacing."""
+    torch.manual_seed(0)
+    model = fm.quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8, bias=False)), "E4M3", "fp8")
+    return model, fm.optim.StiffnessAdamW(model.parameters(), lr=1e-4, weight_decay=0.0, writeback=writeback)
+
+
+@pytest.mark.parametrize(("writeback", "share"), [("stochastic", 1.0), ("residual8", 1.0), ("nearest", 0.0)])
+def test_what_arrives_is_all_where_the_write_back_is_unbiased_and_nothing_where_it_stalls(
+    writeback: str, share: float
+) -> None:
+    model, optimizer = larger_model(writeback)
+    stall, observer = watch(model, "fp8")
+    records = [step_once(model, optimizer, observer, number).record for number in range(1, 6)]
+    shares = [record["stall/arrived"] for record in records]
+    assert stall.arrived == pytest.approx(sum(shares) / 5)
+    assert stall.arrived == pytest.approx(share, abs=0.1)
+    if writeback == "stochastic":
+        assert (stall.mean or 0.0) > 0.8  # which says nothing here
+    assert {key for key in records[0] if "arrived" in key} == {*("stall/arrived", "stall/arrived/0", "stall/arrived/1")}
+
+
+def test_what_arrived_of_all_layers_is_of_their_movement_together() -> None:
+    """A layer that was asked for next to nothing says next to nothing, however many weights it has."""
+    model = model_on("grid")
+    optimizer = fm.optim.StiffnessAdamW(
+        [{"params": [model[0].weight], "lr": 1e-9}, {"params": [model[1].weight], "lr": 1.0}],
+        stiffness=0.0,
+        writeback="nearest",
+    )
+    record = step_once(model, optimizer, watch(model, "grid")[1], 1).record
+    assert record["stall/arrived/0"] == 0.0
+    assert record["stall/arrived"] == pytest.approx(record["stall/arrived/1"])
+
+
+def test_the_means_go_on_from_a_state_and_from_one_of_before_arrivals_were_watched() -> None:
+    model, optimizer = larger_model("nearest")
+    stall, observer = watch(model, "fp8")
+    step_once(model, optimizer, observer, 1)
+    state = stall.state()
+    same, older = watch(model, "fp8")[0], watch(model, "fp8")[0]
+    same.load_state(state)
+    older.load_state({key: state[key] for key in ("total", "looks", "start")})
+    assert (same.mean, same.arrived) == (stall.mean, stall.arrived) == (1.0, 0.0)
+    assert (older.mean, older.arrived) == (1.0, None)
+
+
+def test_with_a_master_copy_nothing_needs_to_arrive() -> None:
+    model = model_on("master")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stall, observer = watch(model, "master")
+    assert "stall/arrived" not in step_once(model, optimizer, observer, 1).record
+    assert stall.arrived is None

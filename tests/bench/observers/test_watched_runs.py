@@ -88,7 +88,7 @@ def test_every_figure_is_there_by_layer_and_over_all_layers(tiny: Tiny, tmp_path
     names = [f"quant/{figure}/{operand}" for figure in shares for operand in operands]
     names += [f"bits/{figure}/{operand}" for figure in (*bits, *utilisations) for operand in operands]
     stall = ("update_lost", "update_success", "update_ulps", "move_probability", "residual_saturation", "code_drift")
-    names += [f"stall/{figure}" for figure in (*stall, "zero_gradient_zone")]
+    names += [f"stall/{figure}" for figure in (*stall, "arrived", "zero_gradient_zone")]
     gradients = ("l2", "linf", "snr", "zero", "dead", "cosine", "quant_snr_db", "update_to_noise")
     names += [f"grad/{figure}" for figure in gradients]
     geometry = ("stiffness_mean", "off_grid", "gradient_stiffness_correlation", "path_length", "displacement")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.errors import BenchError
-from nanogpt_bench.report.load import find_runs, load_run
+from nanogpt_bench.report.find import find_runs
+from nanogpt_bench.report.load import load_run
 
 
 def test_a_whole_run_is_read_without_notes(tmp_path, write_run):
@@ -67,7 +68,7 @@ def test_without_a_summary_the_records_speak(tmp_path, write_run):
     assert run.status == "incomplete"
     assert run.format == "E4M3"
     assert run.number("final_val_loss") == pytest.approx(2.5)
-    assert run.number("stall") == pytest.approx(0.81)
+    assert run.number("stall") == pytest.approx(0.81 * 0.85)  # the mean of the looks, which rise from 0.7 of it
     assert run.stall_metric == "stall/update_lost"
 
 

@@ -33,6 +33,20 @@ def test_csv_reads_back_to_the_numbers(results):
     assert lines[3]["verdict"] == "outside 10%; stall 81%"
 
 
+@pytest.mark.parametrize("text", ["=HYPERLINK(0)", "+1+cmd", "-2+3", "@SUM(A1)"])
+def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_path, write_run, text):
+    failures = [{"kind": text, "step": 3}]
+    paths = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", rule=text, fmt="E4M3", format=text, final=1.922, failures=failures),
+    ]
+    line = list(csv.DictReader(io.StringIO(to_csv(measured(paths)))))[1]
+    assert (line["rule"], line["format"], line["failures"]) == ("'" + text,) * 3
+    assert line["run"] == f"'{text} {text}"
+    assert float(line["gap"]) == pytest.approx(-0.178)  # no apostrophe: a number
+    assert not any(cell.startswith(tuple("=+@")) for cell in line.values())
+
+
 def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
     lines = to_markdown(results).splitlines()
     assert len(lines) == 2 + len(results)
@@ -45,6 +59,24 @@ def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
 def test_seeds_give_a_spread(tmp_path, write_comparison):
     text = to_text(measured(write_comparison(tmp_path, seeds=3)))
     assert "2.110 ± 0.010" in text
+
+
+def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path, write_run):
+    """Folders of before it was recorded have a dash; a stall that says nothing is in no verdict either."""
+    paths = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", rule="stochastic", fmt="E4M3", final=2.5, stall=0.89, arrived=0.998),
+        write_run(tmp_path / "c", rule="nearest", fmt="E4M3", final=2.5, stall=0.89, arrived=0.21),
+        write_run(tmp_path / "d", rule="riemannian", fmt="E4M3", final=2.5, stall=0.89),
+    ]
+    results = measured(paths)
+    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert [line["stall"] for line in lines] == ["", "", "0.89", ""]
+    assert [line["arrived"] for line in lines] == ["", "0.998", "0.21", ""]
+    assert [line["verdict"] for line in lines] == ["reference", "outside 10%", "outside 10%; stall 89%", "outside 10%"]
+    (column,) = [column for column in shown_columns(results) if column.heading == "arrived"]
+    assert [column.cell(result) for result in results] == ["-", "99.8%", "21.0%", "-"]
+    assert "arrived" not in [column.heading for column in shown_columns(measured([paths[0], paths[3]]))]
 
 
 def test_text_from_a_run_is_escaped(tmp_path, write_run):

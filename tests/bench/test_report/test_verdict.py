@@ -173,3 +173,41 @@ def test_tokens_to_gap_are_the_first_at_which_the_smoothed_loss_left_the_referen
     assert tokens_to_gap(*runs, nats=0.31) is None
     write_metrics(far, {"train/loss": lambda step: None if step == 50 else 2.0})
     assert tokens_to_gap(load_run(far), load_run(base), nats=5.0) == 768 * 51
+
+
+@pytest.fixture
+def found_in(run):
+    """Makes a run in whose records these classes of failure were found."""
+    return lambda *kinds, **changes: run(failures=[{"kind": kind, "step": 7} for kind in kinds], **changes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "evidence", "text"),
+    [
+        (["divergence"], Evidence(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
+        (["divergence"], Evidence(None), "divergence; no finished reference"),
+        (["divergence"], Evidence(None, unlike=("steps",)), "divergence; not comparable: steps"),
+        (["divergence"], Evidence(0.01), "within 10%; divergence"),
+        (["divergence"], Evidence(0.0, reference=True), "reference; divergence"),
+        (["stall", "plateau"], Evidence(0.3, stall=0.9), "stall 90%, plateau; outside 10%"),
+        (["stall", "divergence"], Evidence(0.3, stall=0.9), "divergence, stall 90%; outside 10%"),
+        (["zero_gradients", "plateau", "nan"], Evidence(0.3), "NaN, zero gradients and 1 more; outside 10%"),
+        (["plateau"], Evidence(0.01), "within 10%"),
+        (["plateau"], Evidence(None), "no finished reference"),
+        (["plateau"], Evidence(None, unlike=("corpus", "steps")), "not comparable: corpus, steps"),
+        ([], Evidence(0.3, stall=0.9), "outside 10%; stall 90%"),
+    ],
+)
+def test_the_class_of_failure_leads_where_a_row_is_short_of_the_reference(found_in, kinds, evidence, text):
+    assert judge([found_in(*kinds)], evidence).text == text
+
+
+def test_a_diverged_row_within_reach_is_doubtful_and_seeds_are_counted(found_in, run):
+    assert judge([found_in("divergence"), run()], Evidence(0.3)).text == "divergence (1 of 2 seeds); outside 10%"
+    assert judge([found_in("divergence")], Evidence(0.01)).outcome is Outcome.DOUBTFUL
+
+
+def test_a_class_that_ended_the_run_is_said_once(found_in):
+    failure = {"kind": "divergence", "message": "the loss rose", "step": 37}
+    failed = found_in("divergence", "plateau", status="failed", failure=failure)
+    assert judge([failed], Evidence()).text == "plateau; failed at step 37: the loss rose"

@@ -1,0 +1,117 @@
+"""Runs whose losses can't be set against each other are not judged: the verdict names what differs, everywhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanogpt_bench.report.build import report
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.results import find_reference, group_rows, measure, reference_beside
+from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text
+from nanogpt_bench.report.verdict import Outcome
+
+CONFIG = {
+    "data": {"train_tokens": None},
+    "model": {"init_from": None, "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32},
+    "train": {"max_steps": 200, "batch_size": 12, "accumulation": 1},
+    "eval": {"batches": 20, "seed": 1337},
+}
+
+
+def described(folder: Path, *, text: str = "fox", tokenizer: str = "char", **settings: dict[str, object]) -> Path:
+    """A run folder that says what it was trained on, and how."""
+    path = folder / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for section, values in CONFIG.items():
+        config[section] = {**config.get(section, {}), **values, **settings.get(section, {})}
+    path.write_text(yaml.safe_dump(config))
+    splits = {split: {"sha256": f"{text} {tokenizer} {split}"} for split in ("train", "val")}
+    corpus = {"source": {"file": text}, "splits": splits}
+    (folder / "environment.json").write_text(json.dumps({"corpus": corpus, "tokenizer": tokenizer}))
+    return folder
+
+
+@pytest.fixture
+def judged(tmp_path, write_run):
+    """The result of a run that differs from its reference as given."""
+    made = iter(range(100))
+
+    def compare(**differences: object):
+        folder = tmp_path / str(next(made))
+        base = described(write_run(folder / "a"))
+        other = described(write_run(folder / "b", rule="nearest", fmt="E4M3", final=1.1), **differences)
+        rows = group_rows([load_run(base), load_run(other)])
+        return measure(rows, find_reference(rows))[1]
+
+    return compare
+
+
+@pytest.mark.parametrize(
+    ("differences", "named"),
+    [
+        ({"text": "hen"}, "corpus"),
+        ({"tokenizer": "byte"}, "tokenizer"),
+        ({"text": "hen", "tokenizer": "byte"}, "corpus, tokenizer"),
+        ({"model": {"n_layer": 3}}, "size"),
+        ({"model": {"block_size": 64}}, "size"),
+        ({"model": {"init_from": "gpt2"}}, "first weights"),
+        ({"train": {"max_steps": 100}}, "steps"),
+        ({"train": {"batch_size": 24}}, "batch size"),
+        ({"data": {"train_tokens": 1000}}, "training tokens"),
+        ({"eval": {"batches": 2}}, "validation"),
+        ({"text": "hen", "train": {"max_steps": 100}}, "corpus, steps"),
+    ],
+)
+def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, differences, named):
+    result = judged(**differences)
+    assert (result.verdict.outcome, result.verdict.text) == (Outcome.INCOMPARABLE, f"not comparable: {named}")
+    assert (result.gap, result.gap_share, result.tokens_to_gap) == (None, None, None)
+
+
+@pytest.mark.parametrize("differences", [{}, {"train": {"batch_size": 4, "accumulation": 3}}])
+def test_the_same_training_is_judged(judged, differences):
+    assert judged(**differences).verdict.text == "within 10%"
+
+
+def test_folders_that_do_not_say_what_they_were_trained_on_are_judged(tmp_path, write_run):
+    old, new = write_run(tmp_path / "old"), described(write_run(tmp_path / "new", rule="fp32"), text="hen")
+    rows = group_rows([load_run(old), load_run(new)])
+    assert measure(rows, rows[0])[1].verdict.text == "within 10%"
+
+
+def test_steps_come_from_the_summary_where_the_config_has_none(tmp_path, write_run):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32", steps=100)]
+    rows = group_rows([load_run(path) for path in paths])
+    assert measure(rows, rows[0])[1].verdict.text == "not comparable: steps"
+
+
+def test_it_is_said_in_every_table_and_on_the_page(tmp_path, write_run):
+    described(write_run(tmp_path / "runs" / "a"))
+    described(
+        write_run(tmp_path / "runs" / "b", rule="nearest", fmt="E4M3", final=1.1), text="hen", train={"max_steps": 9}
+    )
+    page = report([tmp_path / "runs"], out=tmp_path / "out").read_text()
+    rows = group_rows([load_run(tmp_path / "runs" / name) for name in "ab"])
+    results = measure(rows, rows[0])
+    said = "not comparable: corpus, steps"
+    texts = {"page": page, **{made.__name__: made(results) for made in (to_csv, to_text, to_markdown, to_latex)}}
+    for name, text in texts.items():
+        assert said in text, name
+        assert "within 10%" not in text.replace("at most 10%", ""), name
+    assert (tmp_path / "out" / "results.csv").read_text() == texts["to_csv"]
+    line = list(csv.DictReader(io.StringIO(texts["to_csv"])))[1]
+    assert (line["gap"], line["gap_spread"], line["gap_share"], line["tokens_to_gap"]) == ("", "", "", "")
+
+
+def test_no_reference_is_drawn_beside_a_run_that_can_not_be_compared(tmp_path, write_run):
+    base = group_rows([load_run(described(write_run(tmp_path / "a")))])[0]
+    same = load_run(described(write_run(tmp_path / "b")))
+    other = load_run(described(write_run(tmp_path / "c"), text="hen"))
+    assert [row.label for row in reference_beside(same, base)] == ["bf16-mixed"]
+    assert reference_beside(other, base) == reference_beside(same, None) == []
