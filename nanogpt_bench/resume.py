@@ -11,6 +11,7 @@ from typing import Any
 from nanogpt_bench.checkpoint import Contents, clean, newest, read
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.lock import is_unused
 from nanogpt_bench.settings import FIELDS, default_of, load_config
 
 #: settings that change nothing in the numbers of a run: where they go, how long it lasts, who is told
@@ -24,6 +25,18 @@ FREE = (
 #: what a run leaves behind that begins anew; its other files are written over
 _OUTPUT = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
 Say = Callable[[str], None]
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse to begin a run in a folder that holds one.
+
+    Raises:
+        BenchError: says so.
+    """
+    if not is_unused(run_dir):
+        raise BenchError(
+            f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
+        )
 
 
 def find_checkpoint(

@@ -18,6 +18,7 @@ from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.signals import RESUMABLE, stop_requests
+from nanogpt_bench.start import as_begun
 from nanogpt_bench.train import Progress, run
 
 RUNS = Path("runs")
@@ -41,8 +42,9 @@ def run_command(
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
     path = find_config(config_name)
-    config = resolve(load_config(path, overrides))
     run_dir = (latest_name if resume else free_name)(path.stem) if name is None else RUNS / checked_name(name)
+    config, begun = as_begun(load_config(path, overrides), run_dir) if resume else (load_config(path, overrides), None)
+    config = resolve(config, begun)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
     with stop_requests() as stop, _display(config) as show:

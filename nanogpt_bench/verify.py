@@ -13,6 +13,7 @@ from nanogpt_bench.checkpoint.bounded_json import parse
 from nanogpt_bench.errors import BenchError, one_line, printable
 from nanogpt_bench.report.load import find_runs
 from nanogpt_bench.settings import read_yaml
+from nanogpt_bench.trained import BEST
 
 #: bytes of a JSON file, and of one line of a file of records
 LIMIT = 1 << 25
@@ -152,14 +153,15 @@ def _check_summary(summary: dict[str, Any], found: Findings) -> None:
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:
-    for step in steps(path):
-        folder = path / CHECKPOINTS / f"step-{step}"
+    folders = [(step, where / CHECKPOINTS / f"step-{step}") for where in (path, path / BEST) for step in steps(where)]
+    for step, folder in folders:
         try:
             verify(folder)
         except BrokenCheckpoint as error:
             found.problems.append(str(error))
             continue
-        found.whole.append(step)
+        if folder.parent.parent == path:
+            found.whole.append(step)
         if step > (found.last_step or 0):
             found.problems.append(f"checkpoint {str(folder)!r}: {METRICS} ends with step {found.last_step}")
     if not (path / CHECKPOINTS).is_dir():
