@@ -1,4 +1,4 @@
-"""The command lines of `sweep` and `profile`, which study settings; what they need is imported when they run."""
+"""The command lines of `evaluate`, `sweep` and `profile`, whose needs are imported when they run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.arguments import names, positive, positives, share
+
+
+def add_evaluate(commands: Any) -> Any:
+    """Add the command `evaluate` and return its parser."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="validation loss of one set of weights in several formats, without training",
+        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--formats A,B] "
+        "[--section.key VALUE ...]",
+        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
+        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format.",
+        epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
+        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
+        "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
+        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
+        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors",
+    )
+    parser.add_argument("config", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of all weights, one row each")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON as well")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
+    parser.set_defaults(handler=_evaluate)
+    return parser
 
 
 def add_sweep(commands: Any) -> Any:
@@ -53,6 +78,13 @@ def add_profile(commands: Any) -> Any:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
     parser.set_defaults(handler=_profile)
     return parser
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from nanogpt_bench.evaluate import evaluate_command
+
+    files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
+    return evaluate_command(args.config, args.formats or (), args.overrides, **files)
 
 
 def _sweep(args: argparse.Namespace) -> int:

@@ -37,7 +37,8 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:
-        raise BenchError(f"model.formats: {one_line(error)}") from None
+        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
+        raise BenchError(f"model.formats: {one_line(error)}{hint}") from None
     if continuous:
         _put_back(model, weights)
     return model
