@@ -100,8 +100,15 @@ class Rounded:
         Raises:
             BenchError: formats that can't be used with this model.
         """
-        config = resolve(self._row(formats))
-        return Trainer(config, corpus, device, start=copy.deepcopy(self._floats(corpus)))
+        return Trainer(self.config(formats), corpus, device, start=copy.deepcopy(self._floats(corpus)))
+
+    def config(self, formats: Mapping[str, Any]) -> Config:
+        """Return the settings of such a model, resolved.
+
+        Raises:
+            BenchError: formats that can't be used.
+        """
+        return resolve(self._row(formats))
 
     def requantised(self, fmt: str) -> dict[str, Any]:
         """Return `model.formats` that round every weight to `fmt`, but of layers that the run, or the user, left out.

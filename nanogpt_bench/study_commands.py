@@ -39,19 +39,27 @@ def add_sweep(commands: Any) -> Any:
     parser = commands.add_parser(
         "sweep",
         help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--workers N] [--out DIR] "
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--workers N] [--out DIR] "
         "[--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
         "same command goes on where an interrupted one was.",
         epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
         "  nanogpt-bench sweep my_sweep.yaml --workers 4 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
-        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
+        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline",
     )
-    parser.add_argument("file", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
+    parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
     mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
+    parser.add_argument(
+        "--of",
+        type=Path,
+        metavar="RUN",
+        help="--sensitivity: of the weights that runs/NAME, or one of its checkpoints, has; nothing is trained "
+        "(FILE.yaml: sensitivity.yaml unless given)",
+    )
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
     parser.set_defaults(handler=_sweep)
