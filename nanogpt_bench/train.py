@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.anomaly import Anomaly, Sentry
+from nanogpt_bench.anomaly import Anomaly, Sentry, figure_of
 from nanogpt_bench.best import commit_best, withdraw_best
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit, newest, read
 from nanogpt_bench.config import Config
@@ -20,6 +20,7 @@ from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError, disk_failure
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.files import remove_parts, write_json, write_text
+from nanogpt_bench.history import config_history, history_comment
 from nanogpt_bench.lock import locked
 from nanogpt_bench.memory import held_bytes
 from nanogpt_bench.model import build_model
@@ -131,7 +132,7 @@ class _Run:
             withdraw_best(self.run_dir, found.step)
             earlier = found.facts["trackers"]
         remove_parts(self.run_dir)
-        write_text(self.run_dir / "config.yaml", to_yaml(self.config))
+        write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
         after = -1 if self.done is None else self.done
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
@@ -145,7 +146,7 @@ class _Run:
         self.trainer.batches_left_out = self.outcome.batches_left_out
         self.last_stall = facts["last_stall"]
         self.started = perf_counter() - facts["elapsed_s"]
-        self.environment = resumed_environment(found, self.environment)
+        self.environment = resumed_environment(found, self.environment, self.config)
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
 
     def save(self, step: Step) -> None:
@@ -258,7 +259,7 @@ class _Run:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
         elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
             rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
-            message = f"{_figure(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
+            message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
 
     def _rolled_back(self, step: Step) -> bool:
@@ -376,6 +377,7 @@ class _Run:
         with attempt:
             write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
         summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
+        summary["config_history"] = config_history(self.environment)
         with attempt:
             write_json(self.run_dir / "summary.json", summary)
             # Judged from what the folder now holds, summary included, as anyone can repeat later.
@@ -391,9 +393,3 @@ class _Run:
         for observer in self.observers:
             with attempt:
                 observer.close()
-
-
-def _figure(step: Step) -> str:
-    """The figure that was not finite, as words."""
-    name = "train/loss" if step.record["loss_is_nan"] else "grad/norm"
-    return f"{name} is {step.record[name]}"

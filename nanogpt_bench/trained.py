@@ -21,6 +21,7 @@ from nanogpt_bench.checkpoint.layout import MANIFEST, step_folder, step_of
 from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.history import latest
 from nanogpt_bench.model import GPT, GPTShape
 from nanogpt_bench.settings import build_config, flatten
 from nanogpt_bench.untrusted import check_header
@@ -42,6 +43,7 @@ class Trained:
     step: int
     #: the run's settings at that step, by dotted key; those that only watch a run are left out
     settings: Mapping[str, Any]
+    #: where the run was last taken up
     environment: Mapping[str, Any]
     #: what the run measured at that step, None where it did not
     val_loss: float | None
@@ -147,7 +149,7 @@ def load(folder: Path, *, weights: bool = True) -> Trained:
         folder=folder,
         step=contents.step,
         settings=dict(flatten({key: config[key] for key in _SECTIONS if key in config})),
-        environment=environment if isinstance(environment, dict) else {},
+        environment=latest(environment) if isinstance(environment, dict) else {},
         val_loss=val_loss,
         best_val_loss=best,
         tensors=contents.tensors.get("model", {}),

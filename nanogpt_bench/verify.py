@@ -11,6 +11,7 @@ from typing import Any
 from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, steps, verify
 from nanogpt_bench.checkpoint.bounded_json import parse
 from nanogpt_bench.errors import BenchError, one_line, printable
+from nanogpt_bench.history import history_lines
 from nanogpt_bench.report.load import find_runs
 from nanogpt_bench.settings import read_yaml
 from nanogpt_bench.trained import BEST
@@ -61,7 +62,7 @@ def check_run(path: Path) -> Findings:
         read_yaml(path / "config.yaml")
     except BenchError as error:
         found.problems.append(one_line(error))
-    _mapping(path / "environment.json", found)
+    found.notes.extend(history_lines(_mapping(path / "environment.json", found)))
     summary = _mapping(path / "summary.json", found, optional="the run has not ended")
     ended = summary.get("status") == "finished"
     _check_metrics(path / METRICS, ended, found)
