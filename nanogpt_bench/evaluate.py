@@ -24,7 +24,7 @@ from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import count
 from nanogpt_bench.surgery import quantized_layers
 from nanogpt_bench.train import runtime, write_json
-from nanogpt_bench.trained import run_folder
+from nanogpt_bench.trained import is_checkpoint, is_run, run_folder
 from nanogpt_bench.weights import load_weights, save_weights
 
 #: columns of the table where no terminal says how wide it is
@@ -160,12 +160,22 @@ def evaluate_command(
     if checkpoint is not None:
         what = "--weights says which weights; leave one out" if weights else f"{config_name!r} is no folder of a run"
         raise BenchError(f"--checkpoint: {checkpoint!r}: {what}")
+    if run_dir is None and Path(config_name).is_dir():
+        raise BenchError(_no_run(Path(config_name)))
     config = load_config(run_dir / "config.yaml" if run_dir else find_config(config_name), overrides)
     if weights and formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
     prepare_default(_base(config, formats).data.dir)
     show_rows(evaluate(config, formats, weights=weights, save=save), "gap to float", out)
     return 0
+
+
+def _no_run(path: Path) -> str:
+    """What to say of a folder that is none of a run."""
+    if is_checkpoint(path):
+        return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.name}"
+    runs = [str(child) for child in sorted(path.iterdir()) if is_run(child)]
+    return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
 
 
 def show_rows(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:

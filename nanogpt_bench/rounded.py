@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,8 @@ class Rounded:
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
         self._shape = trained_shape(trained.folder)
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
-        threads = given.get("runtime.threads") or trained.settings.get("runtime.threads")
-        # As many as the run had: other sums in another order would have other last bits.
-        measure["runtime.threads"] = threads or trained.environment.get("threads")
+        # As many as the run had: sums in another order would have other last bits.
+        measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
         own = build_config({**trained.settings, "model.init_from": None, **measure})
         #: the run's own settings, and how it is measured now
         self.own = resolve(own)
@@ -151,6 +151,12 @@ class Rounded:
             self._start = build_model(model_shape(row, corpus.vocab_size), 0)
             fill_floats(self._start, self.trained, _CALLED)
         return self._start
+
+
+def _threads(trained: Trained) -> int | None:
+    """The threads that the run had, None where this machine has fewer cores or nobody knows."""
+    threads = trained.settings.get("runtime.threads") or trained.environment.get("threads")
+    return threads if isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1) else None
 
 
 def _with_weight(value: Any, fmt: str) -> Any:

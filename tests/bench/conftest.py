@@ -74,5 +74,5 @@ def trained(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactor
     """A run of six steps of every kind, with a checkpoint of the third and of the last."""
     runs = tmp_path_factory.mktemp("runs")
     for kind, settings in KINDS.items():
-        run(tiny(**settings, checkpoint__every=3), runs / kind)
+        run(tiny(**settings, checkpoint__every=3, monitor__interval=6), runs / kind)
     return {kind: runs / kind for kind in KINDS}

@@ -145,9 +145,14 @@ def test_wrong_use_is_one_line_and_code_2(
     assert re.search(words, printed[-1]), printed
 
 
-def test_checkpoint_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run_is_named(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = trained["float"]
     assert main(["evaluate", "e4m3", "--checkpoint", "best"]) == 2
     assert "'e4m3' is no folder of a run" in capsys.readouterr().err
+    assert main(["evaluate", str(run_dir.parent)]) == 2
+    assert f"no folder of a run; it holds: {run_dir.parent}/bfloat16, {run_dir}" in capsys.readouterr().err
+    assert main(["evaluate", str(run_dir / "checkpoints" / "step-3")]) == 2
+    assert "is a checkpoint; give its run's folder and --checkpoint step-3" in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_one_line_says_how_to_get_one(
@@ -185,4 +190,4 @@ def test_a_text_that_has_changed_under_a_run_is_named(
     assert main(["evaluate", str(tmp_path / "run")]) == 2
     assert "is not the text that" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'text'}"]) == 0
-    assert re.search(r"here it is 3\.\d+|here it is 5\.\d+: --data.dir$", capsys.readouterr().err)
+    assert re.search(r"had val loss 5\.\d+, here it is 5\.\d+: --data.dir$", capsys.readouterr().err.strip())

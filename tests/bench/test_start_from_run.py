@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanogpt_bench.checkpoint import read
+from nanogpt_bench.checkpoint import Contents, commit, read
 from nanogpt_bench.cli import main
 from nanogpt_bench.config import Config
 from nanogpt_bench.corpus import prepare_text
@@ -133,6 +133,26 @@ def test_a_damaged_checkpoint_and_another_text_are_refused(
     config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
     with pytest.raises(BenchError, match="numbers the characters of each text on its own"):
         initial_model(config, open_corpus(config))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"config": None}, "state.json does not have the run's settings"),
+        ({"config": {"model": 7}}, "model: 7 is not a section"),
+        ({"config": {"model": {"n_layer": "many"}}}, "model.n_layer: 'many' is not allowed"),
+        ({"config": {"modle": {}}}, "has no weights of a GPT"),  # a section nobody asks for is not looked at
+        (
+            {"config": {"model": {"n_layer": 10**9, "n_head": 1, "n_embd": 8, "block_size": 4}}},
+            "settings for 768,000,0",
+        ),
+    ],
+)
+def test_a_checkpoint_that_attacks_is_one_line(tmp_path: Path, changed: dict[str, object], words: str) -> None:
+    tensors = {"token_embedding.weight": torch.ones(3, 8)}
+    folder = commit(tmp_path, Contents(1, {"model": tensors}, facts=changed), keep_last=1)
+    with pytest.raises(BenchError, match=words):
+        resolve(load_config(None, [f"--model.init_from={folder}"]))
 
 
 def test_the_best_checkpoint_is_kept_apart(tiny: Tiny, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.evaluate_run import evaluate_run
+from nanogpt_bench.report import figures
+from nanogpt_bench.sweep import sensitivity_of
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +25,9 @@ def table(out: str) -> dict[str, object]:
 
 
 def test_a_cell_is_the_evaluation_of_that_layer_in_that_format(
-    trained: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    trained: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(figures, "write_figures", lambda *_: None)  # drawing takes seconds
     assert main(["sweep", "few.yaml", "--sensitivity", "--of", str(trained["one byte"]), "--out", "out"]) == 0
     found = table("out")
     assert found["patterns"] == ["mlp.fc", "lm_head", "*", "blocks.0"]
@@ -45,8 +48,6 @@ def test_a_cell_is_the_evaluation_of_that_layer_in_that_format(
 def test_the_shipped_formats_and_the_newest_checkpoint_are_the_default(
     trained: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanogpt_bench.sweep import sensitivity_of
-
     monkeypatch.setattr(sensitivity_of, "report", lambda runs, *, out: out / "report.html")
     checkpoint = trained["tied"] / "checkpoints" / "step-3"
     command = ["sweep", "--sensitivity", "--of", str(checkpoint)]
