@@ -183,3 +183,9 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield name, value.detach() if value.element_size() > 1 else value.detach().float()
     for key, item in inner:
         yield from _leaves(item, f"{name}.{key}" if name else key)
+
+
+def figure_of(step: Step) -> str:
+    """The figure that was not finite, as words."""
+    name = "train/loss" if step.record["loss_is_nan"] else "grad/norm"
+    return f"{name} is {step.record[name]}"

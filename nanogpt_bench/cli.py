@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.arguments import names, positive
+from nanogpt_bench.arguments import positive
 from nanogpt_bench.errors import BenchError, disk_failure, nearest
-from nanogpt_bench.study_commands import add_compare, add_profile, add_sweep
+from nanogpt_bench.study_commands import add_compare, add_evaluate, add_profile, add_sweep
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
@@ -181,7 +181,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     parsers = {
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
-        "evaluate": _add_evaluate(commands),
+        "evaluate": add_evaluate(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
@@ -270,26 +270,6 @@ def _add_run(commands: Any) -> Parser:
     return parser
 
 
-def _add_evaluate(commands: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        "evaluate",
-        help="validation loss of one set of weights in several formats, without training",
-        usage="nanogpt-bench evaluate CONFIG.yaml [--formats A,B] [--section.key VALUE ...]",
-        description="Quantise the weights that CONFIG.yaml starts from (model.init_from, say) and measure the loss in\n"
-        "float and in each format, without training. Settings are those of run.",
-        epilog="examples:\n  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
-        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
-        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors",
-    )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one")
-    parser.add_argument("--formats", type=names, metavar="A,B", help="each takes the place of '*' in model.formats")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON as well")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
-    parser.set_defaults(handler=_evaluate)
-    return parser
-
-
 def _run_epilog() -> str:
     """Return the end of `run --help`: examples, the shipped configurations' names and the topics of the settings."""
     from nanogpt_bench.help_topics import overview
@@ -361,13 +341,6 @@ def _run(args: argparse.Namespace) -> int:
 
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     return run_command(args.config, args.name, args.overrides, **options)
-
-
-def _evaluate(args: argparse.Namespace) -> int:
-    from nanogpt_bench.evaluate import evaluate_command
-
-    files = {"out": args.out, "weights": args.weights, "save": args.save}
-    return evaluate_command(args.config, args.formats or (), args.overrides, **files)
 
 
 def _report(args: argparse.Namespace) -> int:

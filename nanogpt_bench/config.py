@@ -60,8 +60,9 @@ class ModelConfig:
     )
     init_from: str | None = setting(
         None,
-        "GPT-2 checkpoint to start from, in Hugging Face's layout (config.json and model.safetensors): a folder, an id "
-        "on the hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
+        "weights to start from: those of a run, by its folder (its newest checkpoint) or one of its checkpoints; or of "
+        "a GPT-2 checkpoint in Hugging Face's layout (config.json and model.safetensors), by its folder, an id on the "
+        "hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
     )
     n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1)
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1)
@@ -290,6 +291,11 @@ class CheckpointConfig:
     last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
     keep: int = setting(
         2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+    )
+    best: bool = setting(
+        False,
+        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
+        "before; without it the lowest loss has a checkpoint only if one was due at that step",
     )
 
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from nanogpt_bench.config import Config, OptimizerConfig
+from nanogpt_bench.config import ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.data import open_corpus
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.evaluate_run import evaluate_run
 from nanogpt_bench.resolve import format_name, format_summary, resolve
+from nanogpt_bench.rules import RULES
 from nanogpt_bench.run_command import prepare_default, say
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
@@ -22,6 +24,7 @@ from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import count
 from nanogpt_bench.surgery import quantized_layers
 from nanogpt_bench.train import runtime, write_json
+from nanogpt_bench.trained import is_checkpoint, is_run, run_folder
 from nanogpt_bench.weights import load_weights, save_weights
 
 #: columns of the table where no terminal says how wide it is
@@ -39,6 +42,8 @@ class Evaluation:
     perplexity: float | None
     bits_per_byte: float
     quantized_parameters: int
+    #: of a run, whose weights these are
+    checkpoint: str | None = None
 
 
 def evaluate(
@@ -55,7 +60,7 @@ def evaluate(
     Raises:
         BenchError: settings, corpus, checkpoint or weights that can't be used, or nothing to compare.
     """
-    resolved = resolve(_without_granularity(config) if formats else config)
+    resolved = _base(config, formats)
     with runtime(resolved) as device:
         corpus = open_corpus(resolved)
         own = {format_summary(resolved): resolved}
@@ -66,7 +71,7 @@ def evaluate(
                 load_weights(trainer.model, weights)
             if save:
                 save_weights(trainer.model, save / f"{name}.safetensors")
-            rows.append(_evaluation(name, trainer, rows[0].val_loss if rows else None))
+            rows.append(measured(name, trainer, rows[0].val_loss if rows else None))
         return rows
 
 
@@ -86,31 +91,46 @@ def _untrained(config: Config, resolved: Config, fmt: str) -> Config:
     row.train.precision = resolved.train.precision
     if fmt == "none":
         row.model.format, row.model.formats = None, {}
-        row.model.storage = row.model.tied = row.model.headroom = None
-        return resolve(_without_granularity(row))
+        row.model.storage = row.model.headroom = None
+        return resolve(_without_formats(row))
     row.model.format = fmt
-    row.model.storage = None if resolved.model.storage == "float32" else resolved.model.storage
+    # Under the other two storages nothing would be rounded.
+    row.model.storage = resolved.model.storage if resolved.model.storage in ("master", *ROUNDED) else None
     return resolve(row)
 
 
-def _without_granularity(config: Config) -> Config:
-    """Return a copy without what is said of the rows in a format, in a configuration that may have none."""
+def _base(config: Config, formats: Sequence[str]) -> Config:
+    """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
+    if not formats:
+        return resolve(config)
+    base = _without_formats(config)
+    rule = RULES.get(config.rule or "")
+    rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
+    if rounds and not (config.model.formats or config.model.format):
+        base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
+    return resolve(base)
+
+
+def _without_formats(config: Config) -> Config:
+    """Return a copy without what is said of the rows in a format."""
     config = copy.deepcopy(config)
-    config.model.granularity = None
+    config.model.granularity = config.model.tied = None
     return config
 
 
-def _evaluation(name: str, trainer: Trainer, float_loss: float | None) -> Evaluation:
+def measured(name: str, trainer: Trainer, first: float | None, checkpoint: str | None = None) -> Evaluation:
+    """Return the row of a model called `name`, its gap to the loss of the first one."""
     loss, config = trainer.validate(), trainer.config
     layers = quantized_layers(trainer.model)
     return Evaluation(
         format=name,
         storage=config.model.storage or "",
         val_loss=loss,
-        gap=None if float_loss is None else loss - float_loss,
+        gap=None if first is None else loss - first,
         perplexity=math.exp(loss) if loss < 700 else None,
         bits_per_byte=trainer.bits_per_byte(loss),
         quantized_parameters=count(layer.weight for layer in layers.values()),
+        checkpoint=checkpoint,
     )
 
 
@@ -122,32 +142,60 @@ def evaluate_command(
     out: Path | None = None,
     weights: Path | None = None,
     save: Path | None = None,
+    checkpoint: str | None = None,
 ) -> int:
     """Print the table of `evaluate`, write it to `out` as JSON where one is given, and return 0.
+
+    A run's folder, or the config.yaml in it, stands for the weights that the run has trained; with `weights` for its
+    settings.
 
     Raises:
         BenchError: a configuration, weights or formats that don't go together.
     """
+    run_dir = run_folder(config_name)
+    if run_dir is not None and weights is None:
+        rows = evaluate_run(run_dir, checkpoint or "last", formats, overrides, save=save)
+        show_rows(rows, "gap to as trained", out)
+        return 0
+    if checkpoint is not None:
+        what = "--weights says which weights; leave one out" if weights else f"{config_name!r} is no folder of a run"
+        raise BenchError(f"--checkpoint: {checkpoint!r}: {what}")
+    if run_dir is None and Path(config_name).is_dir():
+        raise BenchError(_no_run(Path(config_name)))
     gave_way: list[str] = []
-    config = load_config(find_config(config_name), overrides, gave_way.append)
+    path = run_dir / "config.yaml" if run_dir else find_config(config_name)
+    config = load_config(path, overrides, gave_way.append)
     if weights and formats:
         raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
-    prepare_default(resolve(config).data.dir)
+    prepare_default(_base(config, formats).data.dir)
     rows = evaluate(config, formats, weights=weights, save=save)
     for line in gave_way:
         say(line)
-    console = Console()
-    console.width = console.width if console.is_terminal else _WIDTH
-    console.print(_table(rows))
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [asdict(row) for row in rows])
+    show_rows(rows, "gap to float", out)
     return 0
 
 
-def _table(rows: Sequence[Evaluation]) -> Table:
+def _no_run(path: Path) -> str:
+    """What to say of a folder that is none of a run."""
+    if is_checkpoint(path):
+        return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.name}"
+    runs = [str(child) for child in sorted(path.iterdir()) if is_run(child)]
+    return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
+
+
+def show_rows(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
+    """Print the table, whose gaps are called `gap`, and write it to `out` as JSON where one is given."""
+    console = Console()
+    console.width = console.width if console.is_terminal else _WIDTH
+    console.print(_table(rows, gap))
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, [asdict(row) for row in rows])
+
+
+def _table(rows: Sequence[Evaluation], gap_name: str) -> Table:
     table = Table("format", "storage")
-    for name in ("val loss", "gap to float", "perplexity", "bits/byte", "quantised"):
+    for name in ("val loss", gap_name, "perplexity", "bits/byte", "quantised"):
         table.add_column(name, justify="right")
     for row in rows:
         gap = "-" if row.gap is None else f"{row.gap:+.4f}"

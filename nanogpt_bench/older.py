@@ -6,16 +6,17 @@ import copy
 from pathlib import Path
 
 from nanogpt_bench.config import Config
+from nanogpt_bench.model import GPTShape
 from nanogpt_bench.options import OPTIONS
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 
 
-def at_the_rate_begun(config: Config, run_dir: Path) -> Config:
+def at_the_rate_begun(config: Config, run_dir: Path, begun_shape: GPTShape | None = None) -> Config:
     """Return a configuration at the learning rate that the run in `run_dir` began with, if nobody gives one.
 
     Up to version 0.1 settings that amount to a rule had the optimizer's default rate, not the rule's. Where a run has
-    that one, it goes on with it.
+    that one, it goes on with it. `begun_shape` is for `resolve`.
 
     Raises:
         BenchError: a config.yaml that can't be read.
@@ -23,7 +24,7 @@ def at_the_rate_begun(config: Config, run_dir: Path) -> Config:
     path = run_dir / "config.yaml"
     if config.rule is not None or config.optimizer.lr is not None or not path.is_file():
         return config
-    begun, now = load_config(path).optimizer, resolve(config).optimizer
+    begun, now = load_config(path).optimizer, resolve(config, begun_shape).optimizer
     default = OPTIONS[now.name or ""]
     if begun.name != now.name or begun.lr != default["lr"]:
         return config

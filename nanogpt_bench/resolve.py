@@ -19,26 +19,27 @@ from nanogpt_bench.config import (
 from nanogpt_bench.errors import BenchError, one_line, unknown
 from nanogpt_bench.model import SIZES, GPTShape
 from nanogpt_bench.options import OPTION_NAMES, OPTIONS, RATES
-from nanogpt_bench.pretrained import find_checkpoint
 from nanogpt_bench.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
 from nanogpt_bench.settings import get
+from nanogpt_bench.start import pinned, start_shape
 from nanogpt_bench.watch_config import ALERT_KINDS, ALERT_LEVELS
 
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, start: GPTShape | None = None) -> Config:
     """Return a copy with every key that has a value in the run filled in: rule, sizes, formats and seeds.
 
-    A resolved configuration resolves to itself.
+    A resolved configuration resolves to itself. `start` is the shape of what `model.init_from` names where that need
+    not be looked up.
 
     Raises:
         BenchError: unknown rule or format, or settings that contradict each other.
     """
     config = copy.deepcopy(config)
     preset = _preset(config.rule)
-    _fill_sizes(config.model)
+    _fill_sizes(config.model, start)
     _fill_seeds(config)
     _fill_formats(config.model)
     _fill_outliers(config.model)
@@ -62,8 +63,8 @@ def _fill(section: Any, **values: Any) -> None:
             setattr(section, name, value)
 
 
-def _fill_sizes(model: ModelConfig) -> None:
-    shape = _checkpoint_shape(model) if model.init_from else _named_shape(model)
+def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
+    shape = _checkpoint_shape(model, start) if model.init_from else _named_shape(model)
     _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
     assert model.n_embd is not None
     assert model.n_head is not None
@@ -83,15 +84,12 @@ def _named_shape(model: ModelConfig) -> GPTShape:
     return SIZES[model.size or ""]
 
 
-def _checkpoint_shape(model: ModelConfig) -> GPTShape:
+def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     """Return the shape of the checkpoint to start from, and refuse settings that its weights can't fill."""
     assert model.init_from is not None
-    if model.size is not None:
-        raise BenchError(
-            f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
-            "whose checkpoint has a size of its own; leave one of them out"
-        )
-    shape = find_checkpoint(model.init_from).shape
+    model.init_from = pinned(model.init_from)
+    shape = start or start_shape(model.init_from)
+    _check_named_size(model, shape)
     for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
         given, own = getattr(model, name), getattr(shape, name)
         if given not in (None, own):
@@ -104,6 +102,18 @@ def _checkpoint_shape(model: ModelConfig) -> GPTShape:
     if model.tie_weights and not shape.tie_weights:
         raise BenchError(f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; give false")
     return shape
+
+
+def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
+    """Refuse the name of a size that is not the checkpoint's; one that is says nothing more."""
+    named = SIZES[model.size] if model.size else shape
+    for name in ("n_layer", "n_head", "n_embd"):
+        if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
+            raise BenchError(
+                f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
+                "whose checkpoint has a size of its own; leave one of them out (--model.size null)"
+            )
+    model.size = None
 
 
 def _fill_seeds(config: Config) -> None:

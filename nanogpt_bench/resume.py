@@ -11,6 +11,8 @@ from typing import Any
 from nanogpt_bench.checkpoint import Contents, clean, newest, read
 from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.history import latest
+from nanogpt_bench.lock import is_unused
 from nanogpt_bench.settings import FIELDS, default_of, load_config
 
 #: settings that change nothing in the numbers of a run: where they go, how long it lasts, who is told
@@ -24,6 +26,18 @@ FREE = (
 #: what a run leaves behind that begins anew; its other files are written over
 _OUTPUT = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
 Say = Callable[[str], None]
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse to begin a run in a folder that holds one.
+
+    Raises:
+        BenchError: says so.
+    """
+    if not is_unused(run_dir):
+        raise BenchError(
+            f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
+        )
 
 
 def find_checkpoint(
@@ -62,10 +76,19 @@ def remove_output(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def resumed_environment(contents: Contents, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return environment.json of a run that goes on: that of its beginning, and every place where it was taken up."""
+def resumed_environment(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return environment.json of a run that goes on: that of its beginning, and every place where it was taken up.
+
+    What was changed there that changes the numbers is told with it (`nanogpt_bench.history`).
+    """
     first = dict(contents.facts.get("environment", {}))
     again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
+    changes = _changes(contents.facts.get("config", {}), config_facts(config))
+    changed: dict[str, Any] = {key: [before, now] for key, before, now in changes if not _is_free(key)}
+    digests = [_digests(facts) for facts in (latest(first), environment)]
+    changed |= {"corpus": digests} if digests[0] != digests[1] else {}
+    again |= {"changed": changed} if changed else {}
+    again |= {"corpus": environment.get("corpus")} if "corpus" in changed else {}
     return {**first, "resumed": [*first.get("resumed", []), again]}
 
 
@@ -92,7 +115,7 @@ def _status(path: Path) -> Any:
 
 
 def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
-    changed = list(_changes(saved, config_facts(config)))
+    changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
     fixed = [text for key, text in changed if not _is_free(key)]
     if fixed and not allow_change:
         raise BenchError(
@@ -103,13 +126,13 @@ def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: boo
         say(f"settings that differ from the checkpoint's: {', '.join(text for _, text in changed)}")
 
 
-def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys that differ, each with a text; a key that the saved ones do not know had its default."""
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that differ, with both values; a key that the saved ones do not know had its default."""
     for key, (item, _) in FIELDS.items():
         default = json.loads(json.dumps(default_of(item)), parse_constant=str)
         before, now = _at(saved, key, default), _at(current, key, default)
         if before != now:
-            yield key, f"{key} was {before!r}, is {now!r}"
+            yield key, before, now
 
 
 def _at(tree: Any, key: str, default: Any) -> Any:
@@ -126,9 +149,7 @@ def _is_free(key: str) -> bool:
 
 def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool, say: Say) -> None:
     """Refuse another corpus; say what else may change the last bits."""
-    texts = [_at(facts, "corpus.splits", {}) for facts in (saved, current)]
-    digests = [{split: _at(text, f"{split}.sha256", None) for split in ("train", "val")} for text in texts]
-    if digests[0] != digests[1] and not allow_change:
+    if _digests(latest(saved)) != _digests(current) and not allow_change:
         raise BenchError(
             "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); give that one, or "
             "--allow-config-change"
@@ -136,6 +157,11 @@ def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, 
     differing = list(_differences(saved, current, ("libraries.torch", "threads", "cpu", "gpu")))
     if differing:
         say(f"the last bits may differ from an uninterrupted run's: {', '.join(differing)}")
+
+
+def _digests(environment: Mapping[str, Any]) -> dict[str, Any]:
+    text = _at(environment, "corpus.splits", {})
+    return {split: _at(text, f"{split}.sha256", None) for split in ("train", "val")}
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from nanogpt_bench.resolve import resolve
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.signals import RESUMABLE, stop_requests
+from nanogpt_bench.start import as_begun
 from nanogpt_bench.train import Progress, run
 from nanogpt_bench.words import counted
 
@@ -46,14 +47,21 @@ def run_command(
     path = find_config(config_name)
     gave_way: list[str] = []
     given = load_config(path, overrides, gave_way.append)
-    config = resolve(given)
     named = None if name is None else RUNS / checked_name(name)
+    earlier = (named or latest_name(path.stem)) if resume else None
+    begun = None
+    if earlier is not None:
+        given, begun = as_begun(given, earlier)
+        given = at_the_rate_begun(given, earlier, begun)
+    config = resolve(given, begun)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
-    with _folder(path.stem, named, resume) as run_dir, stop_requests() as stop:
-        config = resolve(at_the_rate_begun(given, run_dir)) if resume else config
-        with _display(config, gave_way) as show:
-            summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
+    with (
+        _folder(path.stem, earlier or named) as run_dir,
+        stop_requests() as stop,
+        _display(config, gave_way) as show,
+    ):
+        summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return exit_code(summary)
 
@@ -81,10 +89,10 @@ def checked_name(name: str) -> str:
 
 
 @contextmanager
-def _folder(stem: str, named: Path | None, resume: bool) -> Iterator[Path]:
-    """Yield the folder of a run: the one named, the latest of that config, or a new one."""
-    if named is not None or resume:
-        yield named or latest_name(stem)
+def _folder(stem: str, given: Path | None) -> Iterator[Path]:
+    """Yield the folder of a run: the one given, or a new one named after the configuration."""
+    if given is not None:
+        yield given
         return
     with new_folder(RUNS / stem) as folder:
         yield folder

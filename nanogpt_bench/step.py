@@ -13,29 +13,13 @@ from nanogpt_bench.clipping import clipping_of
 from nanogpt_bench.compiled import CompiledLoss
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import Corpus, batch, eval_batches
-from nanogpt_bench.model import GPT, GPTShape, build_model
+from nanogpt_bench.model import GPT
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.optimizers import build_optimizer, stiffness_at
-from nanogpt_bench.pretrained import check_size, load_checkpoint
 from nanogpt_bench.schedule import lr_factor
+from nanogpt_bench.start import model_shape, start_model
 from nanogpt_bench.surgery import quantize
 from nanogpt_bench.torchao_float8 import train_in_float8
-
-
-def model_shape(config: Config, vocab_size: int) -> GPTShape:
-    """Return the shape of a resolved configuration's model."""
-    settings = config.model
-    return GPTShape(
-        n_layer=settings.n_layer or 0,
-        n_head=settings.n_head or 0,
-        n_embd=settings.n_embd or 0,
-        block_size=settings.block_size or 0,
-        vocab_size=vocab_size,
-        dropout=settings.dropout,
-        bias=bool(settings.bias),
-        tie_weights=bool(settings.tie_weights),
-        gelu=settings.gelu or "exact",
-    )
 
 
 def initial_model(config: Config, corpus: Corpus) -> GPT:
@@ -44,20 +28,15 @@ def initial_model(config: Config, corpus: Corpus) -> GPT:
     Raises:
         BenchError: a checkpoint that does not fit the corpus or the model.
     """
-    if config.model.init_from:
-        check_size(config.model.init_from)
-    model = build_model(model_shape(config, corpus.vocab_size), config.model.seed or 0)
-    if config.model.init_from:
-        load_checkpoint(model, config.model.init_from, str(corpus.meta["tokenizer"]))
-    return model
+    return start_model(model_shape(config, corpus.vocab_size), config, corpus)
 
 
 class Trainer:
-    """Model, optimizer and batches of a resolved configuration."""
+    """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already."""
 
-    def __init__(self, config: Config, corpus: Corpus, device: torch.device) -> None:
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device, start: GPT | None = None) -> None:
         self.config, self.corpus, self.device = config, corpus, device
-        model = initial_model(config, corpus)
+        model = initial_model(config, corpus) if start is None else start
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)

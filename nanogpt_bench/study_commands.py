@@ -1,4 +1,4 @@
-"""The command lines of `compare`, `sweep` and `profile`, which study settings; what they need is imported late."""
+"""The command lines of `evaluate`, `compare`, `sweep` and `profile`, whose needs are imported when they run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.arguments import names, positive, positives, share
+
+
+def add_evaluate(commands: Any) -> Any:
+    """Add the command `evaluate` and return its parser."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="validation loss of one set of weights in several formats, without training",
+        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--formats A,B] "
+        "[--section.key VALUE ...]",
+        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
+        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format.",
+        epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
+        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
+        "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
+        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
+        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors",
+    )
+    parser.add_argument("config", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of all weights, one row each")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON as well")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
+    parser.set_defaults(handler=_evaluate)
+    return parser
 
 
 def add_compare(commands: Any) -> Any:
@@ -41,19 +66,27 @@ def add_sweep(commands: Any) -> Any:
     parser = commands.add_parser(
         "sweep",
         help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity] [--workers N] [--out DIR] "
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--workers N] [--out DIR] "
         "[--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
         "same command goes on where an interrupted one was.",
         epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
         "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
-        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book",
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
+        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline",
     )
-    parser.add_argument("file", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
+    parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
     mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
+    parser.add_argument(
+        "--of",
+        type=Path,
+        metavar="RUN",
+        help="--sensitivity: of the weights that runs/NAME, or one of its checkpoints, has; nothing is trained "
+        "(FILE.yaml: sensitivity.yaml unless given)",
+    )
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
     parser.set_defaults(handler=_sweep)
@@ -80,6 +113,13 @@ def add_profile(commands: Any) -> Any:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
     parser.set_defaults(handler=_profile)
     return parser
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from nanogpt_bench.evaluate import evaluate_command
+
+    files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
+    return evaluate_command(args.config, args.formats or (), args.overrides, **files)
 
 
 def _compare(args: argparse.Namespace) -> int:

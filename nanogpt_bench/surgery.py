@@ -39,7 +39,9 @@ def quantize(model: nn.Module, config: Config) -> nn.Module:
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:
-        raise BenchError(_always_float(model, settings.formats) or f"model.formats: {one_line(error)}") from None
+        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
+        said = _always_float(model, settings.formats) or f"model.formats: {one_line(error)}{hint}"
+        raise BenchError(said) from None
     if continuous:
         _put_back(model, weights)
     return model

@@ -11,7 +11,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.anomaly import Anomaly, Sentry
+from nanogpt_bench.anomaly import Anomaly, Sentry, figure_of
+from nanogpt_bench.best import commit_best, withdraw_best
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit, newest, read
 from nanogpt_bench.config import Config
 from nanogpt_bench.data import open_corpus
@@ -19,18 +20,21 @@ from nanogpt_bench.environment import environment
 from nanogpt_bench.errors import BenchError, disk_failure
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.files import remove_parts, write_json, write_text
-from nanogpt_bench.lock import is_unused, locked
+from nanogpt_bench.history import config_history, history_comment
+from nanogpt_bench.lock import locked
 from nanogpt_bench.losing import stall_counts
 from nanogpt_bench.memory import held_bytes
+from nanogpt_bench.model import build_model
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
 from nanogpt_bench.outcome import Outcome, Progress
 from nanogpt_bench.resolve import resolve
-from nanogpt_bench.resume import config_facts, find_checkpoint, remove_output, resumed_environment
+from nanogpt_bench.resume import check_unused, config_facts, find_checkpoint, remove_output, resumed_environment
 from nanogpt_bench.run_state import capture, expected_bytes, restore
 from nanogpt_bench.runtime import runtime
 from nanogpt_bench.settings import to_yaml
 from nanogpt_bench.signals import StopRequest
+from nanogpt_bench.start import as_begun, check_start, start_facts
 from nanogpt_bench.step import Trainer
 from nanogpt_bench.summary import summarize, weight_histograms
 from nanogpt_bench.tracking import Trackers, check_trackers, start_trackers
@@ -64,34 +68,29 @@ def run(
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
             With `resume`, settings that would change the numbers, unless `allow_config_change`.
     """
-    config = resolve(config)
+    config, begun = as_begun(config, run_dir) if resume else (config, None)
+    config = resolve(config, begun)
     with runtime(config) as device:
         corpus = open_corpus(config)
-        facts = environment(corpus, config.runtime.threads)
+        facts = environment(corpus, config.runtime.threads) | start_facts(config)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
         check_monitors(config)
         if not resume:
-            _check_folder(run_dir)
-        trainer = Trainer(config, corpus, device)
+            check_unused(run_dir)
+        trainer = Trainer(config, corpus, device, start=begun and build_model(begun, 0))
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder"):
             found = None
             if resume:
                 found = find_checkpoint(run_dir, config, facts, allow_change=allow_config_change, say=say)
+                check_start(config, found, begun)
             else:
-                _check_folder(run_dir)  # another process may have come and gone
+                check_unused(run_dir)  # another process may have come and gone
             progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
             progress.begin(found)
             del found  # its tensors would be held as long as the run takes
             return progress.go()
-
-
-def _check_folder(run_dir: Path) -> None:
-    if not is_unused(run_dir):
-        raise BenchError(
-            f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
-        )
 
 
 class _Run:
@@ -128,11 +127,13 @@ class _Run:
         if found is None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             remove_output(self.run_dir)
+            withdraw_best(self.run_dir, -1)
         else:
             self._take_up(found)
+            withdraw_best(self.run_dir, found.step)
             earlier = found.facts["trackers"]
         remove_parts(self.run_dir)
-        write_text(self.run_dir / "config.yaml", to_yaml(self.config))
+        write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
         write_json(self.run_dir / "environment.json", self.environment)
         after = -1 if self.done is None else self.done
         self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
@@ -145,25 +146,35 @@ class _Run:
         self.outcome.go_on()
         self.trainer.batches_left_out = self.outcome.batches_left_out
         self.started = perf_counter() - facts["elapsed_s"]
-        self.environment = resumed_environment(found, self.environment)
+        self.environment = resumed_environment(found, self.environment, self.config)
         (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
 
     def save(self, step: Step) -> None:
         """Commit a checkpoint of the state after a step."""
+        commit(self.run_dir, self._contents(step), keep_last=self.config.checkpoint.keep)
+
+    def _contents(self, step: Step) -> Contents:
         loss, outcome = step.record.get("val/loss"), self.outcome
         self._measure()
         facts = {
             "config": config_facts(self.config),
             "environment": self.environment,
             "trackers": self.trackers.facts,
-            "best": loss is not None and loss == outcome.best_val_loss,
+            "best": self._is_best(step),
             "val_loss": loss if loss is not None and math.isfinite(loss) else None,
             "best_val_loss": outcome.best_val_loss,
             "outcome": dataclasses.asdict(outcome),
             "elapsed_s": perf_counter() - self.started,
         }
-        contents = capture(step.number, self.trainer, self.watch.all, facts)
-        commit(self.run_dir, contents, keep_last=self.config.checkpoint.keep)
+        return capture(step.number, self.trainer, self.watch.all, facts)
+
+    def _is_best(self, step: Step) -> bool:
+        loss = step.record.get("val/loss")
+        return loss is not None and loss == self.outcome.best_val_loss
+
+    def _save_if_best(self, step: Step) -> None:
+        if self.config.checkpoint.best and self._is_best(step) and step.anomaly is None:
+            commit_best(self.run_dir, self._contents(step))
 
     def _measure(self) -> None:
         """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
@@ -176,6 +187,8 @@ class _Run:
         due = settings.every is not None and step.number % settings.every == 0 and step.anomaly is None
         if status != "failed" and (ends or due or self.outcome.ended_by_signal):
             self.save(step)
+        if status != "failed":
+            self._save_if_best(step)
 
     def _tell(self, alert: Alert) -> None:
         self.raised.append(alert)
@@ -245,7 +258,7 @@ class _Run:
             outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
         elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
             rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
-            message = f"{_figure(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
+            message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
             outcome.fail("nan", message, outcome.first_anomaly)
 
     def _rolled_back(self, step: Step) -> bool:
@@ -263,6 +276,7 @@ class _Run:
         found = read(folder)
         restore(found, self.trainer, self.watch.all)
         gone_back = {"step": step.number, "to": found.step, "why": failure["message"]}
+        withdraw_best(self.run_dir, found.step)
         self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
         self.outcome.go_back([*earlier, gone_back])
         self.trainer.batches_left_out = self.outcome.batches_left_out
@@ -304,6 +318,7 @@ class _Run:
         needed = self.config.train.on_anomaly == "rollback" and self.outcome.failure is None
         if needed or self.outcome.ended_by_signal:
             self.save(step)
+        self._save_if_best(step)
 
     def _validate_if_due(self, step: Step) -> None:
         if self.outcome.status == "failed":
@@ -360,6 +375,7 @@ class _Run:
         with attempt:
             write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
         summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
+        summary["config_history"] = config_history(self.environment)
         with attempt:
             write_json(self.run_dir / "summary.json", summary)
             # Judged from what the folder now holds, summary included, as anyone can repeat later.
@@ -375,9 +391,3 @@ class _Run:
         for observer in self.observers:
             with attempt:
                 observer.close()
-
-
-def _figure(step: Step) -> str:
-    """The figure that was not finite, as words."""
-    name = "train/loss" if step.record["loss_is_nan"] else "grad/norm"
-    return f"{name} is {step.record[name]}"

@@ -11,8 +11,10 @@ from typing import Any
 from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, steps, verify
 from nanogpt_bench.checkpoint.bounded_json import parse
 from nanogpt_bench.errors import BenchError, one_line, printable
+from nanogpt_bench.history import history_lines
 from nanogpt_bench.report.find import find_runs, say_aside
 from nanogpt_bench.settings import read_yaml
+from nanogpt_bench.trained import BEST
 
 #: bytes of a JSON file, and of one line of a file of records
 LIMIT = 1 << 25
@@ -60,7 +62,7 @@ def check_run(path: Path) -> Findings:
         read_yaml(path / "config.yaml")
     except BenchError as error:
         found.problems.append(one_line(error))
-    _mapping(path / "environment.json", found)
+    found.notes.extend(history_lines(_mapping(path / "environment.json", found)))
     summary = _mapping(path / "summary.json", found, optional="the run has not ended")
     ended = summary.get("status") == "finished"
     _check_metrics(path / METRICS, ended, found)
@@ -152,14 +154,15 @@ def _check_summary(summary: dict[str, Any], found: Findings) -> None:
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:
-    for step in steps(path):
-        folder = path / CHECKPOINTS / f"step-{step}"
+    folders = [(step, where / CHECKPOINTS / f"step-{step}") for where in (path, path / BEST) for step in steps(where)]
+    for step, folder in folders:
         try:
             verify(folder)
         except BrokenCheckpoint as error:
             found.problems.append(str(error))
             continue
-        found.whole.append(step)
+        if folder.parent.parent == path:
+            found.whole.append(step)
         if step > (found.last_step or 0):
             found.problems.append(f"checkpoint {str(folder)!r}: {METRICS} ends with step {found.last_step}")
     if not (path / CHECKPOINTS).is_dir():

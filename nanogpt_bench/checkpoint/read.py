@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -60,8 +60,10 @@ def verify(folder: Path) -> None:
                     _check_tensors(file, entry, folder / name)
 
 
-def read(folder: Path) -> Contents:
+def read(folder: Path, only: Collection[str] | None = None) -> Contents:
     """Return what a checkpoint holds, parsed from the very bytes that were checked.
+
+    `only` names the files of tensors that are wanted, by stem; the others are then neither read nor checked.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -79,12 +81,14 @@ def read(folder: Path) -> Contents:
         manifest = read_manifest(folder)
         contents = Contents(manifest.step, {})
         for name, entry in manifest.files.items():
+            stem = name.partition(".")[0]
+            if only is not None and name != STATE and stem not in only:
+                continue
             with _about(name), _opened(folder / name, entry.size) as file:
                 data = _whole(file, entry)
                 if name == STATE:
                     contents.facts = _check_state(data, manifest)
                     continue
-                stem = name.partition(".")[0]
                 contents.tensors[stem], metadata = tensor_file.from_bytes(data)
                 contents.metadata |= {stem: metadata} if metadata else {}
         return contents

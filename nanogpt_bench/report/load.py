@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.errors import BenchError, one_line, printable, shortened
+from nanogpt_bench.history import history_lines
 from nanogpt_bench.losing import stall_counts
 from nanogpt_bench.report.read import finite, mapping, numbers, records
 from nanogpt_bench.report.records import MOST_NAMES, Records
@@ -161,6 +162,7 @@ def load_run(path: Path) -> Run:
     notes: list[str] = []
     config = mapping(path / "config.yaml", notes)
     environment = mapping(path / "environment.json", notes)
+    notes.extend(history_lines(environment))
     metrics = _metrics(path / "metrics.jsonl", notes)
     summary = mapping(path / "summary.json", notes)
     # A float run has no weights on a grid, so a missing histogram is worth a word only for the others.

@@ -106,9 +106,11 @@ def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
     layout["xaxis"] |= {"type": "category", "side": "top", "showgrid": False, "tickangle": 0}
     layout["yaxis"] |= _named_rows()
     height = FRAME_HEIGHT + 34 * len(study.patterns)
+    of = f"; the weights of {study.of}, rounded after the training" if study.of else ""
+    loss = "Validation loss" if study.of else "Final validation loss"
     words = (
-        "Final validation loss above that of the unquantised model, in nats; one pattern at a time in a format"
-        f"{f' ({study.operand}s)' if study.operand else ''}{f', under {study.rule}' if study.rule else ''}."
+        f"{loss} above that of the unquantised model, in nats; one pattern at a time in a format"
+        f"{f' ({study.operand}s)' if study.operand else ''}{f', under {study.rule}' if study.rule else ''}{of}."
     )
     return Chart(name, "Which format works where", words, [trace], layout, height=height, wide=True)
 

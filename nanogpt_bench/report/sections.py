@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from nanogpt_bench.history import history_comment
 from nanogpt_bench.report import charts, fields, map_charts, monitor_charts, study_charts
 from nanogpt_bench.report.bars import gap_bars
 from nanogpt_bench.report.charts import Chart
@@ -240,4 +241,5 @@ def _configs(page: Page) -> Section:
 def _config(label: str, run: Run) -> str:
     text: Any = dict(run.config)
     listed = yaml.safe_dump(text, sort_keys=False, allow_unicode=True) if text else "no configuration on disk\n"
+    listed = history_comment(run.environment) + listed
     return f"<details><summary>{escape(label)} — {escape(run.name)}</summary><pre>{escape(listed)}</pre></details>"

@@ -20,6 +20,8 @@ class Sensitivity:
     operand: str = ""
     rule: str = ""
     status: tuple[tuple[str, ...], ...] = ()
+    #: the checkpoint whose weights were rounded; empty where every cell was trained
+    of: str = ""
 
     def ending(self, pattern: int, fmt: int) -> str:
         """How the runs of a cell without a gap ended, in a word or two."""
@@ -68,7 +70,14 @@ def _sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
     rows = tuple(tuple(finite(cell) for cell in line) for line in gap or ())
     named = [str(content.get(key) or "") for key in ("operand", "rule")]
     return [
-        Sensitivity(tuple(map(str, patterns or ())), tuple(map(str, formats or ())), rows, *named, _status(content))
+        Sensitivity(
+            tuple(map(str, patterns or ())),
+            tuple(map(str, formats or ())),
+            rows,
+            *named,
+            _status(content),
+            str(content.get("of") or ""),
+        )
     ]
 
 

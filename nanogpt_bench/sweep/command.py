@@ -12,7 +12,7 @@ from rich.console import Console
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import check_workers
 from nanogpt_bench.config import DEFAULT_DATA_DIR
-from nanogpt_bench.errors import printable
+from nanogpt_bench.errors import BenchError, printable
 from nanogpt_bench.lock import locked
 from nanogpt_bench.run_command import prepare_default
 from nanogpt_bench.signals import RESUMABLE
@@ -25,7 +25,13 @@ from nanogpt_bench.sweep.session import Session, threads_set
 
 
 def main_sweep(args: argparse.Namespace) -> int:
-    """The command line's entry: see `sweep_grid`, `find_lr_limits` and `measure_sensitivity`."""
+    """The command line's entry: see `sweep_grid`, `find_lr_limits`, `measure_sensitivity` and `main_sensitivity_of`."""
+    if args.of is not None:
+        from nanogpt_bench.sweep.sensitivity_of import main_sensitivity_of  # brings torch along
+
+        return main_sensitivity_of(args)
+    if args.file is None:
+        raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     sweep = read_sweep(find_sweep(args.file), args.overrides)
     check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers

@@ -201,7 +201,7 @@ def check_inputs(planned: Iterable[PlannedPoint]) -> None:
 def _check_formats(config: Config, vocab_size: int) -> None:
     """Raise what the surgery has against the formats' patterns and options, on a narrow model of the same layers."""
     from nanogpt_bench.model import GPT
-    from nanogpt_bench.step import model_shape
+    from nanogpt_bench.start import model_shape
     from nanogpt_bench.surgery import quantize
 
     shape = model_shape(config, vocab_size)

@@ -11,6 +11,7 @@ import pytest
 from nanogpt_bench.config import Config
 from nanogpt_bench.corpus import prepare_text
 from nanogpt_bench.settings import load_config
+from nanogpt_bench.train import run
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,3 +56,23 @@ def tiny(corpus_dir: Path) -> Callable[..., Config]:
         return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
 
     return config
+
+
+#: what a run may store its weights as
+KINDS = {
+    "float": {},
+    "one byte": {"rule": "stochastic", "model__format": "E4M3"},
+    "master copy": {"model__format": "E3M4", "model__formats": "{lm_head: none, mlp.fc: {activation: E4M3}}"},
+    "bfloat16": {"rule": "bf16-pure"},
+    "tied": {"model__tie_weights": True},
+    "untied": {"model__tie_weights": True, "model__tied": "untie", "model__format": "E4M3"},
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of six steps of every kind, with a checkpoint of the third and of the last."""
+    runs = tmp_path_factory.mktemp("runs")
+    for kind, settings in KINDS.items():
+        run(tiny(**settings, checkpoint__every=3, monitor__interval=6), runs / kind)
+    return {kind: runs / kind for kind in KINDS}

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from small_runs import STEPS, differences, traces, words
 from nanogpt_bench import train
 from nanogpt_bench.cli import main
 from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.sections import _config
 from nanogpt_bench.settings import load_config
 from nanogpt_bench.shipped import find_config
 from nanogpt_bench.signals import StopRequest
@@ -83,14 +86,33 @@ def test_a_change_that_is_allowed_goes_on_and_is_said(line: Line, capsys: pytest
     assert taken_up_at(RUN) == [STEPS]
     # What the run is from now on is in its folder, and the next start asks for nothing.
     assert main(line(more)) == 0
+    # That its configuration does not repeat it, the folder says wherever it shows it.
+    told = f"settings were changed after step {STEPS}: optimizer.lr was 0.002, is 0.125, train.max_steps was {STEPS}, "
+    told += f"is {STEPS + 3}; config.yaml alone does not repeat the run"
+    assert (RUN / "config.yaml").read_text().startswith(f"# {told}\nrule: ")
+    (change,) = json.loads((RUN / "summary.json").read_text())["config_history"]
+    assert change == {
+        "step": STEPS,
+        "changed": {"optimizer.lr": [0.002, 0.125], "train.max_steps": [STEPS, STEPS + 3]},
+    }
+    capsys.readouterr()
+    assert main(["verify", str(RUN)]) == 0
+    assert f"  note: {told}\n" in capsys.readouterr().out
+    loaded = load_run(RUN)
+    assert told in loaded.notes
+    assert f"# {told}" in unescape(_config("", loaded))
 
 
 def test_settings_that_change_no_number_are_free(line: Line, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line({"checkpoint.keep": 5, "tracking.wandb": "off"})) == 0
     assert "settings that differ from the checkpoint's: checkpoint.keep was 2, is 5" in capsys.readouterr().err
+    assert json.loads((RUN / "summary.json").read_text())["config_history"] == []
+    assert (RUN / "config.yaml").read_text().startswith("rule: ")
 
 
-def test_another_corpus_is_refused(line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_corpus_is_refused_or_remembered(
+    line: Line, small_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text").write_text("Quite another text of some more words, again and again.\n" * 120)
     prepare_text(tmp_path / "text", tmp_path / "other", "byte")
     before = traces(RUN)
@@ -98,6 +120,13 @@ def test_another_corpus_is_refused(line: Line, tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().err.splitlines()[-1]
     assert "data.dir: the corpus is not the one that the run was begun on (its sha256 differs)" in said
     assert differences(before, traces(RUN)) == []
+    more = {"data.dir": tmp_path / "other", "train.max_steps": STEPS + 1}
+    assert main(line(more, "--allow-config-change")) == 0
+    (change,) = json.loads((RUN / "summary.json").read_text())["config_history"]
+    texts = [json.loads((path / "meta.json").read_text())["splits"] for path in (small_corpus, tmp_path / "other")]
+    digests = [{split: text[split]["sha256"] for split in ("train", "val")} for text in texts]
+    assert change["changed"]["corpus"] == digests
+    assert main(line(more)) == 0  # the run's text is this one from now on
 
 
 def test_the_same_corpus_elsewhere_is_no_other(

@@ -1,0 +1,193 @@
+"""`evaluate runs/X`: the loss of the weights that a run has trained, as they are and rounded to formats."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.config import Config
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.evaluate import evaluate
+from nanogpt_bench.evaluate_run import evaluate_run
+from nanogpt_bench.train import run
+
+Tiny = Callable[..., Config]
+
+
+def summary(run_dir: Path) -> dict[str, object]:
+    return dict(json.loads((run_dir / "summary.json").read_text()))
+
+
+@pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
+def test_untouched_weights_have_the_loss_that_the_run_recorded(
+    trained: dict[str, Path], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = evaluate_run(trained[kind])
+    assert rows[0].val_loss == summary(trained[kind])["final_val_loss"]
+    assert rows[0].checkpoint == str(trained[kind] / "checkpoints" / "step-6")
+    assert "at step 6 had the val loss of the first row, to the bit" in capsys.readouterr().err
+    assert [row.format for row in rows[1:]] == ([] if kind in ("float", "tied") else ["none"])
+
+
+def test_one_byte_weights_are_the_same_as_floats(trained: dict[str, Path]) -> None:
+    stored, floats = evaluate_run(trained["one byte"])
+    assert (stored.storage, floats.storage, floats.quantized_parameters) == ("fp8", "float32", 0)
+    assert floats.gap == pytest.approx(0, abs=1e-6)
+
+
+def test_rounding_a_run_is_rounding_what_starts_from_it(tiny: Tiny, trained: dict[str, Path]) -> None:
+    own, *rows = evaluate_run(trained["float"], formats=["E4M3", "e2m1"])
+    config = tiny(model__init_from=trained["float"], runtime__threads=1)
+    expected = evaluate(config, ["E4M3", "E2M1"])
+    assert [own.val_loss, *(row.val_loss for row in rows)] == [row.val_loss for row in expected]
+    assert [row.format for row in rows] == ["E4M3", "E2M1"]
+    assert rows[1].gap == rows[1].val_loss - own.val_loss
+    assert abs(rows[1].gap) > abs(rows[0].gap) > 0
+
+
+def test_layers_that_a_run_left_alone_stay_so(trained: dict[str, Path]) -> None:
+    kept = evaluate_run(trained["master copy"], formats=["E5M2"])[-1]
+    assert kept.quantized_parameters == 12 * 16**2  # lm_head is `none` in the run
+    asked = evaluate_run(trained["float"], formats=["E5M2"], overrides=["--model.formats.attn", "none"])[-1]
+    whole = evaluate_run(trained["float"], formats=["E5M2"])[-1]
+    assert whole.quantized_parameters - asked.quantized_parameters == 4 * 16**2
+
+
+def test_an_earlier_checkpoint_and_the_table_as_json(trained: dict[str, Path], tmp_path: Path) -> None:
+    out, run_dir = tmp_path / "rows.json", trained["one byte"]
+    command = ["evaluate", str(run_dir / "config.yaml"), "--checkpoint", "step-3", "--out", str(out)]
+    assert main([*command, "--formats", "E4M3", "--save", str(tmp_path / "w")]) == 0
+    rows = json.loads(out.read_text())
+    losses = {
+        record["step"]: record for record in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    }
+    assert rows[0]["val_loss"] == losses[3]["val/loss"]
+    assert rows[0]["checkpoint"].endswith("step-3")
+    assert [row["format"] for row in rows] == ["E4M3 (as trained)", "none", "E4M3"]
+    names = sorted(path.name for path in (tmp_path / "w").iterdir())
+    assert names == ["E4M3-as-trained.safetensors", "E4M3.safetensors", "none.safetensors"]
+    again = [*command[:2], "--weights", str(tmp_path / "w" / names[0]), "--out", str(out)]
+    assert main(again) == 0
+    assert json.loads(out.read_text())[0]["val_loss"] == rows[0]["val_loss"]
+
+
+def test_it_says_why_a_loss_is_another_one(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(trained["float"]), "--eval.batches", "1"]) == 0
+    assert re.search(r"had val loss 3\.\d+, here it is 3\.\d+: --eval.batches$", capsys.readouterr().err.strip())
+
+
+def test_a_step_without_a_validation_has_nothing_to_be_compared_with(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tiny(checkpoint__every=2, checkpoint__last=False, train__max_steps=5), tmp_path / "a")
+    (row,) = evaluate_run(tmp_path / "a", "step-4")
+    assert row.val_loss > 0
+    assert "at step 4 did not validate" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_by_stiffness_without_rounding_is_rounded(tiny: Tiny, tmp_path: Path) -> None:
+    run(tiny(rule="stiffness-unrounded", model__format="E2M1", train__max_steps=1), tmp_path / "a")
+    own, floats, rounded = evaluate_run(tmp_path / "a", formats=["E2M1"])
+    assert (own.storage, rounded.storage) == ("continuous", "master")
+    assert floats.val_loss == own.val_loss != rounded.val_loss
+    config = tiny(rule="stiffness-unrounded", model__format="E2M1", model__init_from=tmp_path / "a")
+    assert [row.storage for row in evaluate(config, ["E2M1"])] == ["float32", "master"]
+
+
+def test_a_tied_head_is_decided_on_in_one_line(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["evaluate", str(trained["tied"]), "--formats", "E4M3"]
+    assert main(command) == 2
+    assert "--model.tied untie, --model.tied leave" in capsys.readouterr().err.splitlines()[-1]
+    sizes = []
+    for tied in ("leave", "untie"):
+        assert main([*command, f"--model.tied={tied}"]) == 0
+        sizes.append(capsys.readouterr().out)
+    assert "3,072" in sizes[0]  # the blocks'
+    assert "3,728" in sizes[1]  # and a head's
+
+
+def test_a_configuration_with_a_tied_head_has_a_way_out(
+    tmp_path: Path, corpus_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "{n_layer: 1, n_head: 2, n_embd: 16, block_size: 16, tie_weights: true}"
+    (tmp_path / "my.yaml").write_text(f"data: {{dir: {corpus_dir}}}\nmodel: {sizes}\neval: {{batches: 1}}\n")
+    command = ["evaluate", str(tmp_path / "my.yaml"), "--formats", "E4M3"]
+    assert main(command) == 2
+    assert "--model.tied untie, --model.tied leave" in capsys.readouterr().err
+    for more in (["--model.tied=untie"], ["--model.tied=leave"], ["--model.tied=leave", "--rule", "stochastic"]):
+        assert main([*command, *more]) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--checkpoint", "step-4"], r"'step-4' is not there; allowed: best, last, step-3, step-6"),
+        (["--checkpoint", "newest"], r"'newest' is not there; allowed: best, last"),
+        (["--model.n_layer=3"], r"--model.n_layer: the weights of a run have been trained; allowed: data.dir, eval"),
+        (["--model.format=E4M3"], r"give the formats to round to as --formats"),
+        (["--formats", "E4M3", "--model.storage=continuous"], r"'continuous' rounds nothing; allowed: master, grid"),
+        (["--formats", "E4M33"], r"did you mean 'E4M3'"),
+        (["--weights", "w.safetensors", "--checkpoint=last"], r"--weights says which weights"),
+    ],
+)
+def test_wrong_use_is_one_line_and_code_2(
+    trained: dict[str, Path], more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(trained["float"]), *more]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len([line for line in printed if "error" in line]) == 1
+    assert re.search(words, printed[-1]), printed
+
+
+def test_a_folder_that_is_no_run_is_named(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = trained["float"]
+    assert main(["evaluate", "e4m3", "--checkpoint", "best"]) == 2
+    assert "'e4m3' is no folder of a run" in capsys.readouterr().err
+    assert main(["evaluate", str(run_dir.parent)]) == 2
+    assert f"no folder of a run; it holds: {run_dir.parent}/bfloat16, {run_dir}" in capsys.readouterr().err
+    assert main(["evaluate", str(run_dir / "checkpoints" / "step-3")]) == 2
+    assert "is a checkpoint; give its run's folder and --checkpoint step-3" in capsys.readouterr().err
+
+
+def test_without_a_checkpoint_one_line_says_how_to_get_one(
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = shutil.copytree(trained["float"], tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    for name in (bare, bare / "config.yaml"):
+        assert main(["evaluate", str(name), "--formats", "E4M3"]) == 2
+        words = f"run {bare}/config.yaml --checkpoint.last true trains it once more and keeps one"
+        assert words in capsys.readouterr().err
+
+
+def test_another_text_than_the_run_s_is_never_taken_for_it(
+    trained: dict[str, Path], corpus_dir: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = shutil.copytree(corpus_dir, tmp_path / "moved")
+    prepare_text(text_file, tmp_path / "bytes", "byte")
+    assert main(["evaluate", str(trained["float"]), f"--data.dir={moved}"]) == 0  # the same text elsewhere
+    assert main(["evaluate", str(trained["float"]), f"--data.dir={tmp_path / 'bytes'}"]) == 2
+    assert "was trained on text of tokenizer 'char'" in capsys.readouterr().err
+    (tmp_path / "other.txt").write_text(text_file.read_text() + "the fox\n" * 200)
+    prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
+    assert main(["evaluate", str(trained["float"]), f"--data.dir={tmp_path / 'other'}"]) == 2
+    assert "numbers the characters of each text on its own" in capsys.readouterr().err
+
+
+def test_a_text_that_has_changed_under_a_run_is_named(
+    tiny: Tiny, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare_text(text_file, tmp_path / "text", "byte")
+    run(tiny(data__dir=tmp_path / "text", train__max_steps=1), tmp_path / "run")
+    (tmp_path / "other.txt").write_text(text_file.read_text()[::-1])
+    prepare_text(tmp_path / "other.txt", tmp_path / "text", "byte")
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "is not the text that" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run"), f"--data.dir={tmp_path / 'text'}"]) == 0
+    assert re.search(r"had val loss 5\.\d+, here it is 5\.\d+: --data.dir$", capsys.readouterr().err.strip())

@@ -1,0 +1,200 @@
+"""`model.init_from: runs/X`: a training starts from the weights of another run, exactly, and goes on without it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanogpt_bench.checkpoint import Contents, commit, read
+from nanogpt_bench.cli import main
+from nanogpt_bench.config import Config
+from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.data import open_corpus
+from nanogpt_bench.errors import BenchError
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.run_state import restore
+from nanogpt_bench.settings import load_config
+from nanogpt_bench.step import Trainer, initial_model
+from nanogpt_bench.train import run
+from nanogpt_bench.trained import choose
+from nanogpt_bench.verify import check_run
+
+Tiny = Callable[..., Config]
+
+
+@pytest.mark.parametrize("kind", ["float", "one byte", "master copy", "bfloat16", "tied", "untied"])
+def test_a_model_starts_from_the_very_weights_of_a_run(tiny: Tiny, trained: dict[str, Path], kind: str) -> None:
+    settings = load_config(trained[kind] / "config.yaml")
+    theirs = Trainer(resolve(settings), open_corpus(settings), torch.device("cpu"))
+    restore(read(trained[kind] / "checkpoints" / "step-6"), theirs, [])
+    config = resolve(tiny(model__init_from=trained[kind]))
+    assert config.model.init_from == str(trained[kind] / "checkpoints" / "step-6")
+    ours = initial_model(config, open_corpus(config))
+    for name, weight in ours.named_parameters():
+        expected = theirs.model.get_parameter(name).detach()
+        expected = expected.dequantize() if hasattr(expected, "codes") else expected.float()
+        assert torch.equal(weight, expected), name
+
+
+def test_a_run_goes_on_where_the_other_one_ended(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
+    first = run(tiny(model__init_from=trained["float"]), tmp_path / "more")
+    other = json.loads((trained["float"] / "summary.json").read_text())
+    assert first["first_val_loss"] == other["final_val_loss"]
+    facts = json.loads((tmp_path / "more" / "environment.json").read_text())["init_from"]
+    assert facts["checkpoint"] == str(trained["float"] / "checkpoints" / "step-6")
+    assert len(facts["sha256"]) == 64
+    named = load_config(tmp_path / "more" / "config.yaml").model
+    assert (named.init_from, named.size, named.n_layer) == (facts["checkpoint"], None, 1)
+
+
+def test_it_resumes_to_the_same_bits_whatever_became_of_the_other(
+    tiny: Tiny, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    start = shutil.copytree(trained["one byte"], tmp_path / "start")
+    settings = {"rule": "nearest", "model__format": "E5M2", "checkpoint__every": 3}
+    whole = run(tiny(model__init_from=start / "checkpoints" / "step-3", **settings), tmp_path / "cut")
+    (tmp_path / "cut" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-6")
+    shutil.rmtree(start / "checkpoints" / "step-3")
+    # The folder's newest checkpoint is another one now: the run goes on from the one that it began with.
+    again = run(tiny(model__init_from=start, **settings), tmp_path / "cut", resume=True)
+    assert again["final_val_loss"] == whole["final_val_loss"]
+
+
+def test_without_either_nothing_begins(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
+    start = shutil.copytree(trained["float"], tmp_path / "start")
+    config = tiny(model__init_from=start, checkpoint__every=3)
+    run(config, tmp_path / "cut")
+    (tmp_path / "cut" / "summary.json").unlink()
+    shutil.rmtree(start / "checkpoints" / "step-6")
+    for path in (tmp_path / "cut" / "checkpoints").glob("*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BenchError, match="does not exist any more, and nothing whole to go on from"):
+        run(config, tmp_path / "cut", resume=True, say=lambda _: None)
+
+
+def test_a_named_size_that_is_the_run_s_own_is_no_contradiction(tiny: Tiny, trained: dict[str, Path]) -> None:
+    said = load_config(trained["float"] / "config.yaml", [f"--model.init_from={trained['float']}"])
+    assert said.model.size == "0.8M"
+    assert resolve(said).model.size is None
+    with pytest.raises(BenchError, match=r"model.size: '10M' can't be used"):
+        resolve(load_config(None, ["--model.size=10M", f"--model.init_from={trained['float']}"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "words"),
+    [
+        ("", ["--model.n_embd=32"], "model.n_embd: 32 is not that of the checkpoint"),
+        ("", ["--model.block_size=99"], "model.block_size: 99 is more than the 16 positions"),
+        ("checkpoints/step-5", [], "step-5' does not exist; give a run's folder, or one of its checkpoints: .*step-6"),
+        ("nothing", [], "nothing' does not exist; give"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    trained: dict[str, Path],
+    tmp_path: Path,
+    path: str,
+    more: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "my.yaml").write_text("rule: fp32\n")
+    start = f"--model.init_from={trained['float'] / path}"
+    assert main(["run", str(tmp_path / "my.yaml"), start, "--name=x", *more]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert re.search(words, printed), printed
+
+
+def test_a_run_without_checkpoints_says_how_to_get_one(tiny: Tiny, trained: dict[str, Path], tmp_path: Path) -> None:
+    bare = shutil.copytree(trained["float"], tmp_path / "bare")
+    shutil.rmtree(bare / "checkpoints")
+    with pytest.raises(BenchError, match=r"has no checkpoint; nanogpt-bench run .*config.yaml --checkpoint.last true"):
+        resolve(tiny(model__init_from=bare))
+
+
+def test_a_damaged_checkpoint_and_another_text_are_refused(
+    tiny: Tiny, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    hurt = shutil.copytree(trained["float"], tmp_path / "hurt")
+    path = hurt / "checkpoints" / "step-6" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    config = resolve(tiny(model__init_from=hurt))
+    with pytest.raises(BenchError, match=r"model.init_from: checkpoint .* does not have the sha256"):
+        initial_model(config, open_corpus(config))
+    (tmp_path / "other.txt").write_text("".join(map(chr, range(65, 106))) * 40)  # as many characters, other ones
+    prepare_text(tmp_path / "other.txt", tmp_path / "other", "char")
+    config = resolve(tiny(model__init_from=trained["float"], data__dir=tmp_path / "other"))
+    with pytest.raises(BenchError, match="numbers the characters of each text on its own"):
+        initial_model(config, open_corpus(config))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"config": None}, "state.json does not have the run's settings"),
+        ({"config": {"model": 7}}, "model: 7 is not a section"),
+        ({"config": {"model": {"n_layer": "many"}}}, "model.n_layer: 'many' is not allowed"),
+        ({"config": {"modle": {}}}, "has no weights of a GPT"),  # a section nobody asks for is not looked at
+        (
+            {"config": {"model": {"n_layer": 10**9, "n_head": 1, "n_embd": 8, "block_size": 4}}},
+            "settings for 768,000,0",
+        ),
+    ],
+)
+def test_a_checkpoint_that_attacks_is_one_line(tmp_path: Path, changed: dict[str, object], words: str) -> None:
+    tensors = {"token_embedding.weight": torch.ones(3, 8)}
+    folder = commit(tmp_path, Contents(1, {"model": tensors}, facts=changed), keep_last=1)
+    with pytest.raises(BenchError, match=words):
+        resolve(load_config(None, [f"--model.init_from={folder}"]))
+
+
+def test_the_best_checkpoint_is_kept_apart(tiny: Tiny, tmp_path: Path) -> None:
+    settings = {"eval__interval": 1, "train__max_steps": 4, "optimizer__lr": 0.5, "optimizer__warmup_steps": 6}
+    found = run(tiny(checkpoint__best=True, **settings), tmp_path / "a")
+    losses = {
+        record["step"]: record["val/loss"]
+        for record in map(json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
+    }
+    lowest = min(losses, key=lambda step: losses[step])
+    assert 0 < lowest < 4  # or this shows nothing
+    assert losses[lowest] == found["best_val_loss"]
+    assert [path.name for path in (tmp_path / "a" / "best" / "checkpoints").iterdir()] == [f"step-{lowest}"]
+    assert [path.name for path in (tmp_path / "a" / "checkpoints").iterdir()] == ["step-4"]
+    assert choose(tmp_path / "a", "best") == tmp_path / "a" / "best" / "checkpoints" / f"step-{lowest}"
+    assert check_run(tmp_path / "a").problems == []
+    hurt = tmp_path / "a" / "best" / "checkpoints" / f"step-{lowest}" / "state.json"
+    hurt.write_bytes(hurt.read_bytes()[:-1])
+    assert any(f"step-{lowest}': state.json" in line for line in check_run(tmp_path / "a").problems)
+    run(tiny(**settings), tmp_path / "b")
+    with pytest.raises(BenchError, match=r"has kept no checkpoint of its lowest .* --checkpoint.best true"):
+        choose(tmp_path / "b", "best")
+    for other in ("metrics.jsonl", "summary.json"):  # watching for the best changes nothing else
+        names = ("train/loss", "val/loss", "final_val_loss", "best_val_loss")
+        ours, theirs = (
+            [{name: json.loads(line).get(name) for name in names} for line in _lines(tmp_path / run_dir / other)]
+            for run_dir in "ab"
+        )
+        assert ours == theirs
+
+
+def _lines(path: Path) -> list[str]:
+    text = path.read_text()
+    return [text] if path.suffix == ".json" else text.splitlines()
+
+
+def test_a_best_checkpoint_of_steps_that_are_undone_is_withdrawn(tiny: Tiny, tmp_path: Path) -> None:
+    settings = tiny(eval__interval=1, checkpoint__every=3, checkpoint__best=True, checkpoint__last=False)
+    run(settings, tmp_path / "a")
+    best = tmp_path / "a" / "best" / "checkpoints"
+    assert [path.name for path in best.iterdir()] == ["step-6"]
+    shutil.rmtree(tmp_path / "a" / "checkpoints" / "step-6")
+    settings.optimizer.lr = 3.0
+    run(settings, tmp_path / "a", resume=True, allow_config_change=True, say=lambda _: None)
+    assert not list(best.iterdir())
