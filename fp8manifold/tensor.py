@@ -273,7 +273,7 @@ class FP8Tensor(EncodedTensor):
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
         self.codes.copy_(self._encoded(values, self.scale, self.rounding))
-        self._drop_remainder()
+        self._changed()
 
     def adopt(self, other: "FP8Tensor") -> None:
         """Take codes, scale and counter of ``other``, in place and exactly; what ``copy_`` of a tensor does.
@@ -292,9 +292,15 @@ class FP8Tensor(EncodedTensor):
             )
         for own, part in ((self.codes, other.codes), (self.scale, scale), (self.counter, other.counter)):
             own.copy_(part)
-        self._drop_remainder()
+        self._changed()
 
-    def _drop_remainder(self) -> None:
+    def _changed(self) -> None:
+        """After every write: autograd then refuses what it saved before, and what the last rounding left is void.
+
+        Codes are written behind autograd's back: the version that it compares is that of the tensor it knows.
+        """
+        if not is_traced(self.codes):
+            torch.autograd.graph.increment_version(self)
         if self.remainder is not None:
             self.remainder.zero_()  # for those that share it
             self.remainder = None
@@ -344,7 +350,7 @@ class FP8Tensor(EncodedTensor):
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
         self.codes.copy_(self._encoded(values, new, "stochastic"))
         self.scale.copy_(new)
-        self._drop_remainder()
+        self._changed()
         return self
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:

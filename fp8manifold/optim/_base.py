@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.optim._accepted import check_entry, check_parameters, check_state
-from fp8manifold.optim._engine import Job, key_row, run, settle
+from fp8manifold.optim._engine import Job, key_row, note_changes, run, settle
 from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
@@ -303,6 +303,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             keys = torch.tensor([_keys(plan.job) for plan in plans], dtype=torch.int32).to(device)
             for plan, number_row, keys_row in zip(plans, numbers.unbind(), keys.unbind(), strict=True):
                 self._take_one(plan, number_row, keys_row)
+        note_changes([plan.parameter for plan in planned])
 
     def _take_one(self, plan: Planned, numbers: Tensor, keys: Tensor) -> None:
         job, state = plan.job, plan.state
