@@ -172,26 +172,49 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; tensors keep the dtype they were saved in.
 
+        What hooks before the loading make of the state is what is checked and loaded, and hooks after it see all of it.
+
         Raises:
             TypeError: no state, or an option in it of another type.
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
-        check_state(self, state_dict)
+        if not isinstance(state_dict, dict):
+            check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
+        loaded: list[dict[str, Any]] = []
+
+        def check(_: object, given: dict[str, Any]) -> None:
+            self._check_loaded(given, schedules)
+            loaded.append(given)
+
+        def take_over(_: object) -> None:
+            for group, ours in zip(self.param_groups, schedules, strict=True):
+                group.update({name: value for name, value in ours.items() if name not in group})
+            self._restore_dtypes(loaded[0])
+            for name in _COUNTS:
+                setattr(self, name, int(loaded[0].get(name, 0)))
+
+        # after the hooks that change what is loaded, and before those that change what was
+        hooks = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take_over, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_loaded(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
+        """Raise before anything has changed unless a state is one for these parameters, with options in range."""
+        check_state(self, state_dict)
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
             merged = ours | saved | {"params": group["params"]}
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 stores = self._stores_moments(parameter)
                 check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
-        extra = (*_COUNTS, "optimizer")
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
-        for group, ours in zip(self.param_groups, schedules, strict=True):
-            group.update({name: value for name, value in ours.items() if name not in group})
-        self._restore_dtypes(state_dict)
-        for name in _COUNTS:
-            setattr(self, name, int(state_dict.get(name, 0)))
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
         """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes."""
