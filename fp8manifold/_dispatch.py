@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fp8manifold._storage import dequantize_codes, is_traced
+from fp8manifold._stored_scale import refit_scale_
 
 __all__ = ["DTYPES", "EncodedTensor"]
 
@@ -32,6 +33,17 @@ _FACTORIES: Final = {
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 }
+
+
+_FILLS: Final = {
+    getattr(getattr(_aten, name), overload)
+    for name in (
+        *("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_"),
+        *("fill_", "zero_"),
+    )
+    for overload in getattr(_aten, name).overloads()
+}
+"""Operators whose result has nothing to do with what they write over."""
 
 
 class EncodedTensor(torch.Tensor):
@@ -270,11 +282,35 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_implements(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another FP8Tensor exactly; anything else is rounded."""
+    """Another FP8Tensor exactly; anything else is rounded, at a scale that suits it."""
     x, source = args[0], args[1]
-    if not _is_whole(x) or not _is_whole(source):
+    if _is_whole(x) and _is_whole(source):
+        x.adopt(source)
+        return x
+    return _replace(x, lambda values: values.copy_(_plain(source)), fresh=False)
+
+
+@_implements(*_FILLS)
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What was there is gone, and its scale with it."""
+    return _replace(args[0], lambda values: func(values, *_plain(args[1:]), **_plain(kwargs)), fresh=True)
+
+
+def _replace(x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
+    """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
+    if not isinstance(x, EncodedTensor):
         return NotImplemented
-    x.adopt(source)
+    root: Any = x
+    replays: list[Replay] = []
+    while isinstance(root, View):
+        replays.append(root.replay)
+        root = root.base
+    if x.numel() != root.numel() or is_traced(root.codes):
+        return NotImplemented
+    values = root.dequantize().float()
+    put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
+    refit_scale_(root, values, fresh=fresh)
+    root.write(values)
     return x
 
 
@@ -284,7 +320,9 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x = args[0]
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
         return NotImplemented
-    return x.with_parts(lambda part: torch.empty_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
+    made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
+    made.scale.fill_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
+    return made
 
 
 @_implements(_aten.embedding.default)

@@ -21,13 +21,14 @@ from fp8manifold._storage import (
     remainder_of,
 )
 from fp8manifold._stored_scale import (
-    broadcasts_to,
+    check_adopts,
     check_covers,
     describe_change,
     describe_scale,
     fresh_scale,
+    given_narrower,
     given_scale,
-    power_of_two,
+    warn_if_lost,
     warn_if_saturated,
 )
 from fp8manifold._traits import ROUNDINGS, Rounding, Traits
@@ -48,7 +49,10 @@ class FP8Tensor(EncodedTensor):
 
     To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
     operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
-    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.
+    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.  The scale
+    stays, unless all values are replaced: what fills a tensor (``normal_``, and with it ``nn.init``) takes a fresh
+    one, and so does a float tensor that is copied into it (``load_state_dict``) wherever the present one would
+    saturate or lose it.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
@@ -269,9 +273,11 @@ class FP8Tensor(EncodedTensor):
     def write(self, values: Tensor) -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        Where some saturate, a :class:`SaturationWarning` says so.
+        Where some saturate, a :class:`SaturationWarning` says so; where all under a scale are lost, an
+        :class:`UnderflowWarning` does.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
+        warn_if_lost(values, self.scale, self.format, self.granularity)
         self.codes.copy_(self._encoded(values, self.scale, self.rounding))
         self._changed()
 
@@ -281,24 +287,14 @@ class FP8Tensor(EncodedTensor):
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
-        if other.format != self.format:
-            raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {self.format.name}")
-        if other.shape != self.shape:
-            raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
         scale = other.expanded_scale() if other.block_size != self.block_size else other.scale
-        if not broadcasts_to(scale.shape, self.scale.shape):
-            raise ValueError(
-                f"the other tensor has a scale for each {other.granularity}, this one for each {self.granularity}"
-            )
+        check_adopts(self, other, scale)
         for own, part in ((self.codes, other.codes), (self.scale, scale), (self.counter, other.counter)):
             own.copy_(part)
         self._changed()
 
     def _changed(self) -> None:
-        """After every write: autograd then refuses what it saved before, and what the last rounding left is void.
-
-        Codes are written behind autograd's back: the version that it compares is that of the tensor it knows.
-        """
+        """After every write: autograd, which knows of no codes, refuses what it saved; the last remainder is void."""
         if not is_traced(self.codes):
             torch.autograd.graph.increment_version(self)
         if self.remainder is not None:
@@ -341,10 +337,7 @@ class FP8Tensor(EncodedTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=self.device))
-        if not broadcasts_to(new.shape, self.scale.shape):
-            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(self.scale.shape)}")
-        new, largest = new.expand(self.scale.shape), self.largest()
+        new, largest = given_narrower(scale, self.scale), self.largest()
         check_covers(new, largest, self.format)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
