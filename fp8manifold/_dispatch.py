@@ -8,12 +8,13 @@ tensor.  What copies a tensor as a whole (``detach``, ``clone``, ``to``) gives a
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Final
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fp8manifold._refusals import NoStorage, check_not_distributed, guard_memory, refuse_memory
 from fp8manifold._storage import dequantize_codes, is_traced
 from fp8manifold._stored_scale import refit_scale_
 
@@ -56,6 +57,7 @@ class EncodedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator of torch's."""
+        check_not_distributed(func)
         return _run(func, args, kwargs or {})
 
     def dequantize(self) -> Tensor:
@@ -64,6 +66,10 @@ class EncodedTensor(torch.Tensor):
 
     def write(self, values: Tensor) -> None:
         """Encode values of the tensor's shape in place of the present ones."""
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """The parts that a compiler sees, by name, and everything else that makes the tensor."""
         raise NotImplementedError
 
     def _stable_hash_for_caching(self) -> str:
@@ -81,6 +87,40 @@ class EncodedTensor(torch.Tensor):
             raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
         with torch.no_grad():
             self.copy_(values)
+
+    def share_memory_(self) -> Self:
+        """Move every part into memory that processes share."""
+        for part in self._held():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether processes share the parts."""
+        return all(bool(part.is_shared()) for part in self._held())
+
+    def _held(self) -> list[Any]:
+        """What it is made of."""
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
+    def untyped_storage(self) -> Any:
+        """Its size, and nothing else: there is no memory full of floats."""
+        return NoStorage(super().untyped_storage())
+
+    def storage(self) -> NoReturn:
+        """Refused: it would be empty."""
+        refuse_memory("storage")
+
+    def data_ptr(self) -> NoReturn:
+        """Refused: there is nothing at that address."""
+        refuse_memory("address")
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        """Refused: there are no floats to share."""
+        refuse_memory("memory")
+
+    def __dlpack_device__(self) -> NoReturn:
+        """Refused, as :meth:`__dlpack__`."""
+        refuse_memory("memory")
 
     def tolist(self) -> Any:
         """The values as nested lists."""
@@ -127,6 +167,7 @@ class View(EncodedTensor):
             cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
         )
         view.base, view.replay = base, replay
+        guard_memory(view)
         return view
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._dispatch import DTYPES, EncodedTensor
 from fp8manifold._float_bits import working_dtype
+from fp8manifold._refusals import guard_memory
 from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
@@ -50,9 +51,8 @@ class FP8Tensor(EncodedTensor):
     To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
     operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
     rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.  The scale
-    stays, unless all values are replaced: what fills a tensor (``normal_``, and with it ``nn.init``) takes a fresh
-    one, and so does a float tensor that is copied into it (``load_state_dict``) wherever the present one would
-    saturate or lose it.
+    stays, unless all values are replaced: what fills a tensor (``normal_``, ``nn.init``) takes a fresh one, and so do
+    floats that are copied into it (``load_state_dict``) wherever the present one would saturate or lose them.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
@@ -218,6 +218,7 @@ class FP8Tensor(EncodedTensor):
         )
         self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
         self.format, self.rounding, self.seed, _, self.block_size = traits
+        guard_memory(self)
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
@@ -273,8 +274,7 @@ class FP8Tensor(EncodedTensor):
     def write(self, values: Tensor) -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        Where some saturate, a :class:`SaturationWarning` says so; where all under a scale are lost, an
-        :class:`UnderflowWarning` does.
+        A :class:`SaturationWarning` says where some saturate, an :class:`UnderflowWarning` where all of a scale are lost.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
         warn_if_lost(values, self.scale, self.format, self.granularity)
@@ -302,7 +302,7 @@ class FP8Tensor(EncodedTensor):
             self.remainder = None
 
     def _encoded(self, values: Tensor, scale: Tensor, rounding: str) -> Tensor:
-        """Codes of values under a scale; stochastic rounding advances the counter."""
+        """Codes of values under a scale; stochastic rounding is counted."""
         steps = values / expand_scale(scale, self.block_size, self.codes.shape)
         if is_traced(self.codes):
             return encode_in_graph(steps, self.format, rounding)
