@@ -274,7 +274,7 @@ class FP8Tensor(EncodedTensor):
     def write(self, values: Tensor) -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        A :class:`SaturationWarning` says where some saturate, an :class:`UnderflowWarning` where all of a scale are lost.
+        :class:`SaturationWarning` says where some saturate, :class:`UnderflowWarning` where all under a scale are lost.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
         warn_if_lost(values, self.scale, self.format, self.granularity)
