@@ -13,7 +13,7 @@ from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
-from fp8manifold.scaling import SaturationWarning, amax_scale, storage_scale, widened_scale
+from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "SaturationWarning",
     "Scale",
     "StiffnessManifold",
+    "UnderflowWarning",
     "amax_scale",
     "decode",
     "dequantize_model",

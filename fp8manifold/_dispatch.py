@@ -8,13 +8,15 @@ tensor.  What copies a tensor as a whole (``detach``, ``clone``, ``to``) gives a
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Final
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fp8manifold._refusals import NoStorage, check_not_distributed, guard_memory, refuse_memory
 from fp8manifold._storage import dequantize_codes, is_traced
+from fp8manifold._stored_scale import refit_scale_
 
 __all__ = ["DTYPES", "EncodedTensor"]
 
@@ -34,6 +36,17 @@ _FACTORIES: Final = {
 }
 
 
+_FILLS: Final = {
+    getattr(getattr(_aten, name), overload)
+    for name in (
+        *("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_"),
+        *("fill_", "zero_"),
+    )
+    for overload in getattr(_aten, name).overloads()
+}
+"""Operators whose result has nothing to do with what they write over."""
+
+
 class EncodedTensor(torch.Tensor):
     """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
 
@@ -44,6 +57,7 @@ class EncodedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator of torch's."""
+        check_not_distributed(func)
         return _run(func, args, kwargs or {})
 
     def dequantize(self) -> Tensor:
@@ -52,6 +66,10 @@ class EncodedTensor(torch.Tensor):
 
     def write(self, values: Tensor) -> None:
         """Encode values of the tensor's shape in place of the present ones."""
+        raise NotImplementedError
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """The parts that a compiler sees, by name, and everything else that makes the tensor."""
         raise NotImplementedError
 
     def _stable_hash_for_caching(self) -> str:
@@ -69,6 +87,40 @@ class EncodedTensor(torch.Tensor):
             raise TypeError(f"{type(self).__name__} appears as float32 or bfloat16, not {values.dtype}")
         with torch.no_grad():
             self.copy_(values)
+
+    def share_memory_(self) -> Self:
+        """Move every part into memory that processes share."""
+        for part in self._held():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether processes share the parts."""
+        return all(bool(part.is_shared()) for part in self._held())
+
+    def _held(self) -> list[Any]:
+        """What it is made of."""
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
+    def untyped_storage(self) -> Any:
+        """Its size, and nothing else: there is no memory full of floats."""
+        return NoStorage(super().untyped_storage())
+
+    def storage(self) -> NoReturn:
+        """Refused: it would be empty."""
+        refuse_memory("storage")
+
+    def data_ptr(self) -> NoReturn:
+        """Refused: there is nothing at that address."""
+        refuse_memory("address")
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        """Refused: there are no floats to share."""
+        refuse_memory("memory")
+
+    def __dlpack_device__(self) -> NoReturn:
+        """Refused, as :meth:`__dlpack__`."""
+        refuse_memory("memory")
 
     def tolist(self) -> Any:
         """The values as nested lists."""
@@ -115,6 +167,7 @@ class View(EncodedTensor):
             cls, size, strides=stride, storage_offset=offset, dtype=base.dtype, device=base.device
         )
         view.base, view.replay = base, replay
+        guard_memory(view)
         return view
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -270,11 +323,35 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @_implements(_aten.copy_.default)
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another FP8Tensor exactly; anything else is rounded."""
+    """Another FP8Tensor exactly; anything else is rounded, at a scale that suits it."""
     x, source = args[0], args[1]
-    if not _is_whole(x) or not _is_whole(source):
+    if _is_whole(x) and _is_whole(source):
+        x.adopt(source)
+        return x
+    return _replace(x, lambda values: values.copy_(_plain(source)), fresh=False)
+
+
+@_implements(*_FILLS)
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What was there is gone, and its scale with it."""
+    return _replace(args[0], lambda values: func(values, *_plain(args[1:]), **_plain(kwargs)), fresh=True)
+
+
+def _replace(x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
+    """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
+    if not isinstance(x, EncodedTensor):
         return NotImplemented
-    x.adopt(source)
+    root: Any = x
+    replays: list[Replay] = []
+    while isinstance(root, View):
+        replays.append(root.replay)
+        root = root.base
+    if x.numel() != root.numel() or is_traced(root.codes):
+        return NotImplemented
+    values = root.dequantize().float()
+    put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
+    refit_scale_(root, values, fresh=fresh)
+    root.write(values)
     return x
 
 
@@ -284,7 +361,9 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     x = args[0]
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
         return NotImplemented
-    return x.with_parts(lambda part: torch.empty_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
+    made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
+    made.scale.fill_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
+    return made
 
 
 @_implements(_aten.embedding.default)

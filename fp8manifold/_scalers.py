@@ -38,6 +38,10 @@ class Scaler(nn.Module):
         """The scale for ``x``."""
         raise NotImplementedError
 
+    def reset_parameters(self) -> None:
+        """Begin anew, as before the first tensor."""
+        self.value = torch.ones((), device=self.value.device)
+
 
 class Scale(Scaler):
     """The amax scale of one tensor through training: computed anew, frozen, or from the magnitudes of the past.
@@ -90,6 +94,7 @@ class Scale(Scaler):
         self.pow2 = pow2 or granularity == "block"
         self.register_buffer("value", torch.ones(()))
         self.register_buffer("frozen", torch.tensor(False))
+        self._length = history
         if policy == "delayed":
             self.register_buffer("history", torch.zeros(history))
 
@@ -116,6 +121,13 @@ class Scale(Scaler):
         if self.policy == "delayed":
             return self._delayed(self._amax(x))
         return self.value if self.policy == "static" and bool(self.frozen) else self._fresh(x)
+
+    def reset_parameters(self) -> None:
+        """Begin anew, as before the first tensor."""
+        super().reset_parameters()
+        self.frozen.fill_(False)
+        if self.policy == "delayed":
+            self.history = torch.zeros(self._length, device=self.value.device)
 
     def extra_repr(self) -> str:
         """Format, granularity and policy."""
@@ -163,7 +175,12 @@ class FixedScale(Scaler):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
+        self._given = scale
         self.register_buffer("value", torch.tensor(scale))
+
+    def reset_parameters(self) -> None:
+        """Put the scale that was given back."""
+        self.value.fill_(self._given)
 
     def forward(self, x: Tensor) -> Tensor:
         """The scale."""
@@ -187,6 +204,12 @@ class SharedAmax(nn.Module):
         self.register_buffer("running", torch.zeros(()))
         self._seen: set[int] = set()
         self._members = 0
+
+    def reset_parameters(self) -> None:
+        """Begin anew, as before the first pass."""
+        self.value.zero_()
+        self.running.zero_()
+        self._seen.clear()
 
     def join(self) -> int:
         """A number for one more tensor."""

@@ -1,24 +1,42 @@
 """The power-of-two scales of stored weights: made, checked against a shape, and described in words."""
 
+import logging
 import warnings
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8manifold._storage import is_traced
 from fp8manifold.formats import FloatFormat
-from fp8manifold.scaling import BLOCK_SIZE, Granularity, SaturationWarning, storage_scale
+from fp8manifold.grid import round_to_grid
+from fp8manifold.scaling import (
+    BLOCK_SIZE,
+    Granularity,
+    SaturationWarning,
+    UnderflowWarning,
+    amax_of,
+    refitted_scale,
+    storage_scale,
+)
 
 __all__ = [
     "broadcasts_to",
+    "check_adopts",
     "check_covers",
     "describe_change",
     "describe_scale",
     "fresh_scale",
+    "given_narrower",
     "given_scale",
     "power_of_two",
+    "refit_scale_",
+    "warn_if_lost",
     "warn_if_saturated",
 ]
+
+
+_LOG: Final = logging.getLogger("fp8manifold")
 
 
 def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom: float | None) -> Tensor:
@@ -47,6 +65,30 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
         f"scale has shape {tuple(tensor.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
         f"needs {tuple(shape)}"
     )
+
+
+def given_narrower(scale: float | Tensor, present: Tensor) -> Tensor:
+    """A scale that the caller chose in place of the present one, in its shape.
+
+    Raises:
+        ValueError: no power of two, or another shape.
+    """
+    new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=present.device))
+    if not broadcasts_to(new.shape, present.shape):
+        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(present.shape)}")
+    return new.expand(present.shape)
+
+
+def check_adopts(own: Any, other: Any, scale: Tensor) -> None:
+    """Raise ValueError unless one tensor of codes can take another's, at the scale that it has in blocks of its own."""
+    if other.format != own.format:
+        raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
+    if other.shape != own.shape:
+        raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(own.shape)}")
+    if not broadcasts_to(scale.shape, own.scale.shape):
+        raise ValueError(
+            f"the other tensor has a scale for each {other.granularity}, this one for each {own.granularity}"
+        )
 
 
 def power_of_two(scale: Tensor) -> Tensor:
@@ -116,6 +158,42 @@ def warn_if_saturated(values: Tensor, scale: Tensor, fmt: FloatFormat) -> None:
             SaturationWarning,
             stacklevel=2,
         )
+
+
+def warn_if_lost(values: Tensor, scale: Tensor, fmt: FloatFormat, granularity: str) -> None:
+    """Warn where even the largest of the values under a scale rounds to zero."""
+    if is_traced(scale) or is_traced(values) or not values.numel():
+        return
+    amax = amax_of(values, granularity)
+    lost = int(((amax > 0) & (amax <= scale * (fmt.ulp_min / 2))).sum())
+    if lost:
+        warnings.warn(
+            f"under {lost} of {amax.numel()} scales all values are below half a step of a stored {fmt.name} weight, "
+            "and most become 0: narrow it with adapt_scale_ or rescale_ beforehand, or make a new FP8Parameter of them",
+            UnderflowWarning,
+            stacklevel=2,
+        )
+
+
+def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
+    """Set the scale for values that are to take the place of all there are.
+
+    Args:
+        x: the tensor of codes; its scale may be memory without values.
+        values: float32, of the tensor's shape.
+        fresh: take a fresh scale for all that are not zero; otherwise only where the present one does not suit them
+            and they are not points of its grid already, as those of a step are.
+    """
+    amax = amax_of(values, x.granularity)
+    if not bool(amax.isfinite().all()):
+        return
+    new = refitted_scale(amax, torch.where(amax > 0, 0.0, x.scale) if fresh else x.scale, x.format)
+    if torch.equal(new, x.scale):
+        return
+    units = values / x.expanded_scale()
+    if fresh or not torch.equal(round_to_grid(units, x.format), units):
+        _LOG.info("%s of shape %s: %s", x.format.name, tuple(x.shape), describe_change(x.scale, new))
+        x.scale.copy_(new)
 
 
 def _exponents(scale: Tensor) -> tuple[int, int]:

@@ -71,7 +71,9 @@ class StiffnessManifold(geoopt.Manifold):  # type: ignore[misc]  # geoopt is unt
         self.format = as_format(fmt)
         self.metric = metric
         self._chart = chart_of(self.format, metric)
-        self._steps_to_end = float(self._chart.forward(torch.tensor(self.format.max, dtype=torch.float64)))
+        self._steps_to_end = float(
+            self._chart.forward(torch.tensor(self.format.max, dtype=torch.float64, device="cpu"))
+        )
         self.register_buffer("scale", _checked_scale(scale))
         self.register_buffer("format_fields", torch.tensor(_fields(self.format)))
 
@@ -335,7 +337,7 @@ def _checked_scale(scale: ScaleLike) -> Tensor:
     tensor = torch.as_tensor(scale).detach().clone()
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())
-    if not bool((tensor.isfinite() & (tensor > 0)).all()):
+    if not tensor.is_meta and not bool((tensor.isfinite() & (tensor > 0)).all()):
         bad = tensor[~(tensor.isfinite() & (tensor > 0))].flatten()[0].item()
         raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
     return tensor

@@ -1,5 +1,6 @@
 """Quantised linear layers."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal, Self
@@ -11,17 +12,20 @@ from torch import Tensor, nn
 
 from fp8manifold._checks import check_choice, check_number
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
-from fp8manifold._layer_spec import LayerSpec, check_options_are_taken
+from fp8manifold._grid_weight import check_dtype_holds, keep_on_manifold, prepare_grid_state, renew_grid_weight
+from fp8manifold._layer_checks import check_blocks, check_storage
+from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
 from fp8manifold._scaled_rounding import Key, rounded_at
 from fp8manifold._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
 from fp8manifold._storage import expand_scale
+from fp8manifold._stored_scale import fresh_scale
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.scaling import BLOCK_SIZE, storage_scale
+from fp8manifold.scaling import BLOCK_SIZE, Granularity
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["STORAGES", "QuantizedLinear", "Storage"]
@@ -98,7 +102,7 @@ class QuantizedLinear(nn.Linear):
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
-        _check_storage(storage, spec, keep_remainder)
+        check_storage(storage, spec, keep_remainder)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
@@ -111,7 +115,7 @@ class QuantizedLinear(nn.Linear):
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
         self._defers = defer_weight_gradient
         self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
-        _check_blocks(self._operands, linear)
+        check_blocks(self._operands, linear)
         self._take_weight(linear.weight, headroom, rounding, seed)
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
@@ -259,7 +263,7 @@ class QuantizedLinear(nn.Linear):
         seed: int,
     ) -> None:
         assert operand.granularity is not None
-        scale = storage_scale(weight.detach(), operand.format, operand.granularity, headroom=headroom)
+        scale = fresh_scale(weight.detach(), operand.format, operand.granularity, headroom)
         manifold = FP8Manifold(operand.format, scale, rounding, seed)
         self.manifold = manifold
         projected = manifold.projx(weight.detach())
@@ -281,13 +285,46 @@ class QuantizedLinear(nn.Linear):
             requires_grad=weight.requires_grad,
         )
 
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weight and bias anew as ``nn.Linear`` does, at a fresh scale; counts and measured scales begin anew.
+
+        It fills memory without values too (``Module.to_empty``).
+        """
+        kept = {"device": self.weight.device, "dtype": self.weight.dtype}
+        fresh = nn.Linear(self.in_features, self.out_features, self.bias is not None, **kept)
+        if self.bias is not None:
+            self.bias.copy_(fresh.bias)
+        if isinstance(self.weight, FP8Parameter):
+            weight = self._in_codes(fresh.weight, self.weight.format, self.weight.rounding, self.weight.seed)
+            self.weight.adopt(weight)
+            self.weight.remainder = weight.remainder
+        elif self.manifold is not None:
+            renew_grid_weight(self.weight, self.manifold, fresh.weight, *self._placing(), self._seed)
+        else:
+            self.weight.copy_(fresh.weight)
+        for module in self.children():
+            if isinstance(module, Scaler | SharedAmax):
+                module.reset_parameters()
+        if hasattr(self, "draws"):
+            self.draws.zero_()
+
+    def _placing(self) -> tuple[Granularity, float | None]:
+        """Granularity and headroom of a stored weight's scale."""
+        granularity = self._operands["weight"].granularity
+        assert granularity is not None
+        return granularity, self._headroom
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse a dtype that stored codes can't appear as, before anything has changed."""
-        if isinstance(self.weight, FP8Tensor):
-            dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
-            if dtype not in (torch.float32, torch.bfloat16):
-                raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
+        """Refuse a dtype that the stored weights can't appear as, before anything has changed."""
+        dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
+        if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
+        if self.manifold is not None:
+            check_dtype_holds(self.manifold, dtype)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.manifold is not None:
+            keep_on_manifold(self.weight, self.manifold)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -298,19 +335,35 @@ class QuantizedLinear(nn.Linear):
             saved.remainder = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Codes are taken as they are, floats are rounded."""
+        """Take what hooks have made of the state: codes as they are, floats rounded."""
+        hooks, self._load_state_dict_pre_hooks = self._load_state_dict_pre_hooks, OrderedDict()
+        try:
+            for hook in hooks.values():
+                hook(state_dict, prefix, *args)
+            if refusal := self._prepare_state(state_dict, prefix):
+                args[-1].append(refusal)
+            else:
+                super()._load_from_state_dict(state_dict, prefix, *args)
+                if self.manifold is not None:
+                    keep_on_manifold(self.weight, self.manifold)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
+
+    def _prepare_state(self, state_dict: dict[str, Any], prefix: str) -> str | None:
+        """Make what is saved of the weight one of this storage; or say why it can't be."""
         weight, saved = self.weight, state_dict.get(prefix + "weight")
-        if isinstance(weight, FP8Tensor) and isinstance(saved, FP8Tensor):
-            if saved.format != weight.format:
-                args[-1].append(
-                    f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
-                )
-                return
-            weight.seed = saved.seed
-        elif isinstance(weight, FP8Tensor) and isinstance(saved, Tensor):
+        if self.manifold is not None:
+            return prepare_grid_state(state_dict, prefix, weight, self.manifold, *self._placing(), self._seed)
+        if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
+            return None
+        if not isinstance(saved, FP8Tensor):
             floats = saved.detach().to(weight.dtype)
             state_dict[prefix + "weight"] = self._in_codes(floats, weight.format, weight.rounding, weight.seed)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        elif saved.format != weight.format:
+            return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
+        else:
+            weight.seed = saved.seed
+        return None
 
 
 def _round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Key) -> Tensor:
@@ -329,36 +382,3 @@ def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:
     assert operand.granularity is not None
     assert operand.policy is not None
     return Scale(operand.format, operand.granularity, operand.policy, history=operand.history or HISTORY)
-
-
-def _check_storage(storage: Storage, spec: LayerSpec, keep_remainder: bool) -> None:
-    """Refuse options of the weight that its storage would ignore."""
-    weight = spec.operand("weight")
-    if weight is not None and weight.granularity == "block" and storage == "grid":
-        raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
-    if keep_remainder and storage != "fp8":
-        raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
-    _check_stored(storage, spec)
-    check_options_are_taken(spec, storage)
-
-
-def _check_stored(storage: Storage, spec: LayerSpec) -> None:
-    if storage == "master" or spec.weight is None:
-        return
-    for option in ("policy", "history", "rounding", "scale", "ste"):
-        value = getattr(spec.weight, option)
-        if value is not None:
-            raise ValueError(
-                f"weight has {option}={value!r}, which needs storage='master', not storage={storage!r}: a stored "
-                "weight has a static power-of-two scale, and is rounded when it is written"
-            )
-
-
-def _check_blocks(operands: dict[OperandName, OperandSpec], linear: nn.Linear) -> None:
-    for name, operand in operands.items():
-        length = linear.out_features if name == "activation_gradient" else linear.in_features
-        if operand.granularity == "block" and length % BLOCK_SIZE:
-            raise ValueError(
-                f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "
-                "take 'channel' or 'tensor'"
-            )

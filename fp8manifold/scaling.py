@@ -14,6 +14,7 @@ __all__ = [
     "GRANULARITIES",
     "Granularity",
     "SaturationWarning",
+    "UnderflowWarning",
     "amax_of",
     "amax_scale",
     "scale_of_amax",
@@ -36,6 +37,10 @@ _HYSTERESIS = 2.0**4  # an amax that swings by less than this keeps its scale
 
 class SaturationWarning(UserWarning):
     """A frozen scale no longer covers the values it scales."""
+
+
+class UnderflowWarning(UserWarning):
+    """All values under a scale are too small for it, and are rounded to zero or to its smallest step."""
 
 
 def amax_scale(
@@ -136,6 +141,19 @@ def storage_scale(
     if not bool(amax.isfinite().all()):
         raise ValueError(f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}")
     return _placing_scale(amax, top)
+
+
+def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    """The scale for weights whose values have all been replaced: the present one where it suits them, a fresh one else.
+
+    It suits them where none saturates and :func:`widened_scale` would not narrow it; what is no power of two (memory
+    without values) suits nothing.
+    """
+    fresh = _placing_scale(amax, _placed_at(fmt, None))
+    made = (torch.frexp(scale).mantissa == 0.5) & scale.isfinite()
+    beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
+    shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
+    return torch.where(beyond | shrunk | ~made, fresh, scale)
 
 
 def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float | None = None) -> Tensor:

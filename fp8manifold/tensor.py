@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._dispatch import DTYPES, EncodedTensor
 from fp8manifold._float_bits import working_dtype
+from fp8manifold._refusals import guard_memory
 from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
@@ -21,13 +22,14 @@ from fp8manifold._storage import (
     remainder_of,
 )
 from fp8manifold._stored_scale import (
-    broadcasts_to,
+    check_adopts,
     check_covers,
     describe_change,
     describe_scale,
     fresh_scale,
+    given_narrower,
     given_scale,
-    power_of_two,
+    warn_if_lost,
     warn_if_saturated,
 )
 from fp8manifold._traits import ROUNDINGS, Rounding, Traits
@@ -48,7 +50,9 @@ class FP8Tensor(EncodedTensor):
 
     To torch it is a float32 or bfloat16 tensor.  Operators decode it when they run, and autograd keeps codes.  An
     operator that writes in place (``add_``, ``copy_``, those of torch's own optimizers) decodes, runs in float32 and
-    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.
+    rounds the result back, once for every such operator: ``fp8manifold.optim`` rounds once a step instead.  The scale
+    stays, unless all values are replaced: what fills a tensor (``normal_``, ``nn.init``) takes a fresh one, and so do
+    floats that are copied into it (``load_state_dict``) wherever the present one would saturate or lose them.
 
     Args:
         w: float tensor of any shape; rounded to nearest.
@@ -214,6 +218,7 @@ class FP8Tensor(EncodedTensor):
         )
         self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
         self.format, self.rounding, self.seed, _, self.block_size = traits
+        guard_memory(self)
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
@@ -269,11 +274,12 @@ class FP8Tensor(EncodedTensor):
     def write(self, values: Tensor) -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        Where some saturate, a :class:`SaturationWarning` says so.
+        :class:`SaturationWarning` says where some saturate, :class:`UnderflowWarning` where all under a scale are lost.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
+        warn_if_lost(values, self.scale, self.format, self.granularity)
         self.codes.copy_(self._encoded(values, self.scale, self.rounding))
-        self._drop_remainder()
+        self._changed()
 
     def adopt(self, other: "FP8Tensor") -> None:
         """Take codes, scale and counter of ``other``, in place and exactly; what ``copy_`` of a tensor does.
@@ -281,26 +287,22 @@ class FP8Tensor(EncodedTensor):
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
-        if other.format != self.format:
-            raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {self.format.name}")
-        if other.shape != self.shape:
-            raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
         scale = other.expanded_scale() if other.block_size != self.block_size else other.scale
-        if not broadcasts_to(scale.shape, self.scale.shape):
-            raise ValueError(
-                f"the other tensor has a scale for each {other.granularity}, this one for each {self.granularity}"
-            )
+        check_adopts(self, other, scale)
         for own, part in ((self.codes, other.codes), (self.scale, scale), (self.counter, other.counter)):
             own.copy_(part)
-        self._drop_remainder()
+        self._changed()
 
-    def _drop_remainder(self) -> None:
+    def _changed(self) -> None:
+        """After every write: autograd, which knows of no codes, refuses what it saved; the last remainder is void."""
+        if not is_traced(self.codes):
+            torch.autograd.graph.increment_version(self)
         if self.remainder is not None:
             self.remainder.zero_()  # for those that share it
             self.remainder = None
 
     def _encoded(self, values: Tensor, scale: Tensor, rounding: str) -> Tensor:
-        """Codes of values under a scale; stochastic rounding advances the counter."""
+        """Codes of values under a scale; stochastic rounding is counted."""
         steps = values / expand_scale(scale, self.block_size, self.codes.shape)
         if is_traced(self.codes):
             return encode_in_graph(steps, self.format, rounding)
@@ -335,16 +337,13 @@ class FP8Tensor(EncodedTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=self.device))
-        if not broadcasts_to(new.shape, self.scale.shape):
-            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(self.scale.shape)}")
-        new, largest = new.expand(self.scale.shape), self.largest()
+        new, largest = given_narrower(scale, self.scale), self.largest()
         check_covers(new, largest, self.format)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
         self.codes.copy_(self._encoded(values, new, "stochastic"))
         self.scale.copy_(new)
-        self._drop_remainder()
+        self._changed()
         return self
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.optim._accepted import check_entry, check_parameters, check_state
-from fp8manifold.optim._engine import Job, key_row, run, settle
+from fp8manifold.optim._engine import Job, key_row, note_changes, run, settle
 from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
@@ -172,26 +172,49 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; tensors keep the dtype they were saved in.
 
+        What hooks before the loading make of the state is what is checked and loaded, and hooks after it see all of it.
+
         Raises:
             TypeError: no state, or an option in it of another type.
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
-        check_state(self, state_dict)
+        if not isinstance(state_dict, dict):
+            check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
+        loaded: list[dict[str, Any]] = []
+
+        def check(_: object, given: dict[str, Any]) -> None:
+            self._check_loaded(given, schedules)
+            loaded.append(given)
+
+        def take_over(_: object) -> None:
+            for group, ours in zip(self.param_groups, schedules, strict=True):
+                group.update({name: value for name, value in ours.items() if name not in group})
+            self._restore_dtypes(loaded[0])
+            for name in _COUNTS:
+                setattr(self, name, int(loaded[0].get(name, 0)))
+
+        # after the hooks that change what is loaded, and before those that change what was
+        hooks = [
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(take_over, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_loaded(self, state_dict: dict[str, Any], schedules: list[dict[str, Any]]) -> None:
+        """Raise before anything has changed unless a state is one for these parameters, with options in range."""
+        check_state(self, state_dict)
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
             merged = ours | saved | {"params": group["params"]}
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 stores = self._stores_moments(parameter)
                 check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
-        extra = (*_COUNTS, "optimizer")
-        super().load_state_dict({k: v for k, v in state_dict.items() if k not in extra})
-        for group, ours in zip(self.param_groups, schedules, strict=True):
-            group.update({name: value for name, value in ours.items() if name not in group})
-        self._restore_dtypes(state_dict)
-        for name in _COUNTS:
-            setattr(self, name, int(state_dict.get(name, 0)))
 
     def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
         """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes."""
@@ -303,6 +326,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             keys = torch.tensor([_keys(plan.job) for plan in plans], dtype=torch.int32).to(device)
             for plan, number_row, keys_row in zip(plans, numbers.unbind(), keys.unbind(), strict=True):
                 self._take_one(plan, number_row, keys_row)
+        note_changes([plan.parameter for plan in planned])
 
     def _take_one(self, plan: Planned, numbers: Tensor, keys: Tensor) -> None:
         job, state = plan.job, plan.state

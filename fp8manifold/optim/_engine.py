@@ -83,7 +83,7 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
 
 
 def note_changes(arrays: Sequence[Tensor]) -> None:
-    """Compiled code changes memory behind autograd's back: say so, for it refuses what was saved before."""
+    """Compiled code, and codes, change behind autograd's back: say so, for it refuses what was saved before."""
     torch.autograd.graph.increment_version(arrays)
 
 

@@ -122,6 +122,7 @@ class RepeatedStep:
                 _Entry(group, parameter, state, kept, kept.job.ready, list(state.values()), layout.dims)
             )
         self._changes = [array for entry in self._entries if entry.ready for array in entry.ready.changes]
+        self._changes += [entry.parameter for entry in self._entries]
         self._steps = [entry.state["step"] for entry in self._entries]
         self._streams = np.array([entry.state["stream"] for entry in self._entries], dtype=np.uint64)
         self._groups = list(optimizer.param_groups)

@@ -128,8 +128,13 @@ class StiffnessWrapper(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, the step count and the reference stiffness of each parameter."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         references = [self.references.get(p) for p in self._parameters()]
-        return {"optimizer": self.optimizer.state_dict(), "steps_taken": self.steps_taken, "references": references}
+        saved = {"optimizer": self.optimizer.state_dict(), "steps_taken": self.steps_taken, "references": references}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = saved if (changed := after(self, saved)) is None else changed
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave.
@@ -140,12 +145,17 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Raises:
             ValueError: the state of another kind of optimizer, or of another number of parameters.
         """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = state_dict if (changed := before(self, state_dict)) is None else changed
         if missing := {"optimizer", "steps_taken", "references"} - state_dict.keys():
             raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.steps_taken = int(state_dict["steps_taken"])
         pairs = zip(self._parameters(), state_dict["references"], strict=True)
         self.references = {p: reference for p, reference in pairs if reference is not None}
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

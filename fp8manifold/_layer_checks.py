@@ -1,0 +1,42 @@
+"""Which options of a layer exclude each other."""
+
+from torch import nn
+
+from fp8manifold._layer_spec import LayerSpec, check_options_are_taken
+from fp8manifold._operands import OperandName, OperandSpec
+from fp8manifold.scaling import BLOCK_SIZE
+
+__all__ = ["check_blocks", "check_storage"]
+
+
+def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
+    """Refuse options of the weight that its storage would ignore."""
+    weight = spec.operand("weight")
+    if weight is not None and weight.granularity == "block" and storage == "grid":
+        raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
+    if keep_remainder and storage != "fp8":
+        raise ValueError(f"keep_remainder=True needs storage='fp8', not storage={storage!r}")
+    _check_stored(storage, spec)
+    check_options_are_taken(spec, storage)
+
+
+def _check_stored(storage: str, spec: LayerSpec) -> None:
+    if storage == "master" or spec.weight is None:
+        return
+    for option in ("policy", "history", "rounding", "scale", "ste"):
+        value = getattr(spec.weight, option)
+        if value is not None:
+            raise ValueError(
+                f"weight has {option}={value!r}, which needs storage='master', not storage={storage!r}: a stored "
+                "weight has a static power-of-two scale, and is rounded when it is written"
+            )
+
+
+def check_blocks(operands: dict[OperandName, OperandSpec], linear: nn.Linear) -> None:
+    for name, operand in operands.items():
+        length = linear.out_features if name == "activation_gradient" else linear.in_features
+        if operand.granularity == "block" and length % BLOCK_SIZE:
+            raise ValueError(
+                f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "
+                "take 'channel' or 'tensor'"
+            )

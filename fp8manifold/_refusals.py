@@ -1,0 +1,80 @@
+"""What would take an encoded tensor for memory full of floats: refused, each with what to do instead."""
+
+import sys
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor
+
+__all__ = ["NoStorage", "check_not_distributed", "guard_memory", "refuse_memory"]
+
+_COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
+_SHARDING: Final = (
+    *("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "torch.distributed._shard."),
+    *("torch.distributed.tensor.", "torch.distributed._tensor.", "torch.distributed.utils."),
+    *("torch.distributed.algorithms.", "torch.distributed.distributed_c10d."),
+)
+_WHY: Final = "can't take an FP8Tensor, whose values are codes at scales of their own"
+_WAYS: Final = {
+    "send": "send its codes, scale and counter each, or dequantize()",
+    "copy": "take storage='grid' or 'master', or init_sync=False with equal weights in every process",
+    "shard": "take storage='master', or dequantize_model()",
+}
+
+_OTHER_WAYS: Final = {
+    "torch.nn.parallel.": "copy",
+    "torch.distributed.utils.": "copy",
+    "torch.distributed.distributed_c10d.": "send",
+}
+
+
+def check_not_distributed(func: Any) -> None:
+    """Raise RuntimeError for a collective, and for what torch does to tensors that it shards or makes equal.
+
+    These would send floats into tensors of other scales, or nothing at all, or keep shards of floats.
+    """
+    if func.namespace in _COLLECTIVES:
+        raise RuntimeError(f"{func} {_WHY}: {_WAYS['send']}")
+    frame = sys._getframe(2)
+    for _ in range(4):  # past functions of torch's and this package's that stand between
+        name = f"{frame.f_globals.get('__name__', '')}."
+        if name.startswith(_SHARDING):
+            way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")
+            raise RuntimeError(f"{name}{frame.f_code.co_name} {_WHY}: {_WAYS[way]}")
+        if frame.f_back is None or not name.startswith(("torch._tensor.", "torch.functional.", "fp8manifold.")):
+            return
+        frame = frame.f_back
+
+
+def guard_memory(x: Tensor) -> None:
+    """Make what asks for the values' address in C++ fail, where it would write to no memory at all."""
+    torch._C._set_throw_on_mutable_data_ptr(x)
+
+
+class NoStorage:
+    """The storage of a tensor that has no memory: it has a size and an identity, and everything else is refused.
+
+    Other libraries compare the size before they save, and compilers keep the identity.
+    """
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def size(self) -> int:
+        """Bytes that the values would take as floats."""
+        return int(self._storage.size())
+
+    nbytes = size
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") or name.startswith("_share"):
+            refuse_memory("storage")
+        return getattr(self._storage, name)
+
+
+def refuse_memory(name: str) -> NoReturn:
+    """Raise RuntimeError: there is no memory full of floats."""
+    raise RuntimeError(
+        f"an FP8Tensor has no {name} of its own, as its values are codes: to save it with safetensors, and what builds "
+        "on that, pass state_dict() through fp8manifold.flatten_state_dict; for plain floats take dequantize()"
+    )

@@ -1,0 +1,243 @@
+"""What takes an FP8Tensor for memory full of floats works or is refused: collectives, sharding, sharing, writers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from optimizer_cases import normal
+from tensor_cases import parameter, same_store
+from torch import Tensor, multiprocessing, nn
+
+import fp8manifold as fm
+
+safetensors = pytest.importorskip("safetensors.torch")
+NOT_FLOATS = "an FP8Tensor.*codes"
+FLATTEN = "fp8manifold.flatten_state_dict"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one."""
+    file = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def zeros() -> Tensor:
+    return torch.zeros(4, 64)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "all_reduce of a view": lambda p: dist.all_reduce(p[0]),
+    "broadcast": lambda p: dist.broadcast(p, 0),
+    "reduce": lambda p: dist.reduce(p, 0),
+    "all_gather": lambda p: dist.all_gather([zeros()], p),
+    "all_gather_into_tensor": lambda p: dist.all_gather_into_tensor(zeros(), p),
+    "gather": lambda p: dist.gather(p, [zeros()]),
+    "scatter": lambda p: dist.scatter(p, [zeros()]),
+    "reduce_scatter": lambda p: dist.reduce_scatter(p, [zeros()]),
+    "reduce_scatter_tensor": lambda p: dist.reduce_scatter_tensor(zeros(), p),
+    "all_to_all": lambda p: dist.all_to_all([zeros()], [p]),
+    "all_to_all_single": lambda p: dist.all_to_all_single(p, zeros()),
+    "send": lambda p: dist.isend(p, 0),
+    "recv": lambda p: dist.irecv(p, 0),
+    "broadcast_coalesced": lambda p: dist._broadcast_coalesced(dist.group.WORLD, [p], 1 << 20, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # new names of the same in torch 2.14
+@pytest.mark.parametrize("call", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_collectives_are_refused(call: Any) -> None:
+    p = parameter()
+    kept = p.clone()
+    with pytest.raises(RuntimeError, match=rf"{NOT_FLOATS}.*scale and counter each"):
+        call(p.detach())
+    assert same_store(p, kept)
+
+
+def test_lists_of_them_that_torch_does_not_look_into_are_refused() -> None:
+    """Nothing is written to an address that is none."""
+    p = parameter()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        dist.scatter(zeros(), [p.detach()])
+    with pytest.raises(RuntimeError, match=f"{NOT_FLOATS}.*scale and counter each"):
+        dist.reduce_scatter(zeros(), [p.detach()])
+
+
+def test_parts_can_be_sent() -> None:
+    p = parameter()
+    for part in (p.codes, p.scale, p.counter):
+        dist.broadcast(part, 0)
+    objects = [p]
+    dist.broadcast_object_list(objects, 0)
+    assert same_store(objects[0], parameter())
+
+
+def layer(storage: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 4))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(normal(*p.shape, seed=i, std=0.1))
+    return fm.quantize_model(model, "E4M3", storage)
+
+
+def mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
+
+
+def fully_sharded(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def sharded(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=mesh())
+
+
+def distributed(model: nn.Module) -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(model[0].weight, mesh(), [Shard(0)])  # type: ignore[index]
+
+
+def replicated(model: nn.Module) -> Any:
+    from torch.distributed.tensor import distribute_module
+
+    return distribute_module(model, mesh())
+
+
+def local(model: nn.Module) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(model[0].weight, mesh())  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "way"),
+    [
+        (nn.parallel.DistributedDataParallel, "storage='grid' or 'master', or init_sync=False"),
+        (fully_sharded, "storage='master'"),
+        (sharded, "storage='master'"),
+        (distributed, "storage='master'"),
+        (replicated, "storage='master'"),
+        (local, "storage='master'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_sharding_and_making_equal_are_refused(wrap: Any, way: str) -> None:
+    model = layer("fp8")
+    with pytest.raises(RuntimeError, match=f"{NOT_FLOATS}.*take {way}"):
+        wrap(model)
+
+
+@pytest.mark.parametrize(("storage", "options"), [("grid", {}), ("master", {}), ("fp8", {"init_sync": False})])
+def test_data_parallel_training(storage: Any, options: dict[str, Any]) -> None:
+    """Alone in its group a model takes the steps that it takes without one."""
+    model, losses = layer(storage), []
+    twin = copy.deepcopy(model)
+    for each in (nn.parallel.DistributedDataParallel(model, **options), twin):
+        optimizer = fm.optim.StiffnessAdamW(each.parameters(), lr=0.01, compile=False)
+        for t in range(3):
+            optimizer.zero_grad()
+            loss = each(normal(8, 64, seed=t)).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_distributed_checkpoint_is_exact(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    p, q = parameter(), parameter(seed=1)
+    dcp.save({"w": p.detach()}, checkpoint_id=tmp_path)
+    dcp.load({"w": q.detach()}, checkpoint_id=tmp_path)
+    assert same_store(p, q)
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+def test_processes_share_the_parts() -> None:
+    p = parameter(rounding="nearest")
+    assert not p.is_shared()
+    assert p.share_memory_() is p
+    assert p.is_shared()
+    assert p[0].is_shared()
+    child = multiprocessing.get_context("fork").Process(target=_zero, args=(p,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert not p.any()
+    assert p[0].share_memory_().is_shared()
+    model = layer("fp8").share_memory()
+    assert model[0].weight.is_shared()
+    assert type(model[0].weight) is fm.FP8Parameter
+
+
+def _zero(p: fm.FP8Parameter) -> None:
+    with torch.no_grad():
+        p.zero_()
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        torch.from_dlpack,
+        np.from_dlpack,
+        lambda p: p.data_ptr(),
+        lambda p: p.storage(),
+        lambda p: p.untyped_storage().data_ptr(),
+        lambda p: p.untyped_storage().share_memory_(),
+        lambda p: p[0].untyped_storage().copy_(torch.zeros(4).untyped_storage()),
+        lambda p: p.untyped_storage()._share_filename_cpu_(),
+    ],
+)
+def test_memory_full_of_floats_is_refused(access: Any) -> None:
+    with pytest.raises(RuntimeError, match=FLATTEN):
+        access(parameter().detach())
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(parameter().detach())
+
+
+def test_other_libraries_writers_name_the_way(tmp_path: Path) -> None:
+    model = layer("fp8")
+    for write in (
+        lambda: safetensors.save_file(model.state_dict(), tmp_path / "a"),
+        lambda: safetensors.save(model.state_dict()),
+        lambda: safetensors.save_model(model, str(tmp_path / "b")),
+    ):
+        with pytest.raises(RuntimeError, match=FLATTEN):
+            write()
+    tensors, metadata = fm.flatten_state_dict(model.state_dict())
+    safetensors.save_file(tensors, tmp_path / "c", metadata)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_accelerate_names_the_way(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with pytest.raises(RuntimeError, match=FLATTEN):
+        accelerate.Accelerator(cpu=True).save_model(layer("fp8"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_names_the_way(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+    fm.quantize_model(model, {"*": "E4M3", "lm_head": "none"}, "fp8")
+    with pytest.raises(RuntimeError, match=FLATTEN):
+        model.save_pretrained(tmp_path)
