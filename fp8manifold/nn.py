@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8manifold._called_whole import forbid_fused_operators, over_nested
 from fp8manifold._checks import check_choice, check_number
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
 from fp8manifold._layer_spec import LayerSpec, check_options_are_taken
@@ -65,7 +66,9 @@ class QuantizedLinear(nn.Linear):
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
     give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
-    has None there, and so has a stored weight.
+    has None there, and so has a stored weight.  The rows of a nested tensor share their scale as those of a batch do.
+    A forward pre-hook that does nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away, which would
+    read the weight and never call the layer.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
@@ -116,6 +119,7 @@ class QuantizedLinear(nn.Linear):
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        forbid_fused_operators(self)
         self.train(linear.training)
 
     @property
@@ -125,6 +129,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's own name
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
+        if input.is_nested:
+            return over_nested(self.forward, input)
         draw = self._next_draw()
         weight = self.weight
         if self.weight_scaler is not None:
