@@ -125,6 +125,8 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
         forbid_fused_operators(self)
         self.train(linear.training)
+        # whatever else is found in the layer was put there by somebody, and goes with it; see _carried
+        self._own_names = frozenset({*vars(self), *self._buffers, *self._modules, "_own_names"})
 
     @property
     def weight_format(self) -> FloatFormat | None:
@@ -197,9 +199,12 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, with formats and storage."""
+        return f"{super().extra_repr()}, {self._described_formats()}"
+
+    def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
-        return f"{super().extra_repr()}, {', '.join(shown)}, storage={self.storage}"
+        return f"{', '.join(shown)}, storage={self.storage}"
 
     def _take_weight(
         self, weight: Tensor, headroom: float | None, rounding: Literal["nearest", "stochastic"], seed: int
