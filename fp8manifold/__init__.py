@@ -3,6 +3,7 @@
 from fp8manifold import _geoopt_import, monitor, ops, optim  # noqa: F401
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import OperandSpec
+from fp8manifold._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold._scalers import Scale
 from fp8manifold._surgery import dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
@@ -24,7 +25,9 @@ __all__ = [
     "FloatFormat",
     "LayerSpec",
     "OperandSpec",
+    "QuantizationReport",
     "QuantizedLinear",
+    "ReportedLayer",
     "SaturationWarning",
     "Scale",
     "StiffnessManifold",
@@ -39,6 +42,7 @@ __all__ = [
     "monitor",
     "ops",
     "optim",
+    "quantization_report",
     "quantize_model",
     "quantize_weight_gradients",
     "random_bits",

@@ -29,6 +29,8 @@ class Scaler(nn.Module):
     """What gives a tensor its scale; the last one it gave is in the buffer ``value``, for logging."""
 
     value: Tensor
+    remembers = False
+    """Whether a tensor has a say in the scales of those after it."""
 
     def preview(self, x: Tensor) -> Tensor:
         """The scale that ``x`` would be given; nothing is remembered."""
@@ -91,6 +93,7 @@ class Scale(Scaler):
         check_int("history", history, 1, 2**20)
         self.format: FloatFormat = as_format(fmt)
         self.granularity, self.policy, self.axis = granularity, policy, axis
+        self.remembers = policy == "delayed"
         self.pow2 = pow2 or granularity == "block"
         self.register_buffer("value", torch.ones(()))
         self.register_buffer("frozen", torch.tensor(False))

@@ -2,12 +2,15 @@
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
+from fp8manifold._candidates import is_conv1d, is_linear, obstacle
+from fp8manifold._carried import carry_over, check_can_be_carried
 from fp8manifold._checks import check_choice, check_int
+from fp8manifold._conv1d import QuantizedConv1D, linear_of
 from fp8manifold._layer_spec import Formats, LayerSpec, read_formats
 from fp8manifold.nn import STORAGES, QuantizedLinear, Storage
 from fp8manifold.scaling import Granularity
@@ -36,8 +39,15 @@ def quantize_model(
 
     A pattern is a glob over whole dotted parts of a layer's name: ``mlp`` and ``mlp.fc`` both match
     ``blocks.0.mlp.fc``, ``blocks.0`` matches everything in that block, ``*`` everything.  Where several match, the one
-    with the most literal characters wins, and of two as specific the later one.  Only layers whose class is
-    ``nn.Linear`` itself are replaced; embeddings, norms and attention products stay in their own precision.
+    with the most literal characters wins, and of two as specific the later one.  Layers whose class is ``nn.Linear``
+    itself or transformers' ``Conv1D`` are replaced; embeddings, norms and attention products stay in their own
+    precision.  :func:`quantization_report` says what was replaced and what was left, and why.
+
+    What was hung on a layer goes over to the new one: hooks of every kind, those of its weight, attributes, the
+    gradient.  A layer whose weight is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose
+    ``forward`` was replaced is left by ``*`` and refused where a pattern names it.  A ``Conv1D`` becomes a
+    :class:`QuantizedLinear` whose weight is a new parameter, ``(out, in)``, while float weights in its state dict stay
+    ``(in, out)``.
 
     Args:
         model: changed in place.
@@ -59,9 +69,10 @@ def quantize_model(
 
     Raises:
         TypeError: a model or formats of another type.
-        ValueError: a pattern that matches no linear layer, an unknown format or option, a layer that is quantised
-            already, weights that are not finite, a weight shared with another module under ``tied="refuse"``, or a
-            layer that the model has in two places.
+        ValueError: a pattern that matches no linear layer, or none that can be replaced, or names one whose weight is
+            computed; an unknown format or option, a layer that is quantised already, weights that are not finite, a
+            weight shared with another module under ``tied="refuse"``, a layer that the model has in two places, or
+            an attribute that has no place on a quantised layer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -94,10 +105,10 @@ def quantize_model(
     layers: dict[str, nn.Module] = {}
     first_global: QuantizedLinear | None = None
     for index, (name, spec) in enumerate(specs.items()):
-        linear = _linear_at(model, name)
-        if name in shared:
-            linear = _untied(linear)
-        layer = QuantizedLinear(linear, spec, storage, seed=(seed << 32) + index, global_with=first_global, **options)
+        old = model.get_submodule(name)
+        kind = QuantizedConv1D if is_conv1d(old) else QuantizedLinear
+        linear: Any = linear_of(old) if name in shared and not is_conv1d(old) else old
+        layer = kind(linear, spec, storage, seed=(seed << 32) + index, global_with=first_global, **options)
         if first_global is None and layer.shared_amax is not None:
             first_global = layer
         layers[name] = layer
@@ -138,6 +149,8 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 def dequantize_model(model: nn.Module) -> nn.Module:
     """Put ordinary ``nn.Linear`` layers back, holding the quantised values of the weights as float parameters.
 
+    What was a ``Conv1D`` becomes one again.  Hooks and attributes go over as in :func:`quantize_model`.
+
     Args:
         model: changed in place.
 
@@ -146,6 +159,7 @@ def dequantize_model(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
+        ValueError: the ``forward`` of a layer was replaced, or the layer compiled by itself.
 
     Example:
         >>> model = quantize_model(nn.Sequential(nn.Linear(2, 2)), "E4M3")
@@ -154,15 +168,26 @@ def dequantize_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    made: dict[nn.Module, nn.Module] = {}
     layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, QuantizedLinear):
-            linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            values = _float_values(module.quantized_weight().detach())
-            linear.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
-            linear.bias = module.bias
-            layers[name] = linear.train(module.training)
+            if module not in made:
+                made[module] = _dequantized(name, module)
+            layers[name] = made[module]
     return _replace(model, layers)
+
+
+def _dequantized(name: str, layer: QuantizedLinear) -> nn.Module:
+    if (found := obstacle(layer)) is not None and found.is_done_to_it:
+        raise ValueError(f"layer {name!r} can't be dequantised: {found.reason}")
+    values = _float_values(layer.quantized_weight().detach())
+    if isinstance(layer, QuantizedConv1D):
+        return layer.restored(values)
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(values, requires_grad=layer.weight.requires_grad)
+    linear.bias = layer.bias
+    return linear.train(layer.training)
 
 
 def _float_values(weight: Tensor) -> Tensor:
@@ -171,20 +196,48 @@ def _float_values(weight: Tensor) -> Tensor:
 
 def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
     """The spec of every layer to replace, by name, in the model's order."""
-    names = [name for name, module in model.named_modules() if type(module) in (nn.Linear, QuantizedLinear)]
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    left = {
+        name: found
+        for name, module in linears.items()
+        if not isinstance(module, QuantizedLinear) and (found := obstacle(module)) is not None
+    }
     chosen: dict[str, str] = {}
-    for pattern in sorted(specs, key=lambda p: len(p.replace("*", "").replace("?", ""))):
-        matched = [name for name in names if _matches(pattern, name)]
-        if not matched:
-            parts = sorted({part for name in names for part in _parts(name)})
-            nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"pattern {pattern!r} matches none of the {len(names)} linear layers{hint}")
+    for pattern in sorted(specs, key=lambda p: len(_literal(p))):
+        matched = [name for name in linears if _matches(pattern, name)]
+        if not matched or (set(matched) <= set(left) and not specs[pattern].quantizes_nothing):
+            raise ValueError(_no_match(pattern, list(linears), {name: left[name].reason for name in matched}, left))
         chosen.update(dict.fromkeys(matched, pattern))
-    for name in chosen:
-        if isinstance(_linear_at(model, name), QuantizedLinear) and not specs[chosen[name]].quantizes_nothing:
+    chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
+    for name, pattern in chosen.items():
+        if isinstance(linears[name], QuantizedLinear):
             raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
-    return {name: specs[chosen[name]] for name in names if name in chosen and not specs[chosen[name]].quantizes_nothing}
+        if name in left and left[name].is_done_to_it and _literal(pattern):
+            raise ValueError(
+                f"layer {name!r}, which {pattern!r} names, can't be quantised: {left[name].reason}; or leave it alone "
+                f"with {{{name!r}: 'none'}}"
+            )
+    return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
+
+
+def _literal(pattern: str) -> str:
+    """What of a pattern stands for itself."""
+    return pattern.replace("*", "").replace("?", "")
+
+
+def _no_match(pattern: str, names: list[str], matched: Mapping[str, str], left: Collection[str]) -> str:
+    """What to say of a pattern that quantises nothing."""
+    count = sum(name not in left for name in names)
+    if matched:
+        name, reason = next(iter(matched.items()))
+        return (
+            f"pattern {pattern!r} matches none of the {count} linear layers that can be quantised, but {name!r}, which "
+            f"is left: {reason}"
+        )
+    parts = sorted({part for name in names for part in _parts(name)})
+    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return f"pattern {pattern!r} matches none of the {count} linear layers{hint}"
 
 
 def _parts(name: str) -> list[str]:
@@ -195,12 +248,6 @@ def _parts(name: str) -> list[str]:
 
 def _matches(pattern: str, name: str) -> bool:
     return any(fnmatch.fnmatchcase(part, pattern) for part in _parts(name))
-
-
-def _linear_at(model: nn.Module, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    return module
 
 
 def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[str, list[str]]:
@@ -215,24 +262,25 @@ def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[st
             owners.setdefault(id(parameter), {})[f"{module_name}.{name}".lstrip(".")] = module
     shared = {}
     for layer in specs:
-        names = owners[id(_linear_at(model, layer).weight)]
-        if sum(module is _linear_at(model, layer) for module in names.values()) > 1:
+        linear = model.get_submodule(layer)
+        names = owners[id(linear.weight)]
+        if sum(module is linear for module in names.values()) > 1:
             raise ValueError(f"the layer {layer!r} is shared ({', '.join(names)}): leave it alone, or give it a copy")
         if len(names) > 1:
             shared[layer] = list(names)
     return shared
 
 
-def _untied(linear: nn.Linear) -> nn.Linear:
-    """The layer with a weight of its own; the one it had stays where else it is."""
-    own = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    own.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=linear.weight.requires_grad)
-    own.bias = linear.bias
-    return own.train(linear.training)
-
-
 def _replace(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
+    """Put layers in the place of others, with all that hangs on these, unless one of them can't be."""
+    old = {name: model.get_submodule(name) for name in layers}
     for name, layer in layers.items():
+        check_can_be_carried(name, old[name], layer)
+    done: set[nn.Module] = set()
+    for name, layer in layers.items():
+        if layer not in done:
+            carry_over(old[name], layer)
+            done.add(layer)
         if not name:
             return layer
         parent, _, child = name.rpartition(".")

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8manifold._called_whole import forbid_fused_operators, over_nested
 from fp8manifold._checks import check_choice, check_number
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
 from fp8manifold._grid_weight import check_dtype_holds, keep_on_manifold, prepare_grid_state, renew_grid_weight
 from fp8manifold._layer_checks import check_blocks, check_storage
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
+from fp8manifold._recomputation import Pass, pass_of
 from fp8manifold._scaled_rounding import Key, rounded_at
 from fp8manifold._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
 from fp8manifold._storage import expand_scale
@@ -69,11 +71,16 @@ class QuantizedLinear(nn.Linear):
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
     give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
-    has None there, and so has a stored weight.
+    has None there, and so has a stored weight.  The rows of a nested tensor share their scale as those of a batch do.
+    A forward pre-hook that does nothing keeps the fused operators of ``nn.TransformerEncoderLayer`` away, which would
+    read the weight and never call the layer.  Under activation checkpointing a pass that runs again in the backward
+    pass takes the random bits and the delayed scales that it had, and counts once.
 
     Raises:
         TypeError: ``linear`` is no ``nn.Linear``; with ``fp8`` a weight that is neither float32 nor bfloat16.
         ValueError: an unknown storage, weights that are not finite, or an option that the storage does not have.
+        RuntimeError: in a call within a backward pass, with gradients enabled, that repeats no forward pass known, of a
+            layer that draws random bits or delays its scales.
 
     Example:
         >>> layer = QuantizedLinear(nn.Linear(4, 2), LayerSpec("E4M3", gradient="E5M2"), "grid")
@@ -120,7 +127,10 @@ class QuantizedLinear(nn.Linear):
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        forbid_fused_operators(self)
         self.train(linear.training)
+        # whatever else is found in the layer was put there by somebody, and goes with it; see _carried
+        self._own_names = frozenset({*vars(self), *self._buffers, *self._modules, "_own_names"})
 
     @property
     def weight_format(self) -> FloatFormat | None:
@@ -129,14 +139,18 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # nn.Linear's own name
         """``Q_a(x) Q_w(W)^T + b``, in the dtype (or autocast dtype) of an ``nn.Linear``."""
-        draw = self._next_draw()
+        if input.is_nested:
+            return over_nested(self.forward, input)
+        this = self._pass()
+        draw = this.draw
         weight = self.weight
         if self.weight_scaler is not None:
-            weight = self._fake_quantized("weight", weight, self.weight_scaler(weight), draw)
+            weight = self._fake_quantized("weight", weight, this.scale("weight", self.weight_scaler, weight), draw)
         quantized = input
         if self.activation_scaler is not None:
             rows = self._rows(input)
-            quantized = self._fake_quantized("activation", rows, self.activation_scaler(rows), draw).view(input.shape)
+            scale = this.scale("activation", self.activation_scaler, rows)
+            quantized = self._fake_quantized("activation", rows, scale, draw).view(input.shape)
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
         if not torch.is_grad_enabled() or backward == (None, None):
@@ -189,9 +203,12 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """What ``nn.Linear`` shows, with formats and storage."""
+        return f"{super().extra_repr()}, {self._described_formats()}"
+
+    def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
-        return f"{super().extra_repr()}, {', '.join(shown)}, storage={self.storage}"
+        return f"{', '.join(shown)}, storage={self.storage}"
 
     def _take_weight(
         self, weight: Tensor, headroom: float | None, rounding: Literal["nearest", "stochastic"], seed: int
@@ -247,6 +264,12 @@ class QuantizedLinear(nn.Linear):
     def _last_draw(self) -> int:
         """Number of the last forward pass."""
         return max(self._draw() - 1 if self.training else self._draw(), 0)
+
+    def _pass(self) -> Pass:
+        """A new forward pass, or the one that is run again."""
+        scalers = (self.weight_scaler, self.activation_scaler)
+        remembers = hasattr(self, "draws") or any(scaler is not None and scaler.remembers for scaler in scalers)
+        return pass_of(self, self._next_draw, self.training and remembers)
 
     def _next_draw(self) -> int:
         draw = self._draw()

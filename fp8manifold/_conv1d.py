@@ -1,0 +1,55 @@
+"""The linear layer of transformers' GPT-2, quantised: its weight is the transposed one of ``nn.Linear``."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8manifold._layer_spec import LayerSpec
+from fp8manifold.nn import QuantizedLinear, Storage
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["QuantizedConv1D", "linear_of"]
+
+
+class QuantizedConv1D(QuantizedLinear):
+    """A :class:`QuantizedLinear` in place of a ``Conv1D``, whose weight is ``(in, out)``.
+
+    Its own is ``(out, in)``, so that an output has a row, and with it a scale.  A state dict has a float weight as
+    ``Conv1D`` has it, and takes it so, too; only codes lie in a state dict as they lie here.
+    """
+
+    def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
+        super().__init__(linear_of(conv), spec, storage, **options)
+        self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
+        self._own_names |= {"_restores", "nf", "nx"}
+
+    def restored(self, values: Tensor) -> nn.Module:
+        """A ``Conv1D`` with these values, ``(out, in)``, as its weight, and this layer's bias."""
+        conv = self._restores.__new__(self._restores)
+        nn.Module.__init__(conv)  # its own __init__ would draw random numbers
+        conv.nf, conv.nx = self.nf, self.nx  # type: ignore[assignment]
+        conv.weight = nn.Parameter(values.t().contiguous(), requires_grad=self.weight.requires_grad)
+        conv.bias = self.bias
+        return conv.train(self.training)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination[prefix + "weight"]
+        destination[prefix + "weight"] = weight if isinstance(weight, FP8Tensor) else weight.t()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor) and not isinstance(weight, FP8Tensor):
+            state_dict[prefix + "weight"] = weight.t().contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def linear_of(layer: nn.Module) -> nn.Linear:
+    """An ``nn.Linear`` with a weight of its own, of the values of a linear layer or ``Conv1D``, and with its bias."""
+    weight, bias = layer.weight, layer.bias
+    assert isinstance(weight, Tensor)
+    values = weight.detach().clone() if isinstance(layer, nn.Linear) else weight.detach().t().contiguous()
+    linear = nn.Linear(values.shape[1], values.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(values, requires_grad=weight.requires_grad)
+    linear.bias = bias  # type: ignore[assignment]
+    return linear.train(layer.training)

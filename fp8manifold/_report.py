@@ -1,0 +1,131 @@
+"""What of a model is quantised and what is not, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from fp8manifold._candidates import is_linear, obstacle
+from fp8manifold.nn import QuantizedLinear
+
+__all__ = ["QuantizationReport", "ReportedLayer", "quantization_report"]
+
+
+@dataclass(frozen=True)
+class ReportedLayer:
+    """What became of one layer of a model."""
+
+    name: str
+    """Its dotted name; empty where the model is the layer."""
+    kind: str
+    """Its class."""
+    parameters: int
+    """How many numbers its own parameters hold, those it shares among them."""
+    quantized: bool
+    """Whether its weight or what it is multiplied by is quantised."""
+    detail: str
+    """Formats and storage, or why it was left."""
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """What of a model is quantised and what is not; as a string a table."""
+
+    layers: tuple[ReportedLayer, ...]
+    """Every layer with a weight of two dimensions or more, in the model's order."""
+    parameters: int
+    """How many numbers the parameters of the model hold, those that are shared once."""
+    quantized_parameters: int
+    """How many of them have a format."""
+
+    @property
+    def quantized(self) -> tuple[ReportedLayer, ...]:
+        """The layers that are quantised."""
+        return tuple(layer for layer in self.layers if layer.quantized)
+
+    @property
+    def left(self) -> tuple[ReportedLayer, ...]:
+        """The layers that are not."""
+        return tuple(layer for layer in self.layers if not layer.quantized)
+
+    def __str__(self) -> str:
+        """A line for each layer, and one for all of them."""
+        rows = [("layer", "class", "parameters", "")]
+        for layer in self.layers:
+            detail = layer.detail if layer.quantized else f"left: {layer.detail}"
+            rows.append((layer.name or "(the model)", layer.kind, f"{layer.parameters:,}", detail))
+        name, kind, count = (max(len(row[i]) for row in rows) for i in range(3))
+        lines = [f"{a:<{name}}  {b:<{kind}}  {c:>{count}}  {d}".rstrip() for a, b, c, d in rows]
+        share = self.quantized_parameters / self.parameters if self.parameters else 0.0
+        total = f"quantised: {len(self.quantized)} of {len(self.layers)} layers"
+        weights = f"{self.quantized_parameters:,} of {self.parameters:,} parameters ({share:.1%})"
+        return "\n".join([*lines, f"{total}, {weights}"])
+
+
+def quantization_report(model: nn.Module) -> QuantizationReport:
+    """What of a model is quantised, in which formats, what is not, and why; nothing is changed.
+
+    Args:
+        model: any, of :func:`quantize_model` or not.
+
+    Returns:
+        A :class:`QuantizationReport`, to print or to look through.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+
+    Example:
+        >>> from fp8manifold import quantize_model
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> print(quantization_report(quantize_model(model, {"1": "E4M3"}, storage="fp8")))
+        layer  class            parameters
+        0      Embedding                32  left: not a linear layer
+        1      QuantizedLinear          20  weight=E4M3, activation=none, storage=fp8
+        2      Linear                   10  left: no pattern names it, or one that says 'none'
+        quantised: 1 of 3 layers, 16 of 62 parameters (25.8%)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    owners = _owners(model)
+    layers = tuple(_reported(model, name, module, owners) for name, module in model.named_modules() if _counts(module))
+    quantized = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None)
+    weights = {id(m.weight): m.weight.numel() for m in quantized}
+    return QuantizationReport(layers, sum(p.numel() for p in model.parameters()), sum(weights.values()))
+
+
+def _counts(module: nn.Module) -> bool:
+    if isinstance(module, ParametrizationList):
+        return False  # the layer that it belongs to is what counts
+    return any(p.dim() > 1 for p in module.parameters(recurse=False)) or (
+        is_linear(module) and isinstance(getattr(module, "weight", None), Tensor)
+    )
+
+
+def _owners(model: nn.Module) -> dict[int, list[str]]:
+    """The names of every parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def _reported(model: nn.Module, name: str, module: nn.Module, owners: Mapping[int, list[str]]) -> ReportedLayer:
+    count = sum(p.numel() for p in module.parameters(recurse=False))
+    kind = type(module).__name__
+    if isinstance(module, QuantizedLinear):
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            return ReportedLayer(name, kind, count, False, "nn.MultiheadAttention reads its weight and never calls it")
+        return ReportedLayer(name, kind, count, True, module._described_formats())
+    return ReportedLayer(name, kind, count, False, _why_left(name, module, owners))
+
+
+def _why_left(name: str, module: nn.Module, owners: Mapping[int, list[str]]) -> str:
+    if not is_linear(module):
+        return "not a linear layer"
+    if found := obstacle(module):
+        return found.reason
+    others = [other for other in owners[id(module.weight)] if other != f"{name}.weight".lstrip(".")]
+    if others:
+        return f"its weight is also {others[0]}; tied='untie' gives it one of its own"
+    return "no pattern names it, or one that says 'none'"

@@ -1,0 +1,218 @@
+"""What hangs on a layer goes over to the one that takes its place, and comes back; what can't is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
+
+from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantization_report, quantize_model
+
+storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+X = normal(3, 8)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+
+
+# ------------------------------------------------------------------------------------------------- hooks and attributes
+#: how each kind of hook is registered, with one that notes its name
+HOOKS: dict[str, Any] = {
+    "forward": lambda layer, note: layer.register_forward_hook(lambda m, args, out: note("forward")),
+    "keywords": lambda layer, note: layer.register_forward_hook(
+        lambda m, args, kwargs, out: note("keywords"), with_kwargs=True, always_call=True
+    ),
+    "pre": lambda layer, note: layer.register_forward_pre_hook(lambda m, args: note("pre")),
+    "backward": lambda layer, note: layer.register_full_backward_hook(lambda m, gi, go: note("backward")),
+    "backward pre": lambda layer, note: layer.register_full_backward_pre_hook(lambda m, go: note("backward pre")),
+    "weight": lambda layer, note: layer.weight.register_hook(lambda g: note("weight")),
+    "accumulated": lambda layer, note: layer.weight.register_post_accumulate_grad_hook(lambda p: note("accumulated")),
+    "save": lambda layer, note: layer.register_state_dict_pre_hook(lambda m, prefix, keep: note("save")),
+    "saved": lambda layer, note: layer.register_state_dict_post_hook(lambda m, s, prefix, meta: note("saved")),
+    "load": lambda layer, note: layer.register_load_state_dict_pre_hook(lambda m, *args: note("load")),
+    "loaded": lambda layer, note: layer.register_load_state_dict_post_hook(lambda m, keys: note("loaded")),
+}
+
+
+def used(net: nn.Module, heard: list[str]) -> set[str]:
+    """The hooks that run when a model is called, goes backward, is saved and loaded."""
+    heard.clear()
+    net(X.clone().requires_grad_()).sum().backward()
+    net.load_state_dict(net.state_dict())
+    return set(heard)
+
+
+@storages
+def test_hooks_of_every_kind_go_over_and_come_back(storage: Any) -> None:
+    heard: list[str] = []
+    net = model()
+    handles = {name: register(net[1], heard.append) for name, register in HOOKS.items()}
+    assert used(net, heard) == set(HOOKS)
+    quantize_model(net, {"*": LayerSpec("E4M3")}, storage)
+    assert used(net, heard) == set(HOOKS)
+    handles.pop("forward").remove()
+    handles.pop("accumulated").remove()
+    assert used(net, heard) == set(handles)
+    dequantize_model(net)
+    assert type(net[1]) is nn.Linear
+    assert used(net, heard) == set(handles)
+    for handle in handles.values():
+        handle.remove()
+    assert used(net, heard) == set()
+    assert len(net[1]._forward_pre_hooks) == 0
+
+
+@storages
+def test_attributes_and_what_is_registered_go_over_and_come_back(storage: Any) -> None:
+    net = model()
+    layer: Any = net[1]
+    layer.note, layer.weight.decay, layer.adapter = "kept", 0.5, nn.LayerNorm(2)
+    layer.register_buffer("seen", torch.ones(2), persistent=False)
+    layer.register_parameter("gain", nn.Parameter(torch.ones(3)))
+    net(X).sum().backward()
+    gradient = layer.weight.grad
+    quantize_model(net, {"1": "E4M3"}, storage)
+    for _ in range(2):
+        layer = net[1]
+        assert (layer.note, layer.weight.decay, layer.seen.tolist(), layer.gain.numel()) == ("kept", 0.5, [1, 1], 3)
+        assert type(layer.adapter) is nn.LayerNorm
+        assert torch.equal(layer.weight.grad, gradient)
+        assert "1.gain" in net.state_dict()
+        assert "1.seen" not in net.state_dict()
+        last = dequantize_model(net)
+    assert set(vars(last[1])) - set(vars(nn.Linear(1, 1))) == {"note"}  # type: ignore[index]
+    assert set(last[1]._modules) == {"adapter"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["spec", "weight_codes", "weight_scaler"])
+def test_an_attribute_without_a_place_is_refused(name: str) -> None:
+    net = model()
+    setattr(net[1], name, nn.ReLU() if name == "weight_scaler" else 1)
+    with pytest.raises(
+        ValueError, match=f"the layer '1' holds '{name}', which a QuantizedLinear has as its own: rename"
+    ):
+        quantize_model(net, "E4M3")
+    assert type(net[0]) is nn.Linear
+    net = model()
+    net[1].weight.codes = 1  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="the weight of '1' has the attribute 'codes'"):
+        quantize_model(net, "E4M3", "fp8")
+
+
+def test_a_layer_in_two_places_comes_back_as_one() -> None:
+    layer = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
+    net = dequantize_model(nn.Sequential(layer, nn.ReLU(), layer))
+    assert net[0] is net[2]  # type: ignore[index]
+    assert type(net[0]) is nn.Linear  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------------------- layers that can't be taken
+def pruned(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "weight", 0.5)
+
+
+def pruned_bias(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "bias", 0.5)
+
+
+def old_weight_norm(layer: nn.Module) -> None:
+    nn.utils.weight_norm(layer)
+
+
+def old_spectral_norm(layer: nn.Module) -> None:
+    nn.utils.spectral_norm(layer)
+
+
+def replaced(layer: nn.Module) -> None:
+    layer.forward = lambda x: x  # type: ignore[method-assign,assignment]
+
+
+#: what is done to a layer, what is said, and how it is taken back
+DONE: dict[str, Any] = {
+    "pruned": (pruned, r"prune\.remove\(layer, 'weight'\)", lambda m: prune.remove(m, "weight")),
+    "bias": (pruned_bias, r"prune\.remove\(layer, 'bias'\)", lambda m: prune.remove(m, "bias")),
+    "weight_norm": (old_weight_norm, r"remove_weight_norm\(layer\)", remove_weight_norm),
+    "spectral_norm": (old_spectral_norm, r"remove_spectral_norm\(layer\)", remove_spectral_norm),
+    "parametrised": (
+        lambda m: parametrizations.weight_norm(m),
+        "remove_parametrizations for its 'weight'",
+        lambda m: parametrize.remove_parametrizations(m, "weight"),
+    ),
+    "forward": (replaced, "its forward was replaced on the object", lambda m: delattr(m, "forward")),
+    "compiled": (
+        lambda m: setattr(m, "_compiled_call_impl", m._call_impl),  # what compile() does, without the compiler
+        "compile then",
+        lambda m: setattr(m, "_compiled_call_impl", None),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("done", DONE)
+@storages
+def test_layers_that_something_was_done_to(storage: Any, done: str) -> None:
+    """Refused where a pattern names them, left by ``*``, and taken once it is taken back."""
+    do, message, undo = DONE[done]
+    net = model()
+    do(net[1])
+    state = [(name, id(x)) for name, x in net.named_parameters()]
+    for named in ({"1": "E4M3"}, {"*": "E4M3", "1": LayerSpec(activation="E4M3")}):
+        with pytest.raises(ValueError, match=message):
+            quantize_model(net, named, storage)
+    assert [(name, id(x)) for name, x in net.named_parameters()] == state
+    kind = type(net[1])
+    quantize_model(net, {"*": "E4M3"}, storage)
+    assert [type(layer) for layer in net] == [QuantizedLinear, kind]
+    (left,) = quantization_report(net).left
+    assert message.partition("(")[0].replace("\\", "") in left.detail
+    undo(net[1])
+    quantize_model(net, {"0": "none", "1": "E4M3"}, storage)
+    assert type(net[1]) is QuantizedLinear
+
+
+def test_a_named_layer_is_left_by_naming_it_again() -> None:
+    net = model()
+    pruned(net[1])
+    quantize_model(net, {"?": "E4M3", "1": "none"})
+    assert type(net[0]) is QuantizedLinear
+    with pytest.raises(
+        ValueError, match=r"pattern '\*' matches none of the 0 linear layers that can be quantised, but"
+    ):
+        quantize_model(nn.Sequential(net[1]), "E4M3")
+
+
+def test_what_a_model_holds_is_reported() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return -super().forward(input)
+
+    net = nn.ModuleDict(
+        {"wte": nn.Embedding(4, 8), "attn": nn.MultiheadAttention(8, 2), "own": Own(8, 8), "fc": nn.Linear(8, 8)}
+    )
+    net["head"] = nn.Linear(8, 4, bias=False)
+    net["head"].weight = net["wte"].weight
+    quantize_model(net, {"*": "E4M3"}, "grid", tied="leave")
+    report = quantization_report(net)
+    assert {layer.name: layer.detail for layer in report.layers} == {
+        "wte": "not a linear layer",
+        "attn": "not a linear layer",
+        "attn.out_proj": "nn.MultiheadAttention reads its weight and never calls it",
+        "own": "Own is a subclass of nn.Linear with a forward of its own",
+        "fc": "weight=E4M3, activation=none, storage=grid",
+        "head": "its weight is also wte.weight; tied='untie' gives it one of its own",
+    }
+    assert [layer.name for layer in report.quantized] == ["fc"]
+    assert report.quantized_parameters == 64
+    assert report.parameters == sum(p.numel() for p in net.parameters())
+    assert str(report).splitlines()[-1].startswith("quantised: 1 of 6 layers, 64 of ")
+    net["attn"].out_proj = QuantizedLinear(nn.Linear(8, 8), LayerSpec("E4M3"))
+    assert "attn.out_proj" in {layer.name for layer in quantization_report(net).left}
+    assert quantization_report(nn.ReLU()).layers == ()
+    with pytest.raises(TypeError, match="not dict"):
+        quantization_report({})  # type: ignore[arg-type]
