@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric, chart_of
 from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._eager import eager_only
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
@@ -147,6 +148,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         pairs = zip(self._parameters(), state_dict["references"], strict=True)
         self.references = {p: reference for p, reference in pairs if reference is not None}
 
+    @eager_only  # it writes codes, and counts
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer, scaled and written back.
