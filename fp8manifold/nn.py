@@ -263,7 +263,7 @@ class QuantizedLinear(nn.Linear):
         if not (has_values(weight) or weight.is_meta):
             raise RuntimeError(
                 "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
-                "take storage='fp8', or torch.device('meta')"
+                "take storage='fp8', or quantise a model that has values"
             )
         scale = storage_scale(weight.detach(), operand.format, operand.granularity, headroom=headroom)
         manifold = FP8Manifold(operand.format, scale, rounding, seed)

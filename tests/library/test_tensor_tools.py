@@ -51,7 +51,7 @@ def test_fake_master_weights_are_quantized(policy: Any) -> None:
 
 
 def test_a_grid_of_fake_tensors_is_refused() -> None:
-    with FakeTensorMode(), pytest.raises(RuntimeError, match=r"take storage='fp8', or torch\.device"):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="take storage='fp8', or quantise a model"):
         fm.quantize_model(nn.Linear(64, 4), "E4M3", "grid")
 
 
