@@ -5,6 +5,7 @@ the numbers: autograd then keeps codes, and writing into it reaches the codes.  
 tensor.  What copies a tensor as a whole (``detach``, ``clone``, ``to``) gives another encoded one.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -14,11 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fp8manifold._eager import eager_only
+from fp8manifold._recall import is_backward, recall
 from fp8manifold._refusals import NoStorage, check_not_distributed, guard_memory, refuse_memory
 from fp8manifold._storage import dequantize_codes, is_traced
 from fp8manifold._stored_scale import refit_scale_
 
-__all__ = ["DTYPES", "EncodedTensor"]
+__all__ = ["DTYPES", "TRACED_AS", "EncodedTensor"]
+
+TRACED_AS: Final = 2
+"""Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 """What an encoded tensor may appear as."""
@@ -56,7 +62,13 @@ class EncodedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator of torch's."""
+        """Run an operator of torch's.
+
+        Operators between two graphs run while a compiler looks for functions to compile, and it must not take what
+        runs them for a user's: once it is loaded, they are hidden from it.
+        """
+        if "torch._dynamo" in sys.modules:
+            EncodedTensor.__torch_dispatch__ = classmethod(_hidden)  # type: ignore[assignment]
         check_not_distributed(func)
         return _run(func, args, kwargs or {})
 
@@ -125,6 +137,12 @@ class EncodedTensor(torch.Tensor):
     def tolist(self) -> Any:
         """The values as nested lists."""
         return self.dequantize().tolist()
+
+    def __format__(self, spec: str) -> str:
+        """A single value as the number that it is, anything else as its representation."""
+        if self.dim() or is_traced(value := self.dequantize()):
+            return object.__format__(self, spec)
+        return format(value.item(), spec)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array of its own memory."""
@@ -222,7 +240,37 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     written = _written(func, args, kwargs)
     if any(isinstance(x, EncodedTensor) for x in written):
         return _run_writing(func, args, kwargs, written)
+    if is_backward():
+        args = _decoded_after_gradient(args)
     return func(*_plain(args), **_plain(kwargs))
+
+
+def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments in a backward pass, the encoded ones of a graph decoded no sooner than a plain one is there.
+
+    An operator without a plain tensor stays as it is: what is kept for it is for the compiler to say.
+    """
+    gradient = next((x for x in args if isinstance(x, Tensor) and not isinstance(x, EncodedTensor)), None)
+    if gradient is None:
+        return args
+    return tuple([_after(gradient, x) if isinstance(x, EncodedTensor) else x for x in args])
+
+
+def _after(gradient: Tensor, x: Any) -> Tensor:
+    if isinstance(x, View):
+        viewed: Tensor = x.replay(_after(gradient, x.base))
+        return viewed
+    if is_traced(x.codes):
+        x = x.with_parts(lambda part: recall(part, gradient) if part.dtype == torch.uint8 else part)
+    decoded: Tensor = x.dequantize()
+    return decoded
+
+
+@eager_only
+def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The same, where a compiler does not see it."""
+    check_not_distributed(func)
+    return _run(func, args, kwargs or {})
 
 
 def _plain(tree: Any) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._checks import check_choice, check_int
+from fp8manifold._fake import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.scaling import (
     GRANULARITIES,
@@ -111,7 +112,7 @@ class Scale(Scaler):
                 self._remember(amax)
         elif self.policy == "dynamic":
             self.value = self._fresh(x)
-        elif not bool(self.frozen):
+        elif not self._is_frozen():
             self.value = self._fresh(x)
             self.frozen.fill_(True)
         else:
@@ -123,7 +124,7 @@ class Scale(Scaler):
         """The scale that ``x`` would be given; nothing is remembered."""
         if self.policy == "delayed":
             return self._delayed(self._amax(x))
-        return self.value if self.policy == "static" and bool(self.frozen) else self._fresh(x)
+        return self.value if self.policy == "static" and self._is_frozen() else self._fresh(x)
 
     def reset_parameters(self) -> None:
         """Begin anew, as before the first tensor."""
@@ -138,6 +139,9 @@ class Scale(Scaler):
 
     def _amax(self, x: Tensor) -> Tensor:
         return amax_of(x, self.granularity, self.axis)
+
+    def _is_frozen(self) -> bool:
+        return has_values(self.frozen) and bool(self.frozen)
 
     def _fresh(self, x: Tensor) -> Tensor:
         return scale_of_amax(self._amax(x), self.format, pow2=self.pow2)
@@ -156,7 +160,7 @@ class Scale(Scaler):
     def _warn_if_saturated(self, x: Tensor) -> None:
         limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
         amax = self._amax(x)
-        if bool((amax > limit).any()):
+        if has_values(amax) and bool((amax > limit).any()):
             worst = (amax / limit).max().item()
             warnings.warn(
                 f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",

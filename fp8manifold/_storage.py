@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
 from fp8manifold._codec import decode_bits, encode_bits
+from fp8manifold._fake import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, to_chart
 
@@ -91,6 +92,8 @@ def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> T
         scale: broadcasts against ``w``.
         fmt: the format.
     """
+    if not has_values(w):
+        return torch.empty_like(w, dtype=torch.int8)
     left = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)
     return (left * REMAINDER_STEPS).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
 

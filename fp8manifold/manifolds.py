@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric, chart_of, within
 from fp8manifold._checks import check_choice, check_int
+from fp8manifold._fake import has_values
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
@@ -337,7 +338,7 @@ def _checked_scale(scale: ScaleLike) -> Tensor:
     tensor = torch.as_tensor(scale).detach().clone()
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.get_default_dtype())
-    if not tensor.is_meta and not bool((tensor.isfinite() & (tensor > 0)).all()):
+    if has_values(tensor) and not bool((tensor.isfinite() & (tensor > 0)).all()):
         bad = tensor[~(tensor.isfinite() & (tensor > 0))].flatten()[0].item()
         raise ValueError(f"scale holds {bad}: every entry must be finite and positive")
     return tensor

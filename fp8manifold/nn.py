@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fp8manifold._called_whole import forbid_fused_operators, over_nested
 from fp8manifold._checks import check_choice, check_number
+from fp8manifold._fake import has_values
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
 from fp8manifold._grid_weight import check_dtype_holds, keep_on_manifold, prepare_grid_state, renew_grid_weight
 from fp8manifold._layer_checks import check_blocks, check_storage
@@ -216,7 +217,7 @@ class QuantizedLinear(nn.Linear):
         operand = self._operands.get("weight")
         if operand is None:
             return
-        if not weight.is_meta and not bool(weight.isfinite().all()):
+        if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
             self._store_on_grid(weight, operand, headroom, rounding, seed)
@@ -286,10 +287,15 @@ class QuantizedLinear(nn.Linear):
         seed: int,
     ) -> None:
         assert operand.granularity is not None
+        if not (has_values(weight) or weight.is_meta):
+            raise RuntimeError(
+                "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
+                "take storage='fp8', or quantise a model that has values"
+            )
         scale = fresh_scale(weight.detach(), operand.format, operand.granularity, headroom)
         manifold = FP8Manifold(operand.format, scale, rounding, seed)
         self.manifold = manifold
-        projected = manifold.projx(weight.detach())
+        projected = manifold.projx(weight.detach()) if has_values(weight) else weight.detach().clone()
         self.weight = geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad)
 
     def _in_codes(

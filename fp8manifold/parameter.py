@@ -26,6 +26,9 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
         options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``seed``, ``dtype`` and ``keep_remainder``, as
             there, and ``requires_grad``: whether it is trained, which it is unless told otherwise.
 
+    An :class:`FP8Tensor` without ``fmt`` and options is taken as it is: the parameter shares its codes and scales.  So
+    it is with the attributes of a parameter for options, which is how libraries that move weights rebuild one.
+
     Raises:
         TypeError, ValueError: as :class:`FP8Tensor`.
 
@@ -38,8 +41,16 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
     """
 
     @staticmethod
-    def __new__(cls: type[Self], w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
-        return FP8Tensor.__new__(cls, w, fmt, **{"requires_grad": True, **options})
+    def __new__(cls: type[Self], w: Tensor, fmt: FormatLike | None = None, **options: Any) -> Self:
+        as_it_is = "codes" in options or not options.keys() - {"requires_grad"}
+        if isinstance(w, FP8Tensor) and fmt is None and as_it_is:
+            return cls._around(w, bool(options.get("requires_grad", True)))
+        return FP8Tensor.__new__(cls, w, "E4M3" if fmt is None else fmt, **{"requires_grad": True, **options})
+
+    @classmethod
+    def _around(cls, w: FP8Tensor, requires_grad: bool) -> Self:
+        """The parameter that holds what ``w`` holds."""
+        return cls._wrap(w.codes, w.scale, w.counter, w.remainder, w._traits(), requires_grad)
 
 
 torch.serialization.add_safe_globals([FP8Parameter])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_number
+from fp8manifold._fake import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 __all__ = [
@@ -138,7 +139,7 @@ def storage_scale(
     fmt = as_format(fmt)
     top = _placed_at(fmt, headroom)
     amax = amax_of(w, granularity, axis)
-    if not bool(amax.isfinite().all()):
+    if has_values(amax) and not bool(amax.isfinite().all()):
         raise ValueError(f"weights of shape {tuple(w.shape)} hold NaN or Inf: they can't be stored in {fmt.name}")
     return _placing_scale(amax, top)
 

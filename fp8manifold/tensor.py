@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int
-from fp8manifold._dispatch import DTYPES, EncodedTensor
+from fp8manifold._dispatch import DTYPES, TRACED_AS, EncodedTensor
+from fp8manifold._fake import has_values
 from fp8manifold._float_bits import working_dtype
 from fp8manifold._refusals import guard_memory
 from fp8manifold._storage import (
@@ -126,11 +127,10 @@ class FP8Tensor(EncodedTensor):
         parts = fresh_scale(w, fmt, granularity, headroom) if scale is None else given_scale(scale, w, granularity)
         block_size = BLOCK_SIZE if granularity == "block" else None
         wide = expand_scale(parts, block_size, w.shape)
-        codes = encode(w / wide, fmt) if not w.is_meta else torch.empty_like(w, dtype=torch.uint8)
+        codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
         remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
-        counter = torch.zeros((), dtype=torch.int64, device=w.device)
         traits = Traits(fmt, rounding, seed, dtype, block_size)
-        return cls._wrap(codes, parts, counter, remainder, traits, requires_grad)
+        return cls._wrap(codes, parts, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
@@ -256,7 +256,7 @@ class FP8Tensor(EncodedTensor):
     def _stable_hash_for_caching(self) -> str:
         """What compiled code on disk is found by: all that it may depend on."""
         shapes = (tuple(self.shape), tuple(self.scale.shape), str(self.device), self.requires_grad)
-        return hashlib.sha256(repr((type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
+        return hashlib.sha256(repr((TRACED_AS, type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
 
     @property
     def granularity(self) -> str:

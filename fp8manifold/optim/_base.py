@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._eager import eager_only
 from fp8manifold.optim._accepted import check_entry, check_parameters, check_state
 from fp8manifold.optim._engine import Job, key_row, note_changes, run, settle
 from fp8manifold.optim._finite import all_finite
@@ -81,6 +82,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
         return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
 
+    @eager_only  # it plans, counts and calls code that is compiled already
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step.

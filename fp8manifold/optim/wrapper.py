@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric, chart_of
 from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._eager import eager_only
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
@@ -157,6 +158,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @eager_only  # it writes codes, and counts
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer, scaled and written back.
