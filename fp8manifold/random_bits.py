@@ -195,6 +195,14 @@ def _mix64(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def mixed_word(*words: int) -> int:
+    """One word of 63 bits from several: each goes through a 64-bit mixing of its own, as in the key schedule."""
+    mixed = 0
+    for word in words:
+        mixed = _mix64(mixed ^ (word % _WORD))
+    return mixed >> 1
+
+
 def _mix64_array(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     words = words + np.uint64(_GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
