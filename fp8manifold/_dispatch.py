@@ -50,8 +50,8 @@ class EncodedTensor(torch.Tensor):
         """The values as a plain tensor."""
         raise NotImplementedError
 
-    def write(self, values: Tensor) -> None:
-        """Encode values of the tensor's shape in place of the present ones."""
+    def write(self, values: Tensor, operator: str = "write") -> None:
+        """Encode values of the tensor's shape in place of the present ones; ``operator`` says what asked for them."""
         raise NotImplementedError
 
     def _stable_hash_for_caching(self) -> str:
@@ -135,11 +135,11 @@ class View(EncodedTensor):
         viewed: Tensor = self.replay(self.base.dequantize())
         return viewed
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, operator: str = "write") -> None:
         """Into the base, where all other values are on the grid already and stay."""
         whole = self.base.dequantize()
         self.replay(whole).copy_(values)
-        self.base.write(whole)
+        self.base.write(whole, operator)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """The values: a copy views nothing."""
@@ -208,9 +208,10 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
         return plain.float() if widen and plain.dtype == torch.bfloat16 else plain
 
     out = func(*pytree.tree_map_only(Tensor, argument, args), **pytree.tree_map_only(Tensor, argument, kwargs))
+    operator = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
     for x in written:
         if isinstance(x, EncodedTensor):
-            x.write(stands_for[id(x)])
+            x.write(stands_for[id(x)], operator)
     owners = {id(stands_for[id(x)]): x for x in written}
     return pytree.tree_map_only(Tensor, lambda y: owners.get(id(y), y), out)
 

@@ -8,9 +8,11 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from fp8manifold._adoption import adopt_parts, checked_scale
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._dispatch import DTYPES, EncodedTensor
 from fp8manifold._float_bits import working_dtype
+from fp8manifold._stalled_average import is_average, warn_if_stalled
 from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
@@ -21,19 +23,17 @@ from fp8manifold._storage import (
     remainder_of,
 )
 from fp8manifold._stored_scale import (
-    broadcasts_to,
-    check_covers,
     describe_change,
     describe_scale,
     fresh_scale,
     given_scale,
-    power_of_two,
     warn_if_saturated,
 )
 from fp8manifold._traits import ROUNDINGS, Rounding, Traits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.random_bits import fresh_seed, named_word
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
 
 __all__ = ["FP8Tensor"]
@@ -59,7 +59,8 @@ class FP8Tensor(EncodedTensor):
         scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
             shape.  What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
-        seed: key of the random bits of ``stochastic``; give every tensor one of its own.
+        seed: key of the random bits of ``stochastic``, which every tensor needs one of its own of; None draws it from
+            torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
         requires_grad: whether autograd records what is done with it.
@@ -96,6 +97,7 @@ class FP8Tensor(EncodedTensor):
     block_size: int | None
     rounding: Rounding
     seed: int
+    by_operator: bool
 
     @staticmethod
     def __new__(
@@ -107,7 +109,7 @@ class FP8Tensor(EncodedTensor):
         headroom: float | None = None,
         scale: float | Tensor | None = None,
         rounding: Rounding = "stochastic",
-        seed: int = 0,
+        seed: int | None = None,
         dtype: torch.dtype | None = None,
         keep_remainder: bool = False,
         requires_grad: bool = False,
@@ -125,7 +127,7 @@ class FP8Tensor(EncodedTensor):
         codes = encode(w / wide, fmt) if not w.is_meta else torch.empty_like(w, dtype=torch.uint8)
         remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
         counter = torch.zeros((), dtype=torch.int64, device=w.device)
-        traits = Traits(fmt, rounding, seed, dtype, block_size)
+        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size)
         return cls._wrap(codes, parts, counter, remainder, traits, requires_grad)
 
     @classmethod
@@ -155,8 +157,9 @@ class FP8Tensor(EncodedTensor):
         block_size: int | None = None,
         counter: int | Tensor = 0,
         rounding: Rounding = "stochastic",
-        seed: int = 0,
+        seed: int | None = None,
         dtype: torch.dtype = torch.float32,
+        by_operator: bool = True,
         requires_grad: bool = False,
     ) -> Self:
         """Put codes and scales together; the tensors are held, not copied.
@@ -167,6 +170,8 @@ class FP8Tensor(EncodedTensor):
             fmt, rounding, seed, dtype: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
+            by_operator: whether the name of the operator that writes enters the key of its draws, so that an average
+                does not draw what the weights do that it was copied from; False for what was saved before it did.
             requires_grad: whether autograd records what is done with it.
 
         Raises:
@@ -187,7 +192,8 @@ class FP8Tensor(EncodedTensor):
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
-        return cls._wrap(codes, scale, count, None, Traits(fmt, rounding, seed, dtype, block_size), requires_grad)
+        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, by_operator)
+        return cls._wrap(codes, scale, count, None, traits, requires_grad)
 
     @classmethod
     def _wrap(
@@ -213,11 +219,11 @@ class FP8Tensor(EncodedTensor):
             requires_grad=requires_grad,
         )
         self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
-        self.format, self.rounding, self.seed, _, self.block_size = traits
+        self.format, self.rounding, self.seed, _, self.block_size, self.by_operator = traits
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
-        return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
+        return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size, self.by_operator)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
@@ -240,7 +246,7 @@ class FP8Tensor(EncodedTensor):
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
-        return Traits.from_flat(seen)._replace(seed=0) == Traits.from_flat(now)._replace(seed=0)
+        return len({Traits.from_flat(each)._replace(seed=0, by_operator=True) for each in (seen, now)}) == 1
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
@@ -266,32 +272,29 @@ class FP8Tensor(EncodedTensor):
         """The values as a plain tensor of the apparent dtype; not differentiable."""
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        Where some saturate, a :class:`SaturationWarning` says so.
+        Where some saturate, a :class:`SaturationWarning` says so; a :class:`StalledAverageWarning`, where rounding to
+        nearest loses a running average.  ``operator`` is what asks for them, a word of the key of the draws.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
-        self.codes.copy_(self._encoded(values, self.scale, self.rounding))
+        codes = self._encoded(values, self.scale, self.rounding, operator)
+        if self.rounding == "nearest" and is_average(operator) and not is_traced(self.codes):
+            warn_if_stalled(values, self.dequantize(), codes == self.codes)
+        self.codes.copy_(codes)
         self._drop_remainder()
 
     def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes, scale and counter of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+        """Take codes and scale of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+
+        The counter becomes the larger one: no draw is used again when a snapshot is put back.  In
+        ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
 
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
-        if other.format != self.format:
-            raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {self.format.name}")
-        if other.shape != self.shape:
-            raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(self.shape)}")
-        scale = other.expanded_scale() if other.block_size != self.block_size else other.scale
-        if not broadcasts_to(scale.shape, self.scale.shape):
-            raise ValueError(
-                f"the other tensor has a scale for each {other.granularity}, this one for each {self.granularity}"
-            )
-        for own, part in ((self.codes, other.codes), (self.scale, scale), (self.counter, other.counter)):
-            own.copy_(part)
+        adopt_parts(self, other)
         self._drop_remainder()
 
     def _drop_remainder(self) -> None:
@@ -299,14 +302,15 @@ class FP8Tensor(EncodedTensor):
             self.remainder.zero_()  # for those that share it
             self.remainder = None
 
-    def _encoded(self, values: Tensor, scale: Tensor, rounding: str) -> Tensor:
+    def _encoded(self, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
         """Codes of values under a scale; stochastic rounding advances the counter."""
         steps = values / expand_scale(scale, self.block_size, self.codes.shape)
         if is_traced(self.codes):
             return encode_in_graph(steps, self.format, rounding)
         if rounding == "nearest":
             return encode(steps, self.format)
-        codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter))
+        stream = named_word(operator) if self.by_operator else 0
+        codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter), stream=stream)
         self.counter.add_(1)
         return codes
 
@@ -335,14 +339,10 @@ class FP8Tensor(EncodedTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=self.device))
-        if not broadcasts_to(new.shape, self.scale.shape):
-            raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(self.scale.shape)}")
-        new, largest = new.expand(self.scale.shape), self.largest()
-        check_covers(new, largest, self.format)
+        new = checked_scale(self, scale)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
-        self.codes.copy_(self._encoded(values, new, "stochastic"))
+        self.codes.copy_(self._encoded(values, new, "stochastic", "rescale_"))
         self.scale.copy_(new)
         self._drop_remainder()
         return self
