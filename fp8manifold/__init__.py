@@ -5,7 +5,9 @@ from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import OperandSpec
 from fp8manifold._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold._scalers import Scale
+from fp8manifold._stalled_average import StalledAverageWarning
 from fp8manifold._surgery import dequantize_model, quantize_model, quantize_weight_gradients
+from fp8manifold.averages import averaged_model
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
@@ -30,9 +32,11 @@ __all__ = [
     "ReportedLayer",
     "SaturationWarning",
     "Scale",
+    "StalledAverageWarning",
     "StiffnessManifold",
     "UnderflowWarning",
     "amax_scale",
+    "averaged_model",
     "decode",
     "dequantize_model",
     "encode",

@@ -76,8 +76,8 @@ class EncodedTensor(torch.Tensor):
         """The values as a plain tensor."""
         raise NotImplementedError
 
-    def write(self, values: Tensor) -> None:
-        """Encode values of the tensor's shape in place of the present ones."""
+    def write(self, values: Tensor, operator: str = "write") -> None:
+        """Encode values of the tensor's shape in place of the present ones; ``operator`` says what asked for them."""
         raise NotImplementedError
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -206,11 +206,11 @@ class View(EncodedTensor):
         viewed: Tensor = self.replay(self.base.dequantize())
         return viewed
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, operator: str = "write") -> None:
         """Into the base, where all other values are on the grid already and stay."""
         whole = self.base.dequantize()
         self.replay(whole).copy_(values)
-        self.base.write(whole)
+        self.base.write(whole, operator)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """The values: a copy views nothing."""
@@ -311,9 +311,15 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
     out = func(*pytree.tree_map_only(Tensor, argument, args), **pytree.tree_map_only(Tensor, argument, kwargs))
     for x in written:
         if isinstance(x, EncodedTensor):
-            x.write(stands_for[id(x)])
+            x.write(stands_for[id(x)], _name_of(func))
     owners = {id(stands_for[id(x)]): x for x in written}
     return pytree.tree_map_only(Tensor, lambda y: owners.get(id(y), y), out)
+
+
+def _name_of(func: Any) -> str:
+    """What an operator is called, one tensor or many."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::").removeprefix("_foreach_")
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -376,16 +382,16 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_whole(x) and _is_whole(source):
         x.adopt(source)
         return x
-    return _replace(x, lambda values: values.copy_(_plain(source)), fresh=False)
+    return _replace(func, x, lambda values: values.copy_(_plain(source)), fresh=False)
 
 
 @_implements(*_FILLS)
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What was there is gone, and its scale with it."""
-    return _replace(args[0], lambda values: func(values, *_plain(args[1:]), **_plain(kwargs)), fresh=True)
+    return _replace(func, args[0], lambda values: func(values, *_plain(args[1:]), **_plain(kwargs)), fresh=True)
 
 
-def _replace(x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
+def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
     """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
     if not isinstance(x, EncodedTensor):
         return NotImplemented
@@ -399,7 +405,7 @@ def _replace(x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
     values = root.dequantize().float()
     put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
     refit_scale_(root, values, fresh=fresh)
-    root.write(values)
+    root.write(values, _name_of(func))
     return x
 
 

@@ -22,12 +22,10 @@ from fp8manifold.scaling import (
 
 __all__ = [
     "broadcasts_to",
-    "check_adopts",
     "check_covers",
     "describe_change",
     "describe_scale",
     "fresh_scale",
-    "given_narrower",
     "given_scale",
     "power_of_two",
     "refit_scale_",
@@ -65,30 +63,6 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
         f"scale has shape {tuple(tensor.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
         f"needs {tuple(shape)}"
     )
-
-
-def given_narrower(scale: float | Tensor, present: Tensor) -> Tensor:
-    """A scale that the caller chose in place of the present one, in its shape.
-
-    Raises:
-        ValueError: no power of two, or another shape.
-    """
-    new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=present.device))
-    if not broadcasts_to(new.shape, present.shape):
-        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(present.shape)}")
-    return new.expand(present.shape)
-
-
-def check_adopts(own: Any, other: Any, scale: Tensor) -> None:
-    """Raise ValueError unless one tensor of codes can take another's, at the scale that it has in blocks of its own."""
-    if other.format != own.format:
-        raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
-    if other.shape != own.shape:
-        raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(own.shape)}")
-    if not broadcasts_to(scale.shape, own.scale.shape):
-        raise ValueError(
-            f"the other tensor has a scale for each {other.granularity}, this one for each {own.granularity}"
-        )
 
 
 def power_of_two(scale: Tensor) -> Tensor:

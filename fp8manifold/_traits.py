@@ -21,6 +21,8 @@ class Traits(NamedTuple):
     seed: int
     dtype: torch.dtype
     block_size: int | None
+    #: whether the operator that writes is a word of the key of its draws, which it was not in tensors saved before
+    by_operator: bool = True
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -30,7 +32,8 @@ class Traits(NamedTuple):
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
         """The way back."""
-        return cls(_format_named(flat[0]), *flat[1:])
+        saved_before = len(flat) == len(cls._fields) - 1
+        return cls(_format_named(flat[0]), *flat[1:], *([False] if saved_before else []))
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ __all__ = ["flatten_state_dict", "unflatten_state_dict"]
 _PREFIX: Final = "fp8:"
 _PARTS: Final = ("codes", "scale", "counter")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NEWER: Final = "by_operator"
 _KEYS: Final = ("format", "block_size", "rounding", "seed", "dtype")
 
 
@@ -37,10 +38,11 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
         ValueError: an entry that is called like a part of another.
 
     Example:
-        >>> tensors, metadata = flatten_state_dict({"w": FP8Parameter(torch.ones(2, 4), "E4M3")})
+        >>> tensors, metadata = flatten_state_dict({"w": FP8Parameter(torch.ones(2, 4), "E4M3", seed=7)})
         >>> sorted(tensors), metadata["fp8:w"]
         (['w.codes', 'w.counter', 'w.scale'], \
-'{"format": "E4M3", "block_size": null, "rounding": "stochastic", "seed": 0, "dtype": "float32"}')
+'{"format": "E4M3", "block_size": null, "rounding": "stochastic", "seed": 7, \
+"by_operator": true, "dtype": "float32"}')
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -97,6 +99,7 @@ def _description(value: FP8Tensor) -> dict[str, Any]:
         "block_size": value.block_size,
         "rounding": value.rounding,
         "seed": value.seed,
+        "by_operator": value.by_operator,
         "dtype": str(value.dtype).removeprefix("torch."),
     }
 
@@ -110,7 +113,7 @@ def _taken(state: dict[str, Tensor], name: str) -> Tensor:
 def _rebuilt(name: str, parts: dict[str, Tensor], text: str) -> FP8Parameter:
     try:
         described = json.loads(text)
-        if not isinstance(described, dict) or described.keys() != set(_KEYS):
+        if not isinstance(described, dict) or described.keys() - {_NEWER} != set(_KEYS):
             raise ValueError(f"expected the keys {', '.join(_KEYS)}")
         if described["dtype"] not in _DTYPES:
             raise ValueError(f"dtype={described['dtype']!r} is unknown: one of {', '.join(_DTYPES)}")
@@ -122,6 +125,7 @@ def _rebuilt(name: str, parts: dict[str, Tensor], text: str) -> FP8Parameter:
             counter=parts["counter"],
             rounding=described["rounding"],
             seed=described["seed"],
+            by_operator=bool(described.get(_NEWER, False)),
             dtype=_DTYPES[described["dtype"]],
         )
     except (ValueError, TypeError) as error:

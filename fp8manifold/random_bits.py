@@ -1,5 +1,6 @@
 """Counter-based random bits: a pure function of (seed, step, stream, element index), with no state anywhere."""
 
+import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8manifold._blocks import BLOCK, runs_in_blocks
 from fp8manifold._eager import eager_only
@@ -193,6 +195,26 @@ def _mix64(word: int) -> int:
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % _WORD
     return word ^ (word >> 31)
+
+
+def mixed_word(*words: int) -> int:
+    """One word of 63 bits from several: each goes through a 64-bit mixing of its own, as in the key schedule."""
+    mixed = 0
+    for word in words:
+        mixed = _mix64(mixed ^ (word % _WORD))
+    return mixed >> 1
+
+
+@lru_cache(maxsize=256)
+def named_word(name: str) -> int:
+    """The word that a name stands for, 63 bits."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def fresh_seed() -> int:
+    """A seed from torch's default generator: another one at every call, the same again after ``manual_seed``."""
+    with _disable_current_modes():
+        return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
 def _mix64_array(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

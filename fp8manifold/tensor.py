@@ -8,11 +8,13 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+from fp8manifold._adoption import adopt_parts, checked_scale
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._dispatch import DTYPES, TRACED_AS, EncodedTensor
 from fp8manifold._fake import has_values
 from fp8manifold._float_bits import working_dtype
 from fp8manifold._refusals import guard_memory
+from fp8manifold._stalled_average import is_average, warn_if_stalled
 from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
@@ -23,12 +25,9 @@ from fp8manifold._storage import (
     remainder_of,
 )
 from fp8manifold._stored_scale import (
-    check_adopts,
-    check_covers,
     describe_change,
     describe_scale,
     fresh_scale,
-    given_narrower,
     given_scale,
     warn_if_lost,
     warn_if_saturated,
@@ -37,6 +36,7 @@ from fp8manifold._traits import ROUNDINGS, Rounding, Traits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.random_bits import fresh_seed, named_word
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
 
 __all__ = ["FP8Tensor"]
@@ -64,7 +64,8 @@ class FP8Tensor(EncodedTensor):
         scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
             shape.  What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
-        seed: key of the random bits of ``stochastic``; give every tensor one of its own.
+        seed: key of the random bits of ``stochastic``, which every tensor needs one of its own of; None draws it from
+            torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
         requires_grad: whether autograd records what is done with it.
@@ -101,6 +102,7 @@ class FP8Tensor(EncodedTensor):
     block_size: int | None
     rounding: Rounding
     seed: int
+    by_operator: bool
 
     @staticmethod
     def __new__(
@@ -112,7 +114,7 @@ class FP8Tensor(EncodedTensor):
         headroom: float | None = None,
         scale: float | Tensor | None = None,
         rounding: Rounding = "stochastic",
-        seed: int = 0,
+        seed: int | None = None,
         dtype: torch.dtype | None = None,
         keep_remainder: bool = False,
         requires_grad: bool = False,
@@ -129,7 +131,7 @@ class FP8Tensor(EncodedTensor):
         wide = expand_scale(parts, block_size, w.shape)
         codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
         remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
-        traits = Traits(fmt, rounding, seed, dtype, block_size)
+        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size)
         return cls._wrap(codes, parts, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
@@ -159,8 +161,9 @@ class FP8Tensor(EncodedTensor):
         block_size: int | None = None,
         counter: int | Tensor = 0,
         rounding: Rounding = "stochastic",
-        seed: int = 0,
+        seed: int | None = None,
         dtype: torch.dtype = torch.float32,
+        by_operator: bool = True,
         requires_grad: bool = False,
     ) -> Self:
         """Put codes and scales together; the tensors are held, not copied.
@@ -171,6 +174,8 @@ class FP8Tensor(EncodedTensor):
             fmt, rounding, seed, dtype: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
+            by_operator: whether the name of the operator that writes enters the key of its draws, so that an average
+                does not draw what the weights do that it was copied from; False for what was saved before it did.
             requires_grad: whether autograd records what is done with it.
 
         Raises:
@@ -191,7 +196,8 @@ class FP8Tensor(EncodedTensor):
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
-        return cls._wrap(codes, scale, count, None, Traits(fmt, rounding, seed, dtype, block_size), requires_grad)
+        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, by_operator)
+        return cls._wrap(codes, scale, count, None, traits, requires_grad)
 
     @classmethod
     def _wrap(
@@ -217,12 +223,12 @@ class FP8Tensor(EncodedTensor):
             requires_grad=requires_grad,
         )
         self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
-        self.format, self.rounding, self.seed, _, self.block_size = traits
+        self.format, self.rounding, self.seed, _, self.block_size, self.by_operator = traits
         guard_memory(self)
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
-        return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
+        return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size, self.by_operator)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
@@ -245,7 +251,7 @@ class FP8Tensor(EncodedTensor):
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
-        return Traits.from_flat(seen)._replace(seed=0) == Traits.from_flat(now)._replace(seed=0)
+        return len({Traits.from_flat(each)._replace(seed=0, by_operator=True) for each in (seen, now)}) == 1
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
@@ -271,26 +277,31 @@ class FP8Tensor(EncodedTensor):
         """The values as a plain tensor of the apparent dtype; not differentiable."""
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
-    def write(self, values: Tensor) -> None:
+    def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        :class:`SaturationWarning` says where some saturate, :class:`UnderflowWarning` where all under a scale are lost.
+        :class:`SaturationWarning` says where some saturate, :class:`UnderflowWarning` where all under a scale are lost,
+        :class:`StalledAverageWarning` where rounding to nearest loses a running average.  ``operator`` is what asks
+        for them, a word of the key of the draws.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
         warn_if_lost(values, self.scale, self.format, self.granularity)
-        self.codes.copy_(self._encoded(values, self.scale, self.rounding))
+        codes = self._encoded(values, self.scale, self.rounding, operator)
+        if self.rounding == "nearest" and is_average(operator) and not is_traced(self.codes):
+            warn_if_stalled(values, self.dequantize(), codes == self.codes)
+        self.codes.copy_(codes)
         self._changed()
 
     def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes, scale and counter of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+        """Take codes and scale of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+
+        The counter becomes the larger one: no draw is used again when a snapshot is put back.  In
+        ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
 
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
-        scale = other.expanded_scale() if other.block_size != self.block_size else other.scale
-        check_adopts(self, other, scale)
-        for own, part in ((self.codes, other.codes), (self.scale, scale), (self.counter, other.counter)):
-            own.copy_(part)
+        adopt_parts(self, other)
         self._changed()
 
     def _changed(self) -> None:
@@ -301,14 +312,15 @@ class FP8Tensor(EncodedTensor):
             self.remainder.zero_()  # for those that share it
             self.remainder = None
 
-    def _encoded(self, values: Tensor, scale: Tensor, rounding: str) -> Tensor:
-        """Codes of values under a scale; stochastic rounding is counted."""
+    def _encoded(self, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
+        """Codes of values under a scale; stochastic rounding advances the counter."""
         steps = values / expand_scale(scale, self.block_size, self.codes.shape)
         if is_traced(self.codes):
             return encode_in_graph(steps, self.format, rounding)
         if rounding == "nearest":
             return encode(steps, self.format)
-        codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter))
+        stream = named_word(operator) if self.by_operator else 0
+        codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter), stream=stream)
         self.counter.add_(1)
         return codes
 
@@ -337,11 +349,10 @@ class FP8Tensor(EncodedTensor):
             >>> w.rescale_(2.0).tolist()
             [1.0, 0.25]
         """
-        new, largest = given_narrower(scale, self.scale), self.largest()
-        check_covers(new, largest, self.format)
+        new = checked_scale(self, scale)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
-        self.codes.copy_(self._encoded(values, new, "stochastic"))
+        self.codes.copy_(self._encoded(values, new, "stochastic", "rescale_"))
         self.scale.copy_(new)
         self._changed()
         return self

@@ -11,9 +11,10 @@ from fp8manifold.optim._plan import STORED, described, grid_of
 from fp8manifold.optim._variant import RESIDUAL_BITS
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_entry", "check_parameters", "check_state"]
+__all__ = ["check_arrays", "check_entry", "check_parameters", "check_state"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_BESIDE: Final = ("residual", "avg_bound", "sq_bound")
 _PER_WEIGHT: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
@@ -64,6 +65,35 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
             _check_entry(state_dict["state"].get(index, {}), parameter, index)
 
 
+def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
+    """Raise ValueError unless what somebody may have put into a state can be stepped; asked before anything changes.
+
+    Args:
+        state: the parameter's.
+        parameter: what it is the state of.
+        group: the options.
+        stores_moments: whether ``moments`` is for this parameter.
+    """
+    shape = tuple(parameter.shape)
+    for name in (*_PER_WEIGHT, *_BESIDE):
+        if name not in state:
+            continue
+        value = state[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(f"the state of a parameter of shape {shape} has {name}={value!r}: a tensor is needed")
+        if name in _PER_WEIGHT and value.shape != parameter.shape:
+            raise ValueError(f"the state of a parameter of shape {shape} has {name} of shape {tuple(value.shape)}")
+        if value.device != parameter.device:
+            raise ValueError(
+                f"the state of a parameter of shape {shape} has {name} on {value.device}, but the parameter is on "
+                f"{parameter.device}: move both to one device"
+            )
+        if not value.is_contiguous():
+            state[name] = value.contiguous()
+    if any(name in state for name in (*_PER_WEIGHT, "residual")):
+        check_entry(state, parameter, group, stores_moments=stores_moments)
+
+
 def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
     """Raise ValueError unless averages and residual are kept as a group's options have it.
 
@@ -105,7 +135,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     if entry:
         grid = grid_of(parameter)
         here = None if grid.fmt is None else grid.fields
-        made_for = tuple(entry["grid"]) if "grid" in entry else None
+        made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
         if made_for != here:
             raise ValueError(
                 f"the state of parameter {index} was made for {described(made_for)}: the parameter is {described(here)}"

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold._eager import eager_only
-from fp8manifold.optim._accepted import check_entry, check_parameters, check_state
+from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._engine import Job, key_row, note_changes, run, settle
 from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
+from fp8manifold.optim._skips import warn_of_skips
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._variant import RESIDUAL_BITS
 from fp8manifold.optim._views import StepView, observed_step
 from fp8manifold.tensor import FP8Tensor
@@ -35,7 +37,7 @@ __all__ = [
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 
-_COUNTS: Final = ("skipped_steps", "widened_scales")
+_COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 _NO_KEYS: Final = [0] * KEYS
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -63,12 +65,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
         skipped_steps: number of steps left out because a gradient was not finite.
+        skipped_in_row: how many of them came last, with no step taken since.
+        warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how often a one-byte parameter that had reached the end of its range was given a wider scale.
+        streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
+            of parameters that are removed are not given again.
     """
 
     observer: Callable[[StepView], None] | None = None
     skipped_steps: int = 0
+    skipped_in_row: int = 0
+    warn_after: int = 10
     widened_scales: int = 0
+    streams_begun: int = 0
     _repeated: "RepeatedStep | None" = None
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
@@ -111,10 +120,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         self._check_schedules(self._taken() if repeated is None or done is None else repeated.taken(done))
         self._take_remainders()
         if repeated is not None and done is not None and repeated.take(done):
-            return loss
-        if not self._ready():
+            self.skipped_in_row = 0
+        elif not self._ready():
             self.skipped_steps += 1
+            self.skipped_in_row += 1
+            if self.skipped_in_row == self.warn_after:
+                warn_of_skips(self, self._gradient_factor)
         else:
+            self.skipped_in_row = 0
+            self._repeated = None
             planned = self._planned()
             self._take(planned)
             self._repeated = self._repeatable(planned)
@@ -131,14 +145,17 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _planned(self) -> list[Planned]:
         """What this step is, with every step count advanced."""
-        planned, stream = [], 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.numel():
-                    state = self._begin(group, parameter, stream)
-                    if (plan := self._plan(group, parameter, state)) is not None:
-                        planned.append(plan)
-                stream += 1
+        planned = []
+        members = [(group, p) for group in self.param_groups for p in group["params"]]
+        stepped = [(group, p) for group, p in members if p.grad is not None and p.numel()]
+        for group, p in stepped:
+            check_arrays(self.state.get(p, {}), p, group, stores_moments=self._stores_moments(p))
+        is_new = any("stream" not in self.state.get(p, {}) for _, p in stepped)
+        numbers = twins(p for _, p in members) if is_new else {}
+        for group, parameter in stepped:
+            state = self._begin(group, parameter, numbers.get(parameter, 0))
+            if (plan := self._plan(group, parameter, state)) is not None:
+                planned.append(plan)
         return planned
 
     def _repeatable(self, planned: list[Planned]) -> "RepeatedStep | None":
@@ -196,6 +213,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._restore_dtypes(loaded[0])
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
+            self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
 
         # after the hooks that change what is loaded, and before those that change what was
         hooks = [
@@ -225,7 +243,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for index, parameter in zip(saved_ids, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
-                    device = value.device if name == "step" else parameter.device
+                    device = value.device if name in ("step", "grid") else parameter.device
                     self.state[parameter][name] = value.detach().to(device, copy=True)
 
     def _check_options(self) -> None:
@@ -280,12 +298,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """The step of one parameter; None where it has been taken already."""
         raise NotImplementedError
 
-    def _begin(self, group: dict[str, Any], parameter: Tensor, stream: int) -> dict[str, Any]:
+    def _begin(self, group: dict[str, Any], parameter: Tensor, twin: int) -> dict[str, Any]:
         """The parameter's state with its step count advanced; stabilised and reset when that is due."""
-        state: dict[str, Any] = self.state[parameter]
+        state: dict[str, Any] = self.state.setdefault(parameter, {})  # somebody may have put a plain dict there
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            state["stream"] = stream
+        if "stream" not in state:
+            draws = group["moments"] != "float32"
+            state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws)
+            self.streams_begun += 1
         done = int(state["step"])
         state["step"] += 1
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
@@ -303,15 +324,20 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for parameter in group["params"] if bits else ():
                 if not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
                     continue
-                if "residual" in self.state[parameter]:  # a loaded state knows better
+                state = self.state.setdefault(parameter, {})
+                if "residual" in state:  # a loaded state knows better
                     parameter.remainder = None
                 else:
-                    self.state[parameter]["grid"] = grid_of(parameter).fields
-                    self.state[parameter]["residual"] = first_residual(parameter, bits)
+                    state["grid"] = torch.tensor(grid_of(parameter).fields)
+                    state["residual"] = first_residual(parameter, bits)
 
     def _ready(self) -> bool:
         """Whether the step may be taken; asked before anything has changed."""
         return all_finite(self)
+
+    def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """What a gradient is multiplied by before its square has to be finite."""
+        return 1.0
 
     def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
         """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""

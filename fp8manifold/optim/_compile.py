@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -22,10 +22,6 @@ from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
 __all__ = ["Arguments", "CompileUnavailableWarning", "Compiled", "DirectCall", "compiled", "is_available", "next_name"]
-
-_OPTIONS: Final[dict[str, Any]] = {
-    "size_asserts": False,
-}
 
 Arguments = Sequence[Tensor]
 
@@ -174,7 +170,7 @@ def _inductor(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Cal
     from torch._inductor.compile_fx import compile_fx
 
     with bitcasts_in_registers():
-        function: Any = compile_fx(graph, example_inputs, config_patches=_OPTIONS)
+        function: Any = compile_fx(graph, example_inputs)
 
     inner = _unwrapped(function)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite", "squares_are_finite", "squares_sum_up"]
+__all__ = ["all_finite", "squares_are_finite", "squares_hold", "squares_sum_up"]
 
 
 def all_finite(optimizer: torch.optim.Optimizer) -> bool:
@@ -50,6 +50,13 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.dot(flat, flat).to(torch.float32)
 
 
+def squares_hold(gradient: Tensor, factor: float = 1.0) -> bool:
+    """Whether every ``(factor g)^2`` is finite in the dtype that is computed in."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    wide = wide * factor
+    return bool((wide * wide).isfinite().all())
+
+
 def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float = 1.0) -> bool:
     """Whether every ``(factor g)^2`` is finite; only looked at where ``factor`` is at least 1.
 
@@ -59,10 +66,7 @@ def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float =
     assert parameter.grad is not None
     if factor < 1:
         return True
-    gradient = parameter.grad
-    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
-    wide = wide * factor
-    if bool((wide * wide).isfinite().all()):
+    if squares_hold(parameter.grad, factor):
         return True
     if group["on_nonfinite"] == "raise":
         raise FloatingPointError(

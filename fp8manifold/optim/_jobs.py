@@ -1,9 +1,11 @@
 """Building the job of a parameter's step, and keeping it while nothing it is made of has changed."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8manifold._charts import Metric
 from fp8manifold._float_bits import working_dtype
@@ -12,7 +14,7 @@ from fp8manifold.optim._engine import Job, compiles
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
 from fp8manifold.optim._hyper import row
-from fp8manifold.optim._kinds import own_manifold
+from fp8manifold.optim._kinds import is_quantized, own_manifold
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
@@ -32,10 +34,17 @@ class GridOptimizer(ManifoldOptimizer):
     _repeats = True  # numbers differ within a group, at the same step, in what follows from S_ref alone
 
     @property
-    def _jobs(self) -> "dict[Tensor, Kept]":
-        """Jobs by parameter; no part of the state."""
-        jobs: dict[Tensor, Kept] = self.__dict__.setdefault("_kept_jobs", {})
+    def _jobs(self) -> "MutableMapping[Tensor, Kept]":
+        """Jobs by parameter, for as long as that lives; no part of the state."""
+        jobs: MutableMapping[Tensor, Kept] = self.__dict__.setdefault("_kept_jobs", WeakTensorKeyDictionary())
         return jobs
+
+    def _planned(self) -> list[Planned]:
+        """Without what was kept of parameters that are in no group any more."""
+        members = {id(p) for group in self.param_groups for p in group["params"]}
+        for parameter in [p for p in self._jobs if id(p) not in members]:
+            del self._jobs[parameter]
+        return super()._planned()
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         """The variant's fields that do not follow from storage: direction, geometry, stiffness, ...
@@ -68,7 +77,7 @@ class GridOptimizer(ManifoldOptimizer):
 
     def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
         words = (group["seed"], int(state["step"]), state["stream"])
-        due = (words[1] - 1) % group["refresh_every"] == 0
+        due = (words[1] - 1) % group["refresh_every"] == 0 or (is_quantized(parameter) and "reference" not in state)
         kept = self._jobs.get(parameter)
         is_new = (
             due or kept is None or kept.kind != self._kind(parameter) or not kept.is_current(group, parameter, state)
@@ -128,7 +137,7 @@ class GridOptimizer(ManifoldOptimizer):
         )
         make_state(variant, layout, parameter, state)
         if grid.fmt is not None:
-            state["grid"] = grid.fields
+            state["grid"] = torch.tensor(grid.fields)
         arrays = {"weight": grid.weight.view(layout.dims)}
         names = (*variant.stores, *(("residual",) if variant.residual_bits == 8 else ()))
         arrays |= {name: state[name].view(layout.dims) for name in names}
@@ -164,36 +173,46 @@ class Kept:
         self.job, self.grid, self.dtype = job, grid, working_dtype(parameter)
         self._options = options_of(group)
         self._address = _address(parameter, grid.storage)
-        self._state = [(name, state[name]) for name in _STATE if name in state]
+        self._state = [(name, state[name], place_of(state[name])) for name in _STATE if name in state]
         self._reference = state.get("reference")
 
     def is_current(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> bool:
         """Whether nothing has been replaced or set anew."""
         return (
             self.is_in_place(parameter)
-            and all(state.get(name) is tensor for name, tensor in self._state)
+            and self.averages_are_in_place(state)
             and self._reference == state.get("reference")
             and self._options == options_of(group)
         )
+
+    def averages_are_in_place(self, state: dict[str, Any]) -> bool:
+        """Whether the state holds the very tensors that are stepped, and these the same memory in the same layout."""
+        return all((now := state.get(name)) is tensor and place_of(now) == place for name, tensor, place in self._state)
 
     def is_in_place(self, parameter: Tensor) -> bool:
         """Whether weight and scale lie where they did and are stepped there."""
         return self.grid.in_place and self._address == _address(parameter, self.grid.storage)
 
 
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Where and how a tensor lies: assigning to ``.data`` changes that of the same object."""
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
 def _address(parameter: Tensor, storage: str) -> tuple[Any, ...]:
     """Where weight and scale lie; the job keeps both alive, so that no address is used twice."""
     if storage == "codes":
         assert isinstance(parameter, FP8Tensor)
-        return (id(parameter.codes), id(parameter.scale), parameter.scale._version, parameter.rounding)
+        codes, scale = parameter.codes, parameter.scale
+        return (*place_of(codes), scale.data_ptr(), id(scale), scale.shape, scale._version, parameter.rounding)
     if storage == "plain":
-        return (parameter.data_ptr(), parameter.stride())
+        return place_of(parameter)
     manifold = own_manifold(parameter)
     assert manifold is not None
     return (
-        parameter.data_ptr(),
-        parameter.stride(),
+        *place_of(parameter),
         manifold.scale.data_ptr(),
+        id(manifold.scale),
         manifold.scale._version,
         manifold.metric,
         getattr(manifold, "rounding", ""),

@@ -92,6 +92,9 @@ class Riemannian(GridOptimizer):
         ]
         return all(each)
 
+    def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
+        return max(self._largest_stiffness(group, parameter), 1.0) if is_quantized(parameter) else 1.0
+
     def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
         """An upper bound of the stiffness in this step's chart; exact before the first one."""
         reference = self.state[parameter].get("reference") if parameter in self.state else None

@@ -121,7 +121,7 @@ def test_indefinite_metric_leaves_the_step_out(representation: str) -> None:
         optimizer.step()
     after = snapshot(optimizer)
     assert optimizer.skipped_steps == 1
-    after["state"]["skipped_steps"] = 0
+    after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
     assert after == before
     for group in optimizer.param_groups:
         group["damping"] = 0.1
@@ -166,7 +166,7 @@ def test_bad_gradients_leave_the_step_out_and_measure_nothing(bad: float) -> Non
     optimizer.step()
     assert (optimizer.skipped_steps, asked) == (1, [])
     after = snapshot(optimizer)
-    after["state"]["skipped_steps"] = 0
+    after["state"]["skipped_steps"] = after["state"]["skipped_in_row"] = 0
     assert after == before
 
 

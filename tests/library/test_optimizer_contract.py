@@ -47,7 +47,7 @@ def test_nothing_changes_when_a_gradient_is_not_finite(make: Any, bad: float) ->
     """In any one parameter, at any step; the step is counted, and the next one is as if it had not been."""
     parameters, untroubled = mixed_parameters(), mixed_parameters()
     optimizer, reference = make(parameters), make(untroubled)
-    skipped = 0
+    skipped, optimizer.warn_after = 0, 100
     for t in range(3):
         for i, p in enumerate(parameters):
             if not p.requires_grad or not p.numel():
@@ -60,6 +60,7 @@ def test_nothing_changes_when_a_gradient_is_not_finite(make: Any, bad: float) ->
             after = snapshot(optimizer)
             assert after["state"].pop("skipped_steps") == optimizer.skipped_steps == skipped, i
             before["state"].pop("skipped_steps")
+            assert after["state"].pop("skipped_in_row") == before["state"].pop("skipped_in_row") + 1, i
             assert after == before, i
         for ps, o in ((parameters, optimizer), (untroubled, reference)):
             put_gradients(ps, t)

@@ -214,6 +214,7 @@ def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) 
                 == after["state"].pop("skipped_steps")
                 == optimizer.skipped_steps
             )
+            assert after["state"].pop("skipped_in_row") == before["state"].pop("skipped_in_row") + 1
             assert after == before, kind
         for z, o in ((kinds, optimizer), (others, untroubled)):
             put_gradients(z.values(), t, 0.1)

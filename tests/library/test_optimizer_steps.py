@@ -43,7 +43,7 @@ def test_grids_are_kept_and_gradients_untouched(make: Any) -> None:
     grids = [p for p in parameters if isinstance(getattr(p, "manifold", None), fm.FP8Manifold)]
     start = values(parameters)
     optimizer = make(parameters)
-    for t in range(12):
+    for t in range(20):
         put_gradients(parameters, t)
         gradients = [p.grad for p in parameters]
         before = [g.clone() for g in gradients if g is not None]
@@ -57,7 +57,7 @@ def test_grids_are_kept_and_gradients_untouched(make: Any) -> None:
 
 @ours
 def test_after_is_the_target_rounded_once(make: Any) -> None:
-    """Recomputed from what the observer sees, with the draws of (seed, step, position)."""
+    """Recomputed from what the observer sees, with the draws of (seed, step, stream)."""
     parameters = mixed_parameters()
     optimizer = make(parameters)
     group = optimizer.param_groups[0]
@@ -88,7 +88,8 @@ def test_after_is_the_target_rounded_once(make: Any) -> None:
                 continue
             assert torch.equal(view.before, start[i].to(view.before.dtype))
             assert torch.equal(view.after.to(parameter.dtype), value_of(parameter))
-            draw = {} if writeback == "nearest" else {"seed": 5, "step": t, "stream": i}
+            stream = optimizer.state[parameter]["stream"]
+            draw = {} if writeback == "nearest" else {"seed": 5, "step": t, "stream": stream}
             how = "stochastic" if draw else "nearest"
             assert torch.equal(view.after, fm.round_to_grid(view.target / scale, manifold.format, how, **draw) * scale)
         views.clear()
@@ -203,7 +204,7 @@ def test_equal_parameters_get_different_noise(kind: Any) -> None:
 
 @every_class
 def test_a_parameter_keeps_its_stream(kind: Any) -> None:
-    """Its noise belongs to its position: frozen, missing or new neighbours don't change it, nor does loading."""
+    """Its noise belongs to its place among its like: no neighbour frozen, missing or new changes it, nor loading."""
     options = {"lr": 0.4 if kind in RIEMANNIAN else 0.02}
     alone = equal_weights(2)
     expected = step_equally(stochastic(kind, alone, **options), alone, 6)

@@ -1,7 +1,10 @@
 """A step that repeats the last one gives the bits of one that is planned, whatever happens between two steps."""
 
 import copy
+import gc
 import math
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +150,7 @@ def test_repeated_is_planned(name: str, event: Callable[..., None], never_repeat
 def test_most_steps_are_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     take = RepeatedStep.take
-    monkeypatch.setattr(RepeatedStep, "take", lambda self, done: taken.append(done[0]) or take(self, done))
+    monkeypatch.setattr(RepeatedStep, "take", lambda self, done: taken.append(done[0].done) or take(self, done))
     parameters, optimizer = build(name)
     for t in range(12):
         put(parameters, t)
@@ -213,3 +216,181 @@ def test_an_observer_sees_every_step() -> None:
         optimizer.observer = seen.append if t in (3, 4) else None
         optimizer.step()
     assert len(seen) == 2 * 2
+
+
+# ------------------------------------------------------------------------------- nothing is remembered beside the state
+def average_of(parameters: list[Tensor], optimizer: Any, i: int) -> tuple[dict[str, Any], str]:
+    state = optimizer.state[parameters[i]]
+    return state, next(name for name in ("exp_avg", "momentum_buffer", "exp_avg_sq") if name in state)
+
+
+def average_data(parameters: list[Tensor], optimizer: Any) -> None:
+    for i in range(4):
+        state, name = average_of(parameters, optimizer, i)
+        state[name].data = (state[name].double() * 2).to(state[name].dtype)
+
+
+def strided_average(parameters: list[Tensor], optimizer: Any) -> None:
+    state, name = average_of(parameters, optimizer, 3)
+    state[name].data = state[name].t().contiguous().t()
+
+
+def flat_average(parameters: list[Tensor], optimizer: Any) -> None:
+    state, name = average_of(parameters, optimizer, 0)
+    state[name].data = state[name].data.t().contiguous().view(state[name].shape)
+
+
+def away_and_back(parameters: list[Tensor], optimizer: Any) -> None:
+    """What offloading does, into other memory and out of it again."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                away = value.detach().to(torch.float64 if value.is_floating_point() else value.dtype, copy=True)
+                value.data = torch.empty(0, dtype=value.dtype)
+                state[name].data = away.to(value.dtype, copy=True)
+
+
+def cleared(parameters: list[Tensor], optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def another_state(parameters: list[Tensor], optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def plain_state(parameters: list[Tensor], optimizer: Any) -> None:
+    optimizer.state = {}
+
+
+def popped(parameters: list[Tensor], optimizer: Any) -> None:
+    optimizer.state.pop(parameters[0])
+    optimizer.state.pop(parameters[3])
+
+
+def replaced(parameters: list[Tensor], optimizer: Any) -> None:
+    for i in (1, 2):
+        old = optimizer.state[parameters[i]]
+        optimizer.state[parameters[i]] = {k: v * 2 if k.startswith("exp") else copy.copy(v) for k, v in old.items()}
+
+
+def only_a_count(parameters: list[Tensor], optimizer: Any) -> None:
+    """What is missing is made anew, S_ref and random bits included."""
+    for i in (0, 2):
+        optimizer.state[parameters[i]] = {"step": torch.tensor(3.0)}
+
+
+def codes_data(parameters: list[Tensor], optimizer: Any) -> None:
+    parameters[0].codes.data = parameters[0].codes.clone().fill_(33)
+    parameters[1].scale.data = parameters[1].scale * 2
+
+
+def removed(parameters: list[Tensor], optimizer: Any) -> None:
+    del optimizer.param_groups[1]["params"][0]
+    optimizer.state.pop(parameters[1])
+
+
+def removed_and_added(parameters: list[Tensor], optimizer: Any) -> None:
+    removed(parameters, optimizer)
+    new_group(parameters, optimizer)
+
+
+def group_removed(parameters: list[Tensor], optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+
+
+def group_made_anew(parameters: list[Tensor], optimizer: Any) -> None:
+    optimizer.param_groups[1] = dict(optimizer.param_groups[1], eps=0.1)
+
+
+BETWEEN: list[Callable[[list[Tensor], Any], None]] = [
+    average_data, strided_average, flat_average, away_and_back, cleared, another_state, plain_state, popped, replaced,
+    only_a_count, codes_data, removed, removed_and_added, group_removed, group_made_anew, moved_data, new_state, reload,
+    other_scale, other_codes,
+]  # fmt: skip
+
+
+def forget(optimizer: Any) -> None:
+    """Take away what an optimizer keeps beside its state, if anything."""
+    for name in ("_repeated", "_kept_jobs"):
+        optimizer.__dict__.pop(name, None)
+
+
+@pytest.mark.parametrize("event", BETWEEN, ids=lambda e: e.__name__)
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("adamw", False), ("adamw-8bit", False), ("sgd", False), ("adamw", True), ("adamw-8bit", True)],
+    ids=["adamw", "adamw-8bit", "sgd", "adamw-compiled", "adamw-8bit-compiled"],
+)
+def test_the_next_step_starts_from_what_the_state_holds(name: str, compiled: bool, event: Callable[..., None]) -> None:
+    """As an optimizer does that remembers nothing at all, whatever happens to its state between two steps."""
+    pairs = [build(name, compile=compiled), build(name, compile=compiled)]
+    for t in range(6):
+        for parameters, optimizer in pairs:
+            put(parameters, t)
+            if t == 3:
+                event(parameters, optimizer)
+            if optimizer is pairs[1][1]:
+                forget(optimizer)
+            optimizer.step()
+        assert same(everything(*pairs[0]), everything(*pairs[1])), t
+
+
+def test_the_events_matter() -> None:
+    """Each makes a difference to the run, but for those that put back what was there."""
+    harmless = {strided_average, away_and_back, reload}
+    results = []
+    for event in (None, *BETWEEN):
+        parameters, optimizer = build("adamw")
+        for t in range(6):
+            put(parameters, t)
+            if t == 3 and event is not None:
+                event(parameters, optimizer)
+            optimizer.step()
+        results.append(everything(parameters, optimizer))
+    for event, result in zip(BETWEEN, results[1:], strict=True):
+        assert same(result, results[0]) == (event in harmless), event.__name__
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: value.double(), "float64"),
+        (lambda value: value.to("meta"), "on meta, but the parameter is on cpu"),
+        (lambda value: value[:2].clone(), "of shape"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_average_that_cannot_be_stepped_is_refused(
+    compiled: bool, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    parameters, optimizer = build("adamw", compile=compiled)
+    for t in range(3):
+        put(parameters, t)
+        optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    counts = [int(optimizer.state[p]["step"]) for p in parameters]
+    state = optimizer.state[parameters[3]]
+    state["exp_avg"] = change(state["exp_avg"])
+    put(parameters, 3)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+    assert [int(optimizer.state[p]["step"]) for p in parameters] == counts
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("i", [0, 2])
+def test_a_parameter_taken_out_is_let_go(i: int, compiled: bool) -> None:
+    parameters, optimizer = build("adamw", compile=compiled)
+    for t in range(3):
+        put(parameters, t)
+        optimizer.step()
+    dead = weakref.ref(parameters[i])
+    memory = weakref.ref(optimizer.state[parameters[i]]["exp_avg"])
+    group = optimizer.param_groups[int(i > 0)]
+    group["params"] = [p for p in group["params"] if p is not parameters[i]]
+    optimizer.state.pop(parameters[i])
+    parameters[i] = torch.nn.Parameter(torch.ones(1))
+    gc.collect()
+    assert dead() is None
+    assert memory() is None

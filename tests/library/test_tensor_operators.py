@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import SaturationWarning
+from fp8manifold.random_bits import named_word
 
 # ----------------------------------------------------------------------------------------------------------- reading
 READS: dict[str, Any] = {
@@ -174,12 +175,12 @@ def wide(p: fm.FP8Tensor) -> Tensor:
 
 @every_format
 def test_writing_rounds_stochastically_by_the_counter(name: str) -> None:
-    """The draws are those of (seed, counter): one count for every write."""
-    p = parameter(name, seed=7)
+    """The draws are those of (seed, counter, operator): one count for every write."""
+    p, word = parameter(name, seed=7), named_word("mul_")
     with torch.no_grad():
         for step in range(3):
             target = p.dequantize() * 0.97
-            expected = fm.encode(target / wide(p), name, "stochastic", seed=7, step=step)
+            expected = fm.encode(target / wide(p), name, "stochastic", seed=7, step=step, stream=word)
             p.mul_(0.97)
             assert torch.equal(p.codes, expected)
             assert int(p.counter) == step + 1

@@ -14,6 +14,7 @@ from tensor_cases import INPUT, TARGET, Net, every_granularity, loss_of, paramet
 from torch import Tensor, optim
 
 import fp8manifold as fm
+from fp8manifold.random_bits import named_word
 
 Make = Callable[[Iterable[Tensor]], optim.Optimizer]
 
@@ -128,9 +129,10 @@ def test_steps_are_the_operators_with_a_rounding_each() -> None:
     p.grad = normal(4, 64, seed=1)
     optim.AdamW([p], lr=1e-2, weight_decay=0.1).step()
     scale = p.scale
-    decayed = fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", seed=9, step=0) * scale
+    mul, addcdiv = {"seed": 9, "stream": named_word("mul_")}, {"seed": 9, "stream": named_word("addcdiv_")}
+    decayed = fm.round_to_grid(start * (1 - 1e-3) / scale, "E4M3", "stochastic", step=0, **mul) * scale
     stepped = decayed - 1e-2 * p.grad / (p.grad.abs() + 1e-8)
-    expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", seed=9, step=1) * scale
+    expected = fm.round_to_grid(stepped / scale, "E4M3", "stochastic", step=1, **addcdiv) * scale
     assert (p.dequantize() == expected).float().mean() > 0.99  # the last bits of the direction are torch's own
     assert int(p.counter) == 2
 

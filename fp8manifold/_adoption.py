@@ -1,0 +1,52 @@
+"""What an encoded tensor takes over: the parts of another that is copied into it, or a new scale."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8manifold._loading import is_loading
+from fp8manifold._stored_scale import broadcasts_to, check_covers, power_of_two
+
+__all__ = ["adopt_parts", "checked_scale"]
+
+
+def adopt_parts(own: Any, other: Any) -> None:
+    """Codes and scale exactly, and the counter: the larger one, or while a module loads the other's, with its seed.
+
+    Args:
+        own, other: tensors of codes.
+
+    Raises:
+        ValueError: another format or shape, or scales finer than the own.
+    """
+    if other.format != own.format:
+        raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
+    if other.shape != own.shape:
+        raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(own.shape)}")
+    scale = other.expanded_scale() if other.block_size != own.block_size else other.scale
+    if not broadcasts_to(scale.shape, own.scale.shape):
+        raise ValueError(
+            f"the other tensor has a scale for each {other.granularity}, this one for each {own.granularity}"
+        )
+    counter = other.counter
+    if is_loading():
+        own.seed, own.by_operator = other.seed, other.by_operator
+    else:
+        counter = torch.maximum(own.counter, counter.to(own.counter.device))
+    for mine, part in ((own.codes, other.codes), (own.scale, scale), (own.counter, counter)):
+        mine.copy_(part)
+
+
+def checked_scale(own: Any, scale: float | Tensor) -> Tensor:
+    """A new scale in the shape of the old one.
+
+    Raises:
+        ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
+    """
+    new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=own.device))
+    if not broadcasts_to(new.shape, own.scale.shape):
+        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(own.scale.shape)}")
+    new = new.expand(own.scale.shape)
+    check_covers(new, own.largest(), own.format)
+    return new

@@ -1,0 +1,232 @@
+"""No two tensors round with the same draws, and none draws the same twice, however they came to be."""
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+import fp8manifold as fm
+from fp8manifold import optim
+
+N = 4000
+LIMIT = 4.5 / math.sqrt(N)
+
+
+def value() -> Tensor:
+    return torch.full((N,), 1.03)  # 0.24 of a step above 1 in E4M3
+
+
+def byte(seed: int | None) -> fm.FP8Parameter:
+    options = {} if seed is None else {"seed": seed}
+    return fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, **options)
+
+
+def stepped(parameters: list[Tensor], optimizers: list[Any], steps: int = 1) -> list[Tensor]:
+    """Where each parameter went, at equal gradients."""
+    before = [p.detach().clone() for p in parameters]
+    for _ in range(steps):
+        for p in parameters:
+            p.grad = torch.ones(N)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [(p.detach() - old).as_subclass(Tensor) for p, old in zip(parameters, before, strict=True)]
+
+
+def assert_unrelated(moves: list[Tensor]) -> None:
+    for a, b in itertools.combinations(moves, 2):
+        assert (a != a[0]).any()
+        assert abs(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1]) < LIMIT
+
+
+def make(parameters: list[Tensor], **options: Any) -> Any:
+    return optim.StiffnessAdamW(parameters, lr=0.03, stiffness=0.0, **options)
+
+
+def test_one_optimizer_for_each_parameter() -> None:
+    parameters: list[Tensor] = [byte(seed) for seed in range(4)]
+    assert_unrelated(stepped(parameters, [make([p]) for p in parameters]))
+
+
+def test_weights_on_a_grid_with_an_optimizer_each() -> None:
+    """Their manifolds have seeds; two with one seed are told apart by what they hold."""
+    parameters: list[Any] = []
+    for seed, scale in ((1, 1.0), (2, 1.0), (1, 2.0)):
+        manifold = fm.FP8Manifold("E4M3", 1.0, "stochastic", seed=seed)
+        parameters.append(fm.manifolds.geoopt.ManifoldParameter(torch.full((N,), scale), manifold=manifold))
+    assert_unrelated(stepped(parameters, [make([p]) for p in parameters]))
+
+
+def test_averages_of_ordinary_parameters_with_an_optimizer_each() -> None:
+    """What rounding leaves of one gradient's average in bfloat16."""
+    torch.manual_seed(0)
+    parameters, gradient, noise = [torch.nn.Parameter(torch.randn(N)) for _ in range(3)], torch.randn(N), []
+    for p in parameters:
+        p.grad = gradient.clone()
+        optimizer = make([p], moments="bfloat16")
+        optimizer.step()
+        noise.append(optimizer.state[p]["exp_avg"].float() - gradient * (1 - 0.9))
+    assert_unrelated(noise)
+
+
+def test_a_removed_parameters_stream_is_not_given_again() -> None:
+    first, second, third = byte(5), byte(5), byte(5)
+    optimizer = make([first, second])
+    old = stepped([first, second], [optimizer])
+    gone = optimizer.state.pop(first)["stream"]
+    optimizer.param_groups[0]["params"].remove(first)
+    optimizer.add_param_group({"params": [third]})
+    resumed = copy.deepcopy(optimizer)
+    moves = stepped([second, third], [optimizer])
+    assert_unrelated([*moves, *old])
+    streams = [optimizer.state[p]["stream"] for p in (second, third)]
+    assert len({gone, *streams}) == 3
+    assert optimizer.state_dict()["streams_begun"] == resumed.streams_begun + 1 == 3
+
+
+def test_a_cleared_state_draws_anew() -> None:
+    parameter = byte(5)
+    optimizer, moves = make([parameter]), []
+    for _ in range(3):
+        with torch.no_grad():
+            parameter.fill_(1.0)
+        moves += stepped([parameter], [optimizer])
+        optimizer.state.clear()
+    assert_unrelated(moves)
+
+
+def test_bare_parameters_have_seeds_of_their_own() -> None:
+    torch.manual_seed(3)
+    parameters = [byte(None) for _ in range(3)]
+    torch.manual_seed(3)
+    assert [byte(None).seed for _ in range(3)] == [p.seed for p in parameters]
+    assert len({p.seed for p in parameters}) == 3
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(value())
+    assert_unrelated([(p.detach() - 1).dequantize() if isinstance(p, fm.FP8Tensor) else p for p in parameters])
+
+
+def test_a_bare_parameters_seed_is_loaded_with_it() -> None:
+    holders = [torch.nn.ParameterList([byte(None)]) for _ in range(2)]
+    assert holders[0][0].seed != holders[1][0].seed
+    holders[1].load_state_dict(copy.deepcopy(holders[0].state_dict()))
+    with torch.no_grad():
+        for holder in holders:
+            holder[0].copy_(value())
+    assert torch.equal(holders[0][0].codes, holders[1][0].codes)
+
+
+def test_an_average_does_not_draw_what_its_weights_do() -> None:
+    weight = byte(4)
+    average = copy.deepcopy(weight)
+    with torch.no_grad():
+        weight.add_(0.03)
+        average.lerp_(torch.full((N,), 1.06), 0.5)
+    assert_unrelated([weight.dequantize() - 1, average.dequantize() - 1])
+
+
+def test_a_tensor_saved_before_draws_as_it_did() -> None:
+    """Its pickle has no word on operators, and neither does what is exported or copied from it."""
+    new = byte(4)
+    rebuild, (kind, parts, rest, requires) = new.__reduce_ex__(2)
+    old = copy.deepcopy(rebuild(kind, parts, rest[:-1], requires))
+    assert (old.by_operator, new.by_operator) == (False, True)
+    loaded = torch.nn.ParameterList([byte(1)])
+    loaded.load_state_dict({"0": copy.deepcopy(old)})
+    tensors, metadata = fm.flatten_state_dict({"w": copy.deepcopy(old)})
+    exported = fm.unflatten_state_dict(tensors, metadata)["w"]
+    before = fm.unflatten_state_dict(
+        fm.flatten_state_dict({"w": copy.deepcopy(old)})[0],
+        {"fp8:w": metadata["fp8:w"].replace('"by_operator": false, ', "")},
+    )["w"]
+    expected = fm.encode(torch.full((N,), 1.03), "E4M3", "stochastic", seed=4, step=0)
+    for each in (old, loaded[0], exported, before):
+        with torch.no_grad():
+            each.copy_(value())
+        assert torch.equal(each.codes, expected)
+
+
+# --------------------------------------------------------------------------------------------------------- snapshots
+@pytest.mark.parametrize("snapshot", [Tensor.clone, copy.deepcopy, lambda p: p.detach().clone()])
+def test_putting_a_snapshot_back_does_not_rewind_the_draws(snapshot: Any) -> None:
+    p, moves = byte(6), []
+    with torch.no_grad():
+        saved = snapshot(p)
+        for _ in range(3):
+            p.add_(0.03)
+            moves.append(p.dequantize() - 1)
+            p.copy_(saved)
+            assert (p.dequantize() == 1).all()
+    assert int(p.counter) == 3
+    assert_unrelated(moves)
+
+
+def test_loading_a_state_does() -> None:
+    model = torch.nn.ParameterList([byte(6)])
+    saved, seen = copy.deepcopy(model.state_dict()), []
+    for _ in range(2):
+        with torch.no_grad():
+            model[0].add_(0.03)
+        seen.append(model[0].codes.clone())
+        model.load_state_dict(saved)
+        assert int(model[0].counter) == 0
+    assert torch.equal(*seen)
+
+
+# ---------------------------------------------------------------------------------------------------------- averages
+def quantized(rounding: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8))
+    return fm.quantize_model(model, "E4M3", "fp8", rounding=rounding)
+
+
+def averaged(average: Any, model: torch.nn.Module, steps: int) -> float:
+    """How far the average has come towards weights that were doubled after it began."""
+    average.update_parameters(model)
+    start = average.module[0].weight.detach().clone()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    goal = model[0].weight.detach() - start
+    for _ in range(steps):
+        average.update_parameters(model)
+    moved = average.module[0].weight.detach() - start
+    return float((moved * goal).sum() / (goal * goal).sum())
+
+
+EMAS = [{"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, {"avg_fn": get_ema_avg_fn(0.9)}]
+both = pytest.mark.parametrize("options", EMAS, ids=["foreach lerp", "copy"])
+
+
+@both
+def test_an_average_that_stalls_is_warned_of(options: Any) -> None:
+    model = quantized("nearest")
+    with pytest.warns(fm.StalledAverageWarning, match=r"use fm\.averaged_model"):
+        assert averaged(AveragedModel(model, **options), model, 35) < 0.8
+
+
+@both
+def test_an_average_in_floats_arrives(options: Any) -> None:
+    model = quantized("nearest")
+    average = fm.averaged_model(model, **options)
+    assert averaged(average, model, 35) == pytest.approx(1 - 0.9**35, abs=1e-3)
+    assert average.module[0].bias.shape == model[0].bias.shape
+    with pytest.raises(ValueError, match="use_buffers=True"):
+        fm.averaged_model(model, use_buffers=True)
+
+
+@both
+def test_an_average_rounded_stochastically_is_unbiased(options: Any) -> None:
+    model = quantized("stochastic")
+    assert averaged(AveragedModel(model, **options), model, 35) == pytest.approx(1 - 0.9**35, abs=0.01)
+
+
+def test_a_float_master_copied_into_codes_is_no_average() -> None:
+    p = fm.FP8Parameter(torch.ones(N), "E4M3", scale=1.0, rounding="nearest")
+    with torch.no_grad():
+        p.copy_(torch.full((N,), 1.01))
