@@ -187,10 +187,7 @@ class Kept:
 
     def averages_are_in_place(self, state: dict[str, Any]) -> bool:
         """Whether the state holds the very tensors that are stepped, and these the same memory in the same layout."""
-        for name, tensor, then in self._state:  # assigning to .data changes the object's memory, not the alias's
-            if state.get(name) is not tensor or not tensor.is_set_to(then) or tensor.dtype is not then.dtype:
-                return False
-        return True
+        return all((now := state.get(name)) is tensor and place_of(now) == place for name, tensor, place in self._state)
 
     def is_in_place(self, parameter: Tensor) -> bool:
         """Whether weight and scale lie where they did and are stepped there."""
