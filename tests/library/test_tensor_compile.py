@@ -220,6 +220,9 @@ def test_a_view_is_known_again() -> None:
         torch.testing.assert_close(compiled(p[2]), p.dequantize()[2].square().sum())
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 9), reason="torch 2.8 refuses to move a module whose tensors compiled code refers to"
+)
 def test_a_compiled_module_can_be_moved() -> None:
     net = Net()
     compiled = torch.compile(net, fullgraph=True)
