@@ -1,9 +1,9 @@
 """The key word that tells one parameter's random bits from every other's, whichever optimizer steps it."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ _VALUES: Final = (0x5EED, 0, 0)
 _GRADIENT: Final = (0x5EED, 1, 0)
 
 
-def new_stream(parameter: Tensor, twin: int, state: dict[Tensor, Any], begun: int, *, draws: bool) -> int:
-    """A stream from what is the parameter's own, 63 bits, which no other parameter of the state has or had.
+def new_stream(parameter: Tensor, twin: int, used: Collection[int], begun: int, *, draws: bool) -> int:
+    """A stream from what is the parameter's own, 63 bits, which no other parameter of the optimizer has or had.
 
     What is its own is the seed of a one-byte tensor, the seed of a grid's manifold with the values and gradient of the
     first step, and these alone for floats.  Neither the position in a group nor the group enters, so a parameter draws
@@ -34,11 +34,10 @@ def new_stream(parameter: Tensor, twin: int, state: dict[Tensor, Any], begun: in
     Args:
         parameter: with its gradient.
         twin: how many before it share its seed, as :func:`twins` has it.
-        state: the optimizer's, with the streams in use.
+        used: the optimizer's streams that are in use.
         begun: how many streams have been given: more than are in use where parameters or states were removed.
         draws: whether random bits are drawn for an ordinary parameter.
     """
-    used = [entry["stream"] for entry in state.values() if "stream" in entry]
     removed = max(begun - len(used), 0)
     words = (*_seed_words(parameter), *_content(parameter, draws))
     return next(stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used)
