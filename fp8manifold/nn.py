@@ -312,6 +312,7 @@ class QuantizedLinear(nn.Linear):
         if isinstance(self.weight, FP8Parameter):
             weight = self._in_codes(fresh.weight, self.weight.format, self.weight.rounding, self.weight.seed)
             self.weight.adopt(weight)
+            self.weight.counter.zero_()
             self.weight.remainder = weight.remainder
         elif self.manifold is not None:
             renew_grid_weight(self.weight, self.manifold, fresh.weight, *self._placing(), self._seed)

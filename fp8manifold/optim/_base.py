@@ -305,8 +305,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
         if "stream" not in state:
             draws = group["moments"] != "float32"
-            used = [entry["stream"] for entry in self.state.values() if "stream" in entry]
-            state["stream"] = new_stream(parameter, twin, used, self.streams_begun, draws=draws)
+            alone = sum(len(each["params"]) for each in self.param_groups) == 1
+            state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
         done = int(state["step"])
         state["step"] += 1

@@ -1,9 +1,9 @@
 """The key word that tells one parameter's random bits from every other's, whichever optimizer steps it."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,29 +17,33 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["content_word", "new_stream", "twins"]
 
-_CODES, _GRID, _FLOATS = 1, 2, 3
+_SEEDED, _FLOATS = 1, 2
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _VALUES: Final = (0x5EED, 0, 0)
 _GRADIENT: Final = (0x5EED, 1, 0)
 
 
-def new_stream(parameter: Tensor, twin: int, used: Collection[int], begun: int, *, draws: bool) -> int:
-    """A stream from what is the parameter's own, 63 bits, which no other parameter of the optimizer has or had.
+def new_stream(parameter: Tensor, twin: int, state: dict[Tensor, Any], begun: int, *, draws: bool, alone: bool) -> int:
+    """A stream from what is the parameter's own, 63 bits, which no other parameter of the state has or had.
 
-    What is its own is the seed of a one-byte tensor, the seed of a grid's manifold with the values and gradient of the
-    first step, and these alone for floats.  Neither the position in a group nor the group enters, so a parameter draws
-    the same bits in an optimizer for itself as among others; only those that share a seed are told apart by their
-    order.
+    What is its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
+    storages draw the same bits.  Those that share both are told apart by their order in the optimizer, or, without a
+    seed and in an optimizer each, by their first gradients: these differ between machines in the last bits, so they
+    enter nowhere else.
 
     Args:
         parameter: with its gradient.
         twin: how many before it share its seed, as :func:`twins` has it.
-        used: the optimizer's streams that are in use.
+        state: the optimizer's, with the streams in use.
         begun: how many streams have been given: more than are in use where parameters or states were removed.
         draws: whether random bits are drawn for an ordinary parameter.
+        alone: whether it is the optimizer's only parameter.
     """
+    used = [entry["stream"] for entry in state.values() if "stream" in entry]
     removed = max(begun - len(used), 0)
-    words = (*_seed_words(parameter), *_content(parameter, draws))
+    seed = _seed_of(parameter)
+    content = _content(parameter, alone and not seed) if draws or seed is not None else ()
+    words = (*_seed_words(parameter), *content)
     return next(stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used)
 
 
@@ -55,21 +59,27 @@ def twins(parameters: Iterable[Tensor]) -> dict[Tensor, int]:
 
 
 def _seed_words(parameter: Tensor) -> tuple[int, ...]:
+    seed = _seed_of(parameter)
+    return (_FLOATS, *parameter.shape) if seed is None else (_SEEDED, seed)
+
+
+def _seed_of(parameter: Tensor) -> int | None:
+    """The seed of what is rounded to a grid."""
     if isinstance(parameter, FP8Tensor):
-        return (_CODES, parameter.seed)
+        return parameter.seed
     manifold = own_manifold(parameter)
-    if isinstance(manifold, FP8Manifold):
-        return (_GRID, int(manifold.seed_word))
-    return (_FLOATS, *parameter.shape)
+    return int(manifold.seed_word) if isinstance(manifold, FP8Manifold) else None
 
 
-def _content(parameter: Tensor, draws: bool) -> tuple[int, ...]:
-    """Words of the values and the gradient of what has no seed that is sure to be its own."""
-    if isinstance(parameter, FP8Tensor) or not (draws or isinstance(own_manifold(parameter), FP8Manifold)):
-        return ()
+def _content(parameter: Tensor, with_gradient: bool) -> tuple[int, ...]:
+    """Words of the first values, and of the first gradient."""
+    codes = isinstance(parameter, FP8Tensor)
+    values = parameter.dequantize() if codes else parameter.detach().as_subclass(Tensor)
+    words = (content_word(values, _VALUES),)
+    if not with_gradient:
+        return words
     assert parameter.grad is not None
-    values = parameter.detach().as_subclass(Tensor)
-    return content_word(values, _VALUES), content_word(parameter.grad.detach(), _GRADIENT)
+    return (*words, content_word(parameter.grad.detach(), _GRADIENT))
 
 
 @eager_only
