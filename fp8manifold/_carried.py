@@ -1,5 +1,6 @@
 """What was hung on a layer goes with it when another takes its place: hooks, attributes, what is registered in it."""
 
+import inspect
 import weakref
 from typing import Any, Final
 
@@ -96,7 +97,8 @@ def _weights(old: nn.Module, new: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _weight_attributes(weight: Tensor) -> list[str]:
     own = {"manifold", *vars(weight.detach())}
-    return [key for key in vars(weight) if key not in own]
+    hidden = [key for key in vars(weight) if inspect.isdatadescriptor(getattr(Tensor, key, None))]  # as accelerate does
+    return [key for key in vars(weight) if key not in own and key not in hidden]
 
 
 def _is_transposed(old: nn.Module, new: nn.Module) -> bool:

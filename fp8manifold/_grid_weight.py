@@ -1,31 +1,102 @@
 """A layer's weight on the grid: it stays there when a state is loaded, when the module moves, or is made anew."""
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import geoopt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fp8manifold._fake import has_values
 from fp8manifold._stored_scale import fresh_scale, warn_if_saturated
+from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_dtype_holds", "keep_on_manifold", "prepare_grid_state", "renew_grid_weight"]
+__all__ = [
+    "check_dtype_holds",
+    "check_on_manifold",
+    "grid_weight",
+    "keep_on_manifold",
+    "prepare_grid_state",
+    "renew_grid_weight",
+]
 
 _BUFFERS: Final = ("format_fields", "seed_word", "counter")
 
 
+def grid_weight(
+    weight: Tensor,
+    fmt: FloatFormat,
+    granularity: Granularity,
+    headroom: float | None,
+    rounding: Literal["nearest", "stochastic"],
+    seed: int,
+) -> tuple[geoopt.ManifoldParameter, FP8Manifold]:
+    """The nearest points of a grid at a scale of its own, and their manifold.
+
+    Args:
+        weight: float tensor.
+        fmt: format of the grid.
+        granularity, headroom: of the scale.
+        rounding, seed: of the manifold.
+
+    Raises:
+        TypeError: a dtype that lacks points of the grid.
+        RuntimeError: a fake tensor.
+    """
+    if not (has_values(weight) or weight.is_meta):
+        raise RuntimeError(
+            "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
+            "take storage='fp8', or quantise a model that has values"
+        )
+    values = weight.detach()
+    manifold = FP8Manifold(fmt, fresh_scale(values, fmt, granularity, headroom), rounding, seed)
+    check_dtype_holds(manifold, weight.dtype)
+    projected = manifold.projx(values) if has_values(weight) else values.clone()
+    return geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold
+
+
 def check_dtype_holds(manifold: FP8Manifold, dtype: torch.dtype) -> None:
     """Raise TypeError unless every point of the grid, and its scale, is a number of the dtype."""
-    if manifold.scale.is_meta or dtype == manifold.scale.dtype:
+    if refusal := _lacks_points(manifold.format, manifold.scale, dtype):
+        raise TypeError(f"a layer with storage='grid' can't be {refusal}")
+
+
+def _lacks_points(fmt: FloatFormat, scale: Tensor, dtype: torch.dtype) -> str | None:
+    """What a dtype lacks of the grid, or None."""
+    if not has_values(scale) or dtype == scale.dtype:
+        return None
+    number = torch.finfo(dtype)
+    low, high = (float(end) for end in torch.aminmax(scale))
+    if low * fmt.ulp_min >= number.smallest_normal * number.eps and high * fmt.max <= number.max:
+        return None
+    return (
+        f"{dtype}, which lacks points of its grid ({fmt.name} at scales of {low:g} to {high:g}): take torch.float32 or "
+        "torch.bfloat16"
+    )
+
+
+def check_on_manifold(layer: nn.Module) -> None:
+    """Raise RuntimeError where somebody has put another parameter in the place of the weight, without its manifold.
+
+    A tensor that stands there for one call is a functional call's, and what pruning and parametrisations compute is
+    computed from a parameter that is still on its manifold.
+    """
+    weight = layer._parameters.get("weight")
+    if isinstance(weight, geoopt.ManifoldParameter):
         return
-    number, fmt = torch.finfo(dtype), manifold.format
-    low, high = (float(end) for end in torch.aminmax(manifold.scale))
-    if low * fmt.ulp_min < number.smallest_normal * number.eps or high * fmt.max > number.max:
-        raise TypeError(
-            f"a layer with storage='grid' can't be {dtype}, which lacks points of its grid ({fmt.name} at scales of "
-            f"{low:g} to {high:g}): take torch.float32 or torch.bfloat16"
+    if weight is None:
+        kept = "parametrizations" in layer._modules or any(
+            isinstance(p, geoopt.ManifoldParameter) for p in layer._parameters.values()
+        )
+    else:
+        kept = not isinstance(weight, nn.Parameter)
+    if not kept:
+        raise RuntimeError(
+            "the weight of a layer with storage='grid' has lost its manifold: steps would take it off the grid; "
+            "sharding (FSDP, tensor parallelism) takes it away: use DistributedDataParallel, or storage='master' with "
+            "torch's optimizers"
         )
 
 
@@ -74,6 +145,8 @@ def prepare_grid_state(
         state[scale_key] = scale
     elif scale.shape == manifold.scale.shape:
         warn_if_saturated(values, scale, manifold.format)
+    if refusal := _lacks_points(manifold.format, scale, weight.dtype):
+        return f"{key} can't be loaded into {refusal}"
     state[key] = geoopt.ManifoldParameter(
         _projected(values, scale, manifold), manifold=manifold, requires_grad=weight.requires_grad
     )
@@ -86,6 +159,7 @@ def renew_grid_weight(
     """Write values at a scale of their own, and begin the manifold's count of draws anew; in place."""
     scale = fresh_scale(values, manifold.format, granularity, headroom)
     fresh = FP8Manifold(manifold.format, scale, manifold.rounding, seed)
+    check_dtype_holds(fresh, weight.dtype)
     for name in ("scale", *_BUFFERS):
         getattr(manifold, name).copy_(getattr(fresh, name))
     weight.copy_(fresh.projx(values))

@@ -14,7 +14,7 @@ _SHARDING: Final = (
     *("torch.distributed.tensor.", "torch.distributed._tensor.", "torch.distributed.utils."),
     *("torch.distributed.algorithms.", "torch.distributed.distributed_c10d."),
 )
-_BETWEEN: Final = ("torch._tensor.", "torch.functional.", "torch._dynamo.", "fp8manifold.")
+_BETWEEN: Final = ("torch._tensor.", "torch.functional.", "torch._compile.", "torch._dynamo.", "fp8manifold.")
 _WHY: Final = "can't take an FP8Tensor, whose values are codes at scales of their own"
 _WAYS: Final = {
     "send": "send its codes, scale and counter each, or dequantize()",
@@ -37,7 +37,7 @@ def check_not_distributed(func: Any) -> None:
     if func.namespace in _COLLECTIVES:
         raise RuntimeError(f"{func} {_WHY}: {_WAYS['send']}")
     frame = sys._getframe(2)
-    for _ in range(8):  # past functions of torch's and this package's that stand between
+    for _ in range(12):  # past functions of torch's and this package's that stand between
         name = f"{frame.f_globals.get('__name__', '')}."
         if name.startswith(_SHARDING):
             way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal, Self
 
-import geoopt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +13,14 @@ from fp8manifold._called_whole import forbid_fused_operators, over_nested
 from fp8manifold._checks import check_choice, check_number
 from fp8manifold._fake import has_values
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
-from fp8manifold._grid_weight import check_dtype_holds, keep_on_manifold, prepare_grid_state, renew_grid_weight
+from fp8manifold._grid_weight import (
+    check_dtype_holds,
+    check_on_manifold,
+    grid_weight,
+    keep_on_manifold,
+    prepare_grid_state,
+    renew_grid_weight,
+)
 from fp8manifold._layer_checks import check_blocks, check_storage
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
@@ -22,7 +28,6 @@ from fp8manifold._recomputation import Pass, pass_of
 from fp8manifold._scaled_rounding import Key, rounded_at
 from fp8manifold._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
 from fp8manifold._storage import expand_scale
-from fp8manifold._stored_scale import fresh_scale
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -124,7 +129,7 @@ class QuantizedLinear(nn.Linear):
         self._defers = defer_weight_gradient
         self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
         check_blocks(self._operands, linear)
-        self._take_weight(linear.weight, headroom, rounding, seed)
+        self._take_weight(linear.weight, rounding, seed)
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
@@ -145,6 +150,8 @@ class QuantizedLinear(nn.Linear):
         this = self._pass()
         draw = this.draw
         weight = self.weight
+        if self.manifold is not None and not torch.compiler.is_compiling():
+            check_on_manifold(self)
         if self.weight_scaler is not None:
             weight = self._fake_quantized("weight", weight, this.scale("weight", self.weight_scaler, weight), draw)
         quantized = input
@@ -211,16 +218,14 @@ class QuantizedLinear(nn.Linear):
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
         return f"{', '.join(shown)}, storage={self.storage}"
 
-    def _take_weight(
-        self, weight: Tensor, headroom: float | None, rounding: Literal["nearest", "stochastic"], seed: int
-    ) -> None:
+    def _take_weight(self, weight: Tensor, rounding: Literal["nearest", "stochastic"], seed: int) -> None:
         operand = self._operands.get("weight")
         if operand is None:
             return
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
-            self._store_on_grid(weight, operand, headroom, rounding, seed)
+            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed)
         elif self.storage == "fp8":
             self.weight = self._in_codes(weight, operand.format, rounding, seed)
 
@@ -278,26 +283,6 @@ class QuantizedLinear(nn.Linear):
             self.draws += 1
         return draw
 
-    def _store_on_grid(
-        self,
-        weight: Tensor,
-        operand: OperandSpec,
-        headroom: float | None,
-        rounding: Literal["nearest", "stochastic"],
-        seed: int,
-    ) -> None:
-        assert operand.granularity is not None
-        if not (has_values(weight) or weight.is_meta):
-            raise RuntimeError(
-                "storage='grid' can't be made under a FakeTensorMode, as geoopt's parameters are no fake tensors: "
-                "take storage='fp8', or quantise a model that has values"
-            )
-        scale = fresh_scale(weight.detach(), operand.format, operand.granularity, headroom)
-        manifold = FP8Manifold(operand.format, scale, rounding, seed)
-        self.manifold = manifold
-        projected = manifold.projx(weight.detach()) if has_values(weight) else weight.detach().clone()
-        self.weight = geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad)
-
     def _in_codes(
         self, weight: Tensor, fmt: FloatFormat, rounding: Literal["nearest", "stochastic"], seed: int
     ) -> FP8Parameter:
@@ -327,6 +312,7 @@ class QuantizedLinear(nn.Linear):
         if isinstance(self.weight, FP8Parameter):
             weight = self._in_codes(fresh.weight, self.weight.format, self.weight.rounding, self.weight.seed)
             self.weight.adopt(weight)
+            self.weight.counter.zero_()
             self.weight.remainder = weight.remainder
         elif self.manifold is not None:
             renew_grid_weight(self.weight, self.manifold, fresh.weight, *self._placing(), self._seed)

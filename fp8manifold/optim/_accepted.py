@@ -1,11 +1,14 @@
 """What an optimizer accepts: parameters it can step, and states that were made for them."""
 
+import sys
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8manifold._float_bits import working_dtype
+from fp8manifold._stored_scale import broadcasts_to
+from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._plan import STORED, described, grid_of
 from fp8manifold.optim._variant import RESIDUAL_BITS
@@ -19,8 +22,13 @@ _PER_WEIGHT: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffe
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
-    """Raise ValueError unless each is a float tensor with values, and there but once."""
+    """Raise ValueError unless each is a whole float tensor with values, and there but once."""
     for parameter in parameters:
+        if _is_sharded(parameter):
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is sharded (fully_shard, FSDP or tensor parallelism), "
+                "and a step needs it whole: use DistributedDataParallel, or storage='master' with torch's optimizers"
+            )
         if parameter.dtype not in _DTYPES:
             raise ValueError(
                 f"a parameter has dtype {parameter.dtype}: only real floats (float16, bfloat16, float32, float64) and "
@@ -41,6 +49,18 @@ def check_parameters(parameters: list[Tensor]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} appears twice in a group: each may be stepped once"
             )
         seen.add(id(parameter))
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor, a flat piece of a weight on a grid, or the flat parameter that FSDP makes of several."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # without which there are no DTensors
+    if tensors is not None and isinstance(parameter, tensors.DTensor):
+        return True
+    manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
+    if manifold is not None:
+        return not broadcasts_to(manifold.scale.shape, parameter.shape)
+    parts = getattr(parameter, "_param_infos", ())
+    return any(isinstance(getattr(part.module, "manifold", None), StiffnessManifold) for part in parts)
 
 
 def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:

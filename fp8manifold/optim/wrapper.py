@@ -12,9 +12,11 @@ from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold._eager import eager_only
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
+from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
+from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, write_back
 
 __all__ = ["StiffnessWrapper"]
@@ -42,6 +44,12 @@ class StiffnessWrapper(torch.optim.Optimizer):
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.
+
+    Attributes:
+        steps_taken: number of steps.
+        references: the reference stiffness of each quantised parameter.
+        streams: for each parameter that has been rounded stochastically, the key word that makes its draws its own.
+        streams_begun: how many have been given; those of parameters that are removed are not given again.
 
     Raises:
         TypeError: ``optimizer`` is not a torch optimizer, or an option of another type.
@@ -103,6 +111,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.writeback, self.seed = writeback, seed
         self.steps_taken = 0
         self.references: dict[Tensor, float] = {}
+        self.streams: dict[Tensor, int] = {}
+        self.streams_begun = 0
         self.__setstate__({"defaults": dict(optimizer.defaults)})  # torch's hooks, without groups of its own
 
     @property
@@ -119,6 +129,12 @@ class StiffnessWrapper(torch.optim.Optimizer):
         """Everything but torch's groups and state, which are the wrapped optimizer's: what copying needs."""
         return dict(self.__dict__)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what copying gives; a wrapper from before parameters had streams goes on with their positions."""
+        super().__setstate__(state)
+        if "optimizer" in state and "streams" not in state:
+            self._take_streams(None, 0)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer.
 
@@ -128,11 +144,17 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, the step count and the reference stiffness of each parameter."""
+        """The wrapped optimizer's state, the step count, reference stiffness and stream of each parameter."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        references = [self.references.get(p) for p in self._parameters()]
-        saved = {"optimizer": self.optimizer.state_dict(), "steps_taken": self.steps_taken, "references": references}
+        parameters = self._parameters()
+        saved = {
+            "optimizer": self.optimizer.state_dict(),
+            "steps_taken": self.steps_taken,
+            "references": [self.references.get(p) for p in parameters],
+            "streams": [self.streams.get(p) for p in parameters],
+            "streams_begun": self.streams_begun,
+        }
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = saved if (changed := after(self, saved)) is None else changed
         return saved
@@ -155,6 +177,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.steps_taken = int(state_dict["steps_taken"])
         pairs = zip(self._parameters(), state_dict["references"], strict=True)
         self.references = {p: reference for p, reference in pairs if reference is not None}
+        self._take_streams(state_dict.get("streams"), int(state_dict.get("streams_begun", 0)))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -169,6 +192,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Returns:
             What the wrapped optimizer returns.
         """
+        self._begin_streams(closure is not None)
         before = [p.detach().clone() for p in self._parameters()]
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
@@ -176,13 +200,43 @@ class StiffnessWrapper(torch.optim.Optimizer):
         else:
             result = self._step_on_scaled_gradients(factors, closure)
             factors = [1.0] * len(factors)
-        for stream, (parameter, old, factor) in enumerate(zip(self._parameters(), before, factors, strict=True)):
-            self._finish(parameter, old, factor, stream)
+        for parameter, old, factor in zip(self._parameters(), before, factors, strict=True):
+            self._finish(parameter, old, factor)
         self.steps_taken += 1
         return result
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _rounding(self, manifold: StiffnessManifold) -> str:
+        return self.writeback or str(getattr(manifold, "rounding", "nearest"))
+
+    def _draws(self, parameter: Tensor) -> bool:
+        manifold = own_manifold(parameter)
+        return isinstance(manifold, FP8Manifold) and self._rounding(manifold) == "stochastic"
+
+    def _begin_streams(self, has_closure: bool) -> None:
+        """Give what is rounded stochastically for the first time a stream, and let go of what has been removed."""
+        parameters = self._parameters()
+        for known in (self.references, self.streams):
+            for gone in known.keys() - set(parameters):
+                del known[gone]
+        new = [
+            p for p in parameters if p not in self.streams and self._draws(p) and (has_closure or p.grad is not None)
+        ]
+        numbers = twins(parameters) if new else {}
+        for p in new:
+            used = {each: {"stream": stream} for each, stream in self.streams.items()}
+            alone = len(parameters) == 1 and p.grad is not None
+            self.streams[p] = new_stream(p, numbers[p], used, self.streams_begun, draws=True, alone=alone)
+            self.streams_begun += 1
+
+    def _take_streams(self, streams: list[int | None] | None, begun: int) -> None:
+        """Those that are saved; positions in a state from before there were any."""
+        parameters = self._parameters()
+        pairs = zip(parameters, range(len(parameters)) if streams is None else streams, strict=True)
+        self.streams = {p: int(stream) for p, stream in pairs if stream is not None}
+        self.streams_begun = max(begun, len(self.streams))
 
     def _factor(self, parameter: Tensor) -> Tensor | float:
         scale = scheduled("scale", self.scale, self.steps_taken, 0.0, float("inf"))
@@ -223,7 +277,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             for parameter, gradient in kept.items():
                 parameter.grad = gradient
 
-    def _finish(self, parameter: Tensor, old: Tensor, factor: Tensor | float, stream: int) -> None:
+    def _finish(self, parameter: Tensor, old: Tensor, factor: Tensor | float) -> None:
         """Scale what has moved and round it to the grid; what has not moved stays, bit for bit."""
         if parameter.grad is None:
             return
@@ -233,6 +287,6 @@ class StiffnessWrapper(torch.optim.Optimizer):
         target = torch.where(update == 0, start, start + update * factor)
         manifold = own_manifold(parameter)
         if manifold is not None:
-            rounding = self.writeback or str(getattr(manifold, "rounding", "nearest"))
-            target = write_back(target, manifold, rounding, seed=self.seed, step=self.steps_taken, stream=stream)
+            words = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
+            target = write_back(target, manifold, self._rounding(manifold), **words)
         parameter.copy_(target)

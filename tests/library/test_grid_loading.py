@@ -146,6 +146,29 @@ def test_a_dtype_without_the_points_is_refused() -> None:
     assert is_on_grid(layer)
 
 
+def test_a_half_precision_layer_without_the_points_is_refused() -> None:
+    """By surgery, by what is loaded into one, and where its weights are drawn anew; nothing has changed then."""
+    lacks = r"torch\.float16, which lacks points of its grid \(E\dM\d at scales of.*take torch\.float32"
+    model = nn.Sequential(nn.Linear(8, 4)).half()
+    with pytest.raises(TypeError, match=rf"storage='grid' can't be {lacks}"):
+        fm.quantize_model(model, "E5M2", "grid")
+    assert type(model[0]) is nn.Linear
+    layer = fm.quantize_model(model, "E4M3", "grid")[0]  # type: ignore[index]
+    assert is_on_grid(layer)
+    kept = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=f"weight can't be loaded into {lacks}"):
+        layer.load_state_dict(grid(1, std=1e-5).state_dict())
+    assert torch.equal(layer.weight, kept)
+    layer.load_state_dict(grid(1).state_dict())
+    assert is_on_grid(layer)
+    linear = nn.Linear(8, 4).half()
+    torch.nn.init.constant_(linear.weight, 1024.0)
+    layer = fm.quantize_model(linear, "E5M2", "grid")  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=lacks):
+        layer.reset_parameters()
+    assert (layer.weight == 1024).all()
+
+
 @both
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 def test_what_a_hook_makes_of_a_state_is_loaded(storage: Any, assign: bool) -> None:

@@ -47,12 +47,22 @@ def make(parameters: list[Tensor], **options: Any) -> Any:
     return optim.StiffnessAdamW(parameters, lr=0.03, stiffness=0.0, **options)
 
 
-def test_one_optimizer_for_each_parameter() -> None:
+def wrapped(parameters: list[Tensor]) -> Any:
+    """Half of what SGD does, which is one step of E4M3 below 1."""
+    return optim.StiffnessWrapper(torch.optim.SGD(parameters, lr=2.0**-4), 0.5, writeback="stochastic")
+
+
+by_kind = pytest.mark.parametrize("make", [make, wrapped])
+
+
+@by_kind
+def test_one_optimizer_for_each_parameter(make: Any) -> None:
     parameters: list[Tensor] = [byte(seed) for seed in range(4)]
     assert_unrelated(stepped(parameters, [make([p]) for p in parameters]))
 
 
-def test_weights_on_a_grid_with_an_optimizer_each() -> None:
+@by_kind
+def test_weights_on_a_grid_with_an_optimizer_each(make: Any) -> None:
     """Their manifolds have seeds; two with one seed are told apart by what they hold."""
     parameters: list[Any] = []
     for seed, scale in ((1, 1.0), (2, 1.0), (1, 2.0)):
@@ -87,6 +97,49 @@ def test_a_removed_parameters_stream_is_not_given_again() -> None:
     streams = [optimizer.state[p]["stream"] for p in (second, third)]
     assert len({gone, *streams}) == 3
     assert optimizer.state_dict()["streams_begun"] == resumed.streams_begun + 1 == 3
+
+
+@pytest.mark.parametrize("later", [lambda optimizer: optimizer, copy.deepcopy, "state"])
+def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later: Any) -> None:
+    first, second, third = byte(5), byte(5), byte(5)
+    optimizer = wrapped([first, second])
+    old = stepped([first, second], [optimizer])
+    gone = optimizer.streams[first]
+    optimizer.param_groups[0]["params"].remove(first)
+    stepped([second], [optimizer])
+    assert (optimizer.streams.keys(), optimizer.streams_begun) == ({second}, 2)
+    if later == "state":
+        saved, optimizer = optimizer.state_dict(), wrapped([second])
+        optimizer.load_state_dict(saved)
+    else:
+        optimizer = later(optimizer)
+    (second,) = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        second.fill_(1.0)
+    optimizer.add_param_group({"params": [third]})
+    assert_unrelated([*stepped([second, third], [optimizer]), *old])
+    assert len({gone, optimizer.streams[second], optimizer.streams[third]}) == 3
+
+
+@pytest.mark.parametrize("stored", ["state", "pickle"])
+def test_a_wrapper_saved_before_draws_as_it_did(stored: str) -> None:
+    """Its parameters' streams are their positions."""
+    parameters: list[Tensor] = [byte(seed) for seed in range(3)]
+    optimizer = wrapped(parameters)
+    if stored == "state":
+        saved = optimizer.state_dict()
+        del saved["streams"], saved["streams_begun"]
+        optimizer.load_state_dict(saved)
+    else:
+        held = optimizer.__getstate__()
+        del held["streams"], held["streams_begun"]
+        optimizer = optim.StiffnessWrapper.__new__(optim.StiffnessWrapper)
+        optimizer.__setstate__(held)
+    stepped(parameters, [optimizer])
+    for stream, p in enumerate(parameters):
+        target = torch.full((N,), 1 - 2.0**-5)
+        drawn = fm.round_to_grid(target, "E4M3", "stochastic", seed=0, step=0, stream=stream)
+        assert torch.equal(p.detach().as_subclass(Tensor), drawn)
 
 
 def test_a_cleared_state_draws_anew() -> None:

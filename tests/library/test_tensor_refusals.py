@@ -19,6 +19,7 @@ import fp8manifold as fm
 
 safetensors = pytest.importorskip("safetensors.torch")
 NOT_FLOATS = "an FP8Tensor.*codes"
+WAYS = "use DistributedDataParallel, or storage='master'"
 FLATTEN = "fp8manifold.flatten_state_dict"
 
 
@@ -140,6 +141,48 @@ def test_sharding_and_making_equal_are_refused(wrap: Any, way: str) -> None:
     model = layer("fp8")
     with pytest.raises(RuntimeError, match=f"{NOT_FLOATS}.*take {way}"):
         wrap(model)
+
+
+def in_pieces(model: nn.Module) -> Any:
+    """What two processes of FSDP's first version hold."""
+    for layer in model.children():
+        layer.weight.data = layer.weight.detach().reshape(-1)[: layer.weight.numel() // 2]
+    return model
+
+
+def tensor_parallel(model: nn.Module) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    return parallelize_module(model, mesh(), {"0": ColwiseParallel(), "1": ColwiseParallel()})
+
+
+@pytest.mark.parametrize("wrap", [fully_sharded, sharded, replicated, tensor_parallel, in_pieces])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_a_sharded_weight_on_a_grid_is_not_stepped(wrap: Any) -> None:
+    """The layer refuses to run without its manifold, whatever steps it, and our optimizers refuse the parameter."""
+    model = wrap(layer("grid"))
+    parameters = [p for p in model.parameters() if p.dim() == 2] or list(model.parameters())
+    for make in (fm.optim.StiffnessAdamW, fm.optim.RiemannianAdam, fm.optim.StiffnessSGD):
+        with pytest.raises(ValueError, match=rf"is sharded.*{WAYS} with torch's"):
+            make(parameters, lr=0.1)
+    if wrap is not in_pieces:
+        with pytest.raises(RuntimeError, match=rf"storage='grid' has lost its manifold.*{WAYS} with torch's"):
+            model(normal(8, 64))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_sharded_master_weights_train_with_torchs_optimizers() -> None:
+    model, twin = sharded(layer("master")), layer("master")
+    with pytest.raises(ValueError, match="is sharded"):
+        fm.optim.StiffnessAdamW(model.parameters(), lr=0.1)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, foreach=False) for each in (model, twin)]
+    for t in range(2):
+        losses = [each(normal(8, 64, seed=t)).square().mean() for each in (model, twin)]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(("storage", "options"), [("grid", {}), ("master", {}), ("fp8", {"init_sync": False})])
