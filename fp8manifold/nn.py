@@ -367,7 +367,7 @@ class QuantizedLinear(nn.Linear):
     def _prepare_state(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Make what is saved of the weight one of this storage; or say why it can't be."""
         weight, saved = self.weight, state_dict.get(prefix + "weight")
-        if self.manifold is not None:
+        if isinstance(self.manifold, FP8Manifold):  # on a continuous manifold every value is a point
             return prepare_grid_state(state_dict, prefix, weight, self.manifold, *self._placing(), self._seed)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
             return None

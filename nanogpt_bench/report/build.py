@@ -89,7 +89,7 @@ def write_report(
         raise BenchError(f"output folder {str(out)!r} can't be made: {error.strerror or error}") from error
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
-    chosen = looks(rows, reference)
+    chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     found = read_studies(studies or [out])
     page = write_text(out / PAGE, render(Page(title, facts, results, chosen, thresholds, found, running)))
     write_tables(results, out)

@@ -26,6 +26,11 @@ def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
     )
 
 
+def depends_on(runs: Sequence[Run]) -> frozenset[str]:
+    """All that the losses of runs depend on beside format, rule, learning rate and seed, as one value."""
+    return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
+
+
 def _differ(name: str, fact: Fact, run: Run, other: Run) -> bool:
     if name == "corpus" and _known_to_differ(_tokenizer, run, other):
         # Every tokenizer makes other tokens of one text: there the text itself says whether it is the same.
@@ -96,10 +101,16 @@ def _batch(run: Run) -> Any:
 
 
 def _validation(run: Run) -> Any:
-    parts = [_setting(run, "eval", key) for key in ("batches", "seed")]
+    """How many batches, of how many sequences, drawn from which seed: what is drawn depends on all three."""
+    parts = [_setting(run, "eval", "batches"), _setting(run, "train", "batch_size"), _setting(run, "eval", "seed")]
     return parts if None not in parts else None
 
 
+#: the settings that the facts below follow from
+SETTINGS = (
+    *("data.dir", "data.train_tokens", "model.init_from", "model.size", *(f"model.{key}" for key in SHAPE)),
+    *("train.max_steps", "train.batch_size", "train.accumulation", "eval.batches", "eval.seed"),
+)
 FACTS: Mapping[str, Fact] = {
     "corpus": _tokens,
     "training tokens": _training_tokens,

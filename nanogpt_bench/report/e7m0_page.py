@@ -31,7 +31,9 @@ SHARES = (
 )
 
 
-def e7m0_section(predicted: Sequence[Predicted], reference: Row | None, looks: Mapping[str, Look]) -> Section | None:
+def e7m0_section(
+    predicted: Sequence[Predicted], references: Sequence[Row], looks: Mapping[str, Look]
+) -> Section | None:
     """The page of its own that E7M0 with nearest rounding gets; None when no row has it."""
     if not predicted:
         return None
@@ -40,13 +42,15 @@ def e7m0_section(predicted: Sequence[Predicted], reference: Row | None, looks: M
         "where it is until a step reaches a quarter of it inwards or half of it outwards. Three things were predicted "
         "of that."
     )
-    pages = [_page(i, entry, reference, looks) for i, entry in enumerate(predicted)]
+    pages = [_page(i, entry, references, looks) for i, entry in enumerate(predicted)]
     body = f'<p class="muted">{words}</p>' + "".join(body for body, _ in pages)
     return Section("e7m0", "E7M0 with nearest rounding", body, [chart for _, charts in pages for chart in charts])
 
 
-def _page(place: int, entry: Predicted, reference: Row | None, looks: Mapping[str, Look]) -> tuple[str, list[Chart]]:
-    drawn = [_first_steps(place, entry, reference, looks), _shares(place, entry)]
+def _page(
+    place: int, entry: Predicted, references: Sequence[Row], looks: Mapping[str, Look]
+) -> tuple[str, list[Chart]]:
+    drawn = [_first_steps(place, entry, references, looks), _shares(place, entry)]
     charts = [chart for chart in drawn if chart is not None]
     answers = "".join(_answer(prediction) for prediction in entry.predictions)
     title = f"<h3>{escape(entry.label)} · {escape(entry.run.name)}</h3>"
@@ -62,10 +66,10 @@ def _answer(prediction: Prediction) -> str:
     )
 
 
-def _first_steps(place: int, entry: Predicted, reference: Row | None, looks: Mapping[str, Look]) -> Chart | None:
+def _first_steps(place: int, entry: Predicted, references: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     """The training loss of the first steps, as recorded, beside the reference's."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    other = reference_beside(entry.run, reference)
+    other = reference_beside(entry.run, references)
     lines = series.first_lines([own, *other], "train/loss", FIRST_STEPS)
     if not lines:
         return None

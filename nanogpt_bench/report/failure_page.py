@@ -22,11 +22,11 @@ POINTS = 150  # of a curve: there may be a chart for each of many runs
 OPEN_PAGES = 4  # more failure pages than these begin closed
 
 
-def failure_section(failed: Sequence[Failed], reference: Row | None, looks: Mapping[str, Look]) -> Section | None:
+def failure_section(failed: Sequence[Failed], references: Sequence[Row], looks: Mapping[str, Look]) -> Section | None:
     """All failure pages, one a run, each under an address of its own."""
     if not failed:
         return None
-    pages = [_page(i, entry, reference, looks, opened=len(failed) <= OPEN_PAGES) for i, entry in enumerate(failed)]
+    pages = [_page(i, entry, references, looks, opened=len(failed) <= OPEN_PAGES) for i, entry in enumerate(failed)]
     words = (
         "One page for each run that failed or in whose records a class of failure was found; the criteria and their "
         "thresholds are those of the run's own configuration, section failure."
@@ -36,9 +36,9 @@ def failure_section(failed: Sequence[Failed], reference: Row | None, looks: Mapp
 
 
 def _page(
-    place: int, failed: Failed, reference: Row | None, looks: Mapping[str, Look], *, opened: bool
+    place: int, failed: Failed, references: Sequence[Row], looks: Mapping[str, Look], *, opened: bool
 ) -> tuple[str, list[Chart]]:
-    chart = _loss_chart(place, failed, reference, looks)
+    chart = _loss_chart(place, failed, references, looks)
     charts = [chart] if chart else []
     body = (
         f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
@@ -127,10 +127,10 @@ def _lead(failed: Failed) -> str:
     return f"<p>{escape(words)} {escape(class_name(lead.failure_kind))} at step {lead.failure_step}.</p>"
 
 
-def _loss_chart(place: int, failed: Failed, reference: Row | None, looks: Mapping[str, Look]) -> Chart | None:
+def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
     """The run's training loss and the reference's, with a line at every class of failure."""
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
-    other = reference_beside(failed.run, reference)
+    other = reference_beside(failed.run, references)
     drawn = series.lines([own, *other], "train/loss", smoothed=True, points=POINTS)
     if failed.label not in {line.label for line in drawn}:
         return None

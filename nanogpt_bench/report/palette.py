@@ -76,15 +76,17 @@ class Look:
         return pair[dark]
 
 
-def looks(rows: Sequence[Row], reference: Row | None) -> dict[str, Look]:
-    """The look of every row by label: the reference in ink, the others by rule and format, no two alike."""
+def looks(rows: Sequence[Row], *references: Row | None) -> dict[str, Look]:
+    """The look of every row by label: references in ink, the others by rule and format, no two alike."""
+    inked = list(dict.fromkeys(row.label for row in references if row is not None))
     formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
     chosen: dict[str, Look] = {}
     taken: set[tuple[int, int]] = set()
     for row in rows:
         width = 2.0 if len(row.runs) < 2 else 1.2  # several seeds lie close to each other
-        if row is reference:
-            chosen[row.label] = Look(None, "solid", "circle", 0.9 * width)
+        if row.label in inked:
+            dash = inked.index(row.label) % len(DASHES)
+            chosen[row.label] = Look(None, DASHES[dash], MARKERS[dash], 0.9 * width)
             continue
         form = formats.index(row.format) if row.format != "none" else 0
         colour, dash = _free(_rule_place(row.rule), form % len(DASHES), taken)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanogpt_bench.errors import printable, shortened
-from nanogpt_bench.report.comparable import differences
+from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
@@ -106,7 +106,8 @@ def _setting(run: Run) -> str:
     if not run.config:
         return f"path:{run.path}"
     fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS}
-    return json.dumps([run.rule, run.format, fixed], sort_keys=True, default=str)
+    # A corpus prepared anew under the same name is another one.
+    return json.dumps([run.rule, run.format, fixed, sorted(depends_on([run]))], sort_keys=True, default=str)
 
 
 def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
@@ -163,17 +164,50 @@ def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
     return next((row for row in rows if row.rule == REFERENCE_RULE), None)
 
 
+def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
+    """By label, the row that each is measured against; empty without a reference.
+
+    That is `reference`, or, for a row whose losses can't be set against its, the one most like it among the rows of its
+    rule and format that train on what that row trains on, as far.
+    """
+    if reference is None:
+        return {}
+    apart = [row for row in rows if differences(row.runs, reference.runs)]
+    others = _most_like(reference, apart)
+    found = {row.label: others.get(depends_on(row.runs), reference) for row in apart}
+    # One that no other row is measured against is no reference, but a row that can't be compared.
+    needed = {other.label for label, other in found.items() if other.label != label}
+    found = {label: reference if other.label not in needed else other for label, other in found.items()}
+    return {row.label: found.get(row.label, reference) for row in rows}
+
+
+def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]:
+    """The rows of the reference's rule and format by what their losses depend on; of several, the nearest to it."""
+    groups: dict[frozenset[str], list[Row]] = {}
+    for row in rows:
+        if (row.rule, row.format) == (reference.rule, reference.format):
+            groups.setdefault(depends_on(row.runs), []).append(row)
+    own = flat(reference.runs[0].config) if reference.runs else {}
+    return {
+        key: min(group, key=lambda row: len(flat(row.runs[0].config).items() ^ own.items()) if len(group) > 1 else 0)
+        for key, group in groups.items()
+    }
+
+
 def reference_name(results: Sequence[Result]) -> str:
-    """What gaps are measured against: BF16, or the label of the row that stands in for it."""
-    rows = (result.row for result in results if result.reference)
-    return next((row.label for row in rows if row.rule != REFERENCE_RULE), "BF16")
+    """What gaps are measured against: BF16, or the row that stands in for it, of several what they have in common."""
+    rows = [result.row for result in results if result.reference]
+    if not rows or rows[0].rule == REFERENCE_RULE:
+        return "BF16"
+    return rows[0].label if len(rows) == 1 else row_label(rows[0].rule, rows[0].format)
 
 
 def measure(
     rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS, *, running: bool = False
 ) -> list[Result]:
     """Every row's line of the table, in order; `running` says that runs without a summary still go on."""
-    return [_measure_row(row, reference, thresholds, running) for row in rows]
+    against = references_of(rows, reference)
+    return [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
 
 
 def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
@@ -188,7 +222,13 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     cosine = figure(mean_cosine(run) for run in row.runs)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
     evidence = Evidence(
-        gap_share, stall.mean if stall else None, cosine.mean if cosine else None, alerts.total(), is_reference, unlike
+        gap_share,
+        stall.mean if stall else None,
+        cosine.mean if cosine else None,
+        alerts.total(),
+        is_reference,
+        unlike,
+        unmeasured=reference is None,
     )
     return Result(
         row=row,
@@ -220,11 +260,12 @@ def mean_cosine(run: Run) -> float | None:
     return seen.mean if seen else None
 
 
-def reference_beside(run: Run, reference: Row | None) -> list[Row]:
-    """The reference's first run as a row to draw beside another run; none where the two can't be compared."""
-    if reference is None or differences([run], reference.runs[:1]):
-        return []
-    return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
+def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
+    """The first run of the run's reference as a row to draw beside it; none where none can be compared with it."""
+    for reference in references:
+        if not differences([run], reference.runs[:1]):
+            return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
+    return []
 
 
 def _gap(run: Run, reference: Row) -> float | None:
@@ -252,9 +293,8 @@ def _nearest_sentence(nearest: Result, results: Sequence[Result]) -> str:
     sentence = f"{nearest.row.label}: {describe_gap(nearest)} against the reference"
     if nearest.stall is not None:
         sentence += f", with {nearest.stall.mean:.1%} of the weights unmoved by a requested update"
-    other = next(
-        (r for r in results if r.row.rule == "stochastic" and r.row.format == nearest.row.format and r.gap), None
-    )
+    stochastic = (r for r in results if r.row.rule == "stochastic" and r.row.format == nearest.row.format and r.gap)
+    other = next((r for r in stochastic if not differences(r.row.runs, nearest.row.runs)), None)
     return sentence + (f"; {other.row.label}: {describe_gap(other)}" if other else "") + "."
 
 

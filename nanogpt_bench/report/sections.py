@@ -43,8 +43,8 @@ class Page:
         return [result.row for result in self.results]
 
     @property
-    def reference(self) -> Row | None:
-        return next((result.row for result in self.results if result.reference), None)
+    def references(self) -> list[Row]:
+        return [result.row for result in self.results if result.reference]
 
     def legend(self, drawn: Sequence[Chart]) -> str:
         return legend([row.label for row in self.rows], self.looks, drawn)
@@ -57,8 +57,8 @@ def all_sections(page: Page) -> list[Section]:
         _what(page),
         _results(page),
         _loss(page),
-        e7m0_section(predicted_runs(page.results), page.reference, page.looks) if ended else None,
-        failure_section(failed_runs(page.results), page.reference, page.looks) if ended else None,
+        e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,
+        failure_section(failed_runs(page.results), page.references, page.looks) if ended else None,
         _studies(page),
         _stall(page),
         *(_watched(page, name) for name in monitor_charts.GROUPS if name != "updates"),
@@ -106,16 +106,28 @@ def _table_row(result: Result, columns: Sequence[Column]) -> str:
 def _table_note(page: Page) -> str:
     seeds = max((len(result.row.runs) for result in page.results), default=1)
     limits = page.thresholds
+    measured = bool(page.references)
     return (
-        "Losses in nats per token; the gap is that of the final validation losses"
+        "Losses in nats per token"
+        + "; the gap is that of the final validation losses" * measured
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
-        + f". Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
-        "reference's. Bytes a parameter: measured on the tensors alive after the training, quantised and other "
+        + ". "
+        + (
+            f"Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
+            "reference's. " * measured
+        )
+        + "Bytes a parameter: measured on the tensors alive after the training, quantised and other "
         "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
         "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
         "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
-        f"movement that the write-back made, about 100% where it is unbiased. "
-        f"Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
+        "movement that the write-back made, about 100% where it is unbiased."
+        + (_verdict_note(limits) if measured else "")
+    )
+
+
+def _verdict_note(limits: Thresholds) -> str:
+    return (
+        f" Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
         + f", doubtful with a mean gradient cosine of {limits.cosine:g} or less"
         + ("" if limits.alerts is None else f" or more than {limits.alerts} alerts")
         + f"; a stall of {limits.stall:.0%} or more is named where it is short of the reference."
@@ -123,7 +135,7 @@ def _table_note(page: Page) -> str:
 
 
 def _loss(page: Page) -> Section | None:
-    label = page.reference.label if page.reference else None
+    label = page.references[0].label if page.references else None
     drawn = charts.loss_charts(page.rows, page.looks, label)
     if not drawn:
         return None

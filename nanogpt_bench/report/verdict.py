@@ -64,7 +64,8 @@ class Evidence:
 
     `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `stall` a share of weights,
     `cosine` the mean over the run of its gradient's cosine against the float32 shadow's. `unlike` names what else
-    differs from the reference than what is compared, such as the corpus: there no gap says anything.
+    differs from the reference than what is compared, such as the corpus: there no gap says anything. `unmeasured` rows
+    have no reference at all, and none is spoken of.
     """
 
     gap_share: float | None = None
@@ -73,6 +74,7 @@ class Evidence:
     alerts: int = 0
     reference: bool = False
     unlike: tuple[str, ...] = ()
+    unmeasured: bool = False
 
 
 def judge(
@@ -159,6 +161,8 @@ def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, st
         return Outcome.REFERENCE, "reference"
     if evidence.unlike:
         return Outcome.INCOMPARABLE, f"not comparable: {', '.join(evidence.unlike)}"
+    if evidence.unmeasured:
+        return Outcome.UNKNOWN, "finished"
     if evidence.gap_share is None:
         return Outcome.UNKNOWN, "no finished reference"
     limit = f"{100 * thresholds.within:.4g}%"

@@ -15,6 +15,7 @@ from nanogpt_bench.config import Config
 from nanogpt_bench.errors import BenchError, printable
 from nanogpt_bench.precedence import OF_FORMATS
 from nanogpt_bench.reference import reference_settings
+from nanogpt_bench.report.comparable import SETTINGS
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.resolve import format_summary, resolve, rule_name, weight_format
 from nanogpt_bench.rules import RULES
@@ -42,7 +43,7 @@ class PlannedPoint(PlannedRun):
 
 
 def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
-    """Return every run of the file: the reference at every seed first, then the points, each once.
+    """Return every run of the file: the references at every seed first, then the points, each once.
 
     Raises:
         BenchError: a point whose settings contradict each other or can't be used.
@@ -51,8 +52,21 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
     points = list(_points(sweep))
-    planned = [*plan_reference(sweep, points), *(plan_point(sweep.base, point) for point in points)]
-    return named_once(planned)
+    planned = [plan_point(sweep.base, point) for point in points]
+    return named_once([*_told_apart(plan_reference(sweep, points), planned), *planned])
+
+
+def _told_apart(references: Iterable[PlannedPoint], planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
+    """The references; for one that a point is itself, that point, and where they share but the name, another label."""
+    points = {run.name: run for run in planned}
+    return [_apart_from(points.get(run.name, run), run) for run in references]
+
+
+def _apart_from(point: PlannedPoint, run: PlannedPoint) -> PlannedPoint:
+    if resolve(build_config(point.settings)) == resolve(build_config(run.settings)):
+        return point
+    label = f"{run.label} (reference)"
+    return replace(run, label=label, name=folder_name(f"{label} seed={run.seed}", run.axes))
 
 
 def count_points(sweep: SweepFile) -> int:
@@ -73,12 +87,17 @@ def _points(sweep: SweepFile) -> Iterable[Point]:
 
 
 def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoint]:
-    """Return the file's reference at every seed that occurs; nothing where it names none."""
+    """Return the file's reference at every seed that occurs; nothing where it names none.
+
+    There is one for every combination of values of the axes without which losses can't be set against each other, such
+    as steps: a reference trains on what the points measured against it train on, as far.
+    """
     if sweep.reference is None:
         return []
-    seeds = list(dict.fromkeys(point["seed"] for point in points if "seed" in point))
+    keys = [key for key in (*SETTINGS, "seed") if key not in sweep.reference]
+    found = [{key: point[key] for key in keys if key in point} for point in points]
     base = reference_settings(sweep.base, sweep.reference)
-    return [plan_point(base, point) for point in ([{"seed": seed} for seed in seeds] or [{}])]
+    return [plan_point(base, point) for point in {repr(point): point for point in found}.values()]
 
 
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedPoint:

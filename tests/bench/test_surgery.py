@@ -74,6 +74,18 @@ def test_a_float_run_is_left_alone() -> None:
     assert not quantized_layers(quantized())
 
 
+def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_are_never_rounded() -> None:
+    for storage, kept in (("continuous", True), ("grid", False)):
+        model, other = (quantized("--model.format=E4M3", f"--model.storage={storage}") for _ in range(2))
+        (name, layer), *_ = quantized_layers(model).items()
+        with torch.no_grad():
+            layer.weight.mul_(1.01)
+        other.load_state_dict(model.state_dict())
+        weight = quantized_layers(other)[name].weight
+        assert torch.equal(weight, layer.weight) is kept, storage
+        assert weight.manifold is quantized_layers(other)[name].manifold
+
+
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
 def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
     options = ("--model.format=E4M3", f"--model.storage={storage}", "--model.tie_weights=true")

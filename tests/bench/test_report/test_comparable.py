@@ -12,12 +12,14 @@ import yaml
 
 from nanogpt_bench.report.build import report
 from nanogpt_bench.report.load import load_run
+from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.results import find_reference, group_rows, measure, reference_beside
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text
 from nanogpt_bench.report.verdict import Outcome
 
 CONFIG = {
     "data": {"train_tokens": None},
+    "optimizer": {},
     "model": {"init_from": None, "n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32},
     "train": {"max_steps": 200, "batch_size": 12, "accumulation": 1},
     "eval": {"batches": 20, "seed": 1337},
@@ -62,7 +64,8 @@ def judged(tmp_path, write_run):
         ({"model": {"block_size": 64}}, "size"),
         ({"model": {"init_from": "gpt2"}}, "first weights"),
         ({"train": {"max_steps": 100}}, "steps"),
-        ({"train": {"batch_size": 24}}, "batch size"),
+        ({"train": {"accumulation": 2}}, "batch size"),
+        ({"train": {"batch_size": 4, "accumulation": 3}}, "validation"),
         ({"data": {"train_tokens": 1000}}, "training tokens"),
         ({"eval": {"batches": 2}}, "validation"),
         ({"text": "hen", "train": {"max_steps": 100}}, "corpus, steps"),
@@ -74,9 +77,8 @@ def test_the_verdict_names_what_differs_and_gap_and_marks_stay_empty(judged, dif
     assert (result.gap, result.gap_share, result.tokens_to_gap) == (None, None, None)
 
 
-@pytest.mark.parametrize("differences", [{}, {"train": {"batch_size": 4, "accumulation": 3}}])
-def test_the_same_training_is_judged(judged, differences):
-    assert judged(**differences).verdict.text == "within 10%"
+def test_the_same_training_is_judged(judged):
+    assert judged().verdict.text == "within 10%"
 
 
 def test_folders_that_do_not_say_what_they_were_trained_on_are_judged(tmp_path, write_run):
@@ -113,5 +115,54 @@ def test_no_reference_is_drawn_beside_a_run_that_can_not_be_compared(tmp_path, w
     base = group_rows([load_run(described(write_run(tmp_path / "a")))])[0]
     same = load_run(described(write_run(tmp_path / "b")))
     other = load_run(described(write_run(tmp_path / "c"), text="hen"))
-    assert [row.label for row in reference_beside(same, base)] == ["bf16-mixed"]
-    assert reference_beside(other, base) == reference_beside(same, None) == []
+    assert [row.label for row in reference_beside(same, [base])] == ["bf16-mixed"]
+    assert reference_beside(other, [base]) == reference_beside(same, []) == []
+
+
+@pytest.fixture
+def grid(tmp_path, write_run):
+    """The rows of every rule given at 100 and 200 steps; the losses of the longer runs are 1 lower."""
+
+    def rows(*rules: tuple[str, str, float], **settings: dict[str, object]):
+        runs = []
+        for steps in (100, 200):
+            for rule, fmt, final in rules:
+                folder = write_run(tmp_path / f"{rule}-{steps}", rule=rule, fmt=fmt, final=final - (steps == 200))
+                runs.append(load_run(described(folder, train={"max_steps": steps}, **settings)))
+        return group_rows(runs)
+
+    return rows
+
+
+def test_each_number_of_steps_has_the_reference_of_its_own(grid):
+    results = measure(rows := grid(("bf16-mixed", "none", 4.0), ("nearest", "E4M3", 4.2)), find_reference(rows))
+    assert [result.verdict.text for result in results] == ["reference", "within 10%"] * 2
+    assert [result.gap and round(result.gap.mean, 9) for result in results] == [0, 0.2] * 2
+    assert [round(result.gap_share, 4) for result in results[1::2]] == [round(0.2 / 4, 4), round(0.2 / 3, 4)]
+    assert to_text(results).count("gap to BF16") == 1
+    references = [result.row for result in results if result.reference]
+    assert [reference_beside(row.runs[0], references)[0].label for row in rows[1::2]] == [r.label for r in rows[::2]]
+    shown = looks(rows, *references)
+    assert [shown[row.label].colour is None for row in rows] == [True, False] * 2
+    assert len({(look.colour, look.dash) for look in shown.values()}) == 4
+
+
+def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(tmp_path, write_run):
+    runs = []
+    for steps, lr in ((100, 0.1), (200, 0.3), (200, 0.1), (200, 0.2)):
+        folder = write_run(tmp_path / f"{steps}-{lr}", rule="nearest", fmt="E4M3")
+        runs.append(load_run(described(folder, train={"max_steps": steps}, optimizer={"lr": lr})))
+    rows = group_rows(runs)
+    assert rows[0].label == "E4M3 nearest lr=0.1 max_steps=100"
+    results = measure(rows, rows[0])
+    assert [result.reference for result in results] == [True, False, True, False]
+    assert "gap to E4M3 nearest |" in to_text(results).splitlines()[0]
+
+
+def test_a_row_that_no_other_one_is_measured_against_is_no_reference(tmp_path, write_run):
+    runs = [described(write_run(tmp_path / "a")), described(write_run(tmp_path / "b"), text="hen")]
+    rows = group_rows([load_run(run) for run in runs])
+    texts = [result.verdict.text for result in measure(rows, rows[0])]
+    assert texts == ["reference", "not comparable: corpus"]
+    # One setting, and yet no seeds of one row: the corpus was prepared anew under its name.
+    assert [row.label for row in rows] == ["bf16-mixed (a)", "bf16-mixed (b)"]

@@ -21,7 +21,9 @@ def results_of(paths):
 def section_of(paths):
     results = results_of(paths)
     reference = find_reference([result.row for result in results])
-    return failure_section(failed_runs(results), reference, looks([r.row for r in results], reference))
+    return failure_section(
+        failed_runs(results), [reference] if reference else [], looks([r.row for r in results], reference)
+    )
 
 
 @pytest.fixture
@@ -93,7 +95,9 @@ def test_many_pages_begin_closed(tmp_path, write_run):
 def e7m0_of(paths):
     results = results_of(paths)
     reference = find_reference([result.row for result in results])
-    return e7m0_section(predicted_runs(results), reference, looks([r.row for r in results], reference))
+    return e7m0_section(
+        predicted_runs(results), [reference] if reference else [], looks([r.row for r in results], reference)
+    )
 
 
 def test_e7m0_with_nearest_rounding_has_its_three_predictions_answered(tmp_path, write_run, write_metrics):

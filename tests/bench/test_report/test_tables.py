@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from nanogpt_bench.report.build import report
 from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.results import find_reference, findings, group_rows, measure
 from nanogpt_bench.report.tables import COLUMNS, shown_columns, to_csv, to_latex, to_markdown, to_text
@@ -112,11 +113,14 @@ def test_the_learning_rate_stands_in_every_table(tmp_path, write_run):
     assert [line[2].strip() for line in lines] == ["0.001", "2"]
 
 
-def test_without_a_reference_no_table_has_a_gap(tmp_path, write_run):
-    results = measured([write_run(tmp_path / "a", rule="fp32"), write_run(tmp_path / "b", rule="sgd")])
-    for text in (to_text(results), to_markdown(results), to_latex(results)):
-        assert "gap" not in text
-        assert "BF16" not in text
+def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
+    folders = [write_run(tmp_path / "a", rule="fp32"), write_run(tmp_path / "b", rule="sgd")]
+    results = measured(folders)
+    page = report(folders, out=tmp_path / "out").read_text()
+    shown = page[page.index('<section id="results"') : page.index('<section id="loss"')]
+    for text in (to_text(results), to_markdown(results), to_latex(results), shown):
+        assert not [word for word in ("gap", "BF16", "reference") if word in text]
+        assert "finished" in text
 
 
 @pytest.mark.parametrize(("baseline", "said"), [(None, "gap to BF16"), ("fp32", "gap to fp32")])

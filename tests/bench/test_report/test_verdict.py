@@ -186,6 +186,8 @@ def found_in(run):
     [
         (["divergence"], Evidence(4.0, stall=0.89), "divergence; outside 10%; stall 89%"),
         (["divergence"], Evidence(None), "divergence; no finished reference"),
+        (["divergence"], Evidence(None, unmeasured=True), "divergence; finished"),
+        ([], Evidence(None, unmeasured=True), "finished"),
         (["divergence"], Evidence(None, unlike=("steps",)), "divergence; not comparable: steps"),
         (["divergence"], Evidence(0.01), "within 10%; divergence"),
         (["divergence"], Evidence(0.0, reference=True), "reference; divergence"),

@@ -1,0 +1,55 @@
+"""The references of a sweep: one for all that its points train on and for how long, none that shares a point's name."""
+
+from __future__ import annotations
+
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
+
+BF16 = {"rule": "bf16-mixed"}
+
+
+def planned(write, axes, **content):
+    """The labels of the references, and of the points."""
+    runs = plan_sweep(read_sweep(write(axes=axes, settings={"model.format": "E4M3"}, **content)))
+    points = plan_sweep(read_sweep(write(axes=axes, settings={"model.format": "E4M3"})))
+    own = {run.name for run in points}
+    return [run for run in runs if run.name not in own], runs
+
+
+def test_a_reference_trains_on_what_the_points_measured_against_it_train_on(write):
+    axes = {
+        "rule": ["nearest", "stochastic"],
+        "optimizer.lr": [0.001, 0.002],
+        "data.train_tokens": [1000, 2000],
+        "train.max_steps": [3, 4],
+        "seed": [1, 2],
+    }
+    references, runs = planned(write, axes, reference=BF16)
+    assert len(runs) == 8 + 32
+    assert runs[:8] == references
+    found = {(run.settings["data.train_tokens"], run.settings["train.max_steps"], run.seed) for run in references}
+    assert len(found) == 8
+    assert {run.label for run in references} == {
+        f"bf16-mixed train_tokens={tokens} max_steps={steps}" for tokens in (1000, 2000) for steps in (3, 4)
+    }
+    assert {run.lr for run in references} == {0.002}
+
+
+def test_what_the_reference_gives_itself_is_no_axis_of_it(write):
+    axes = {"rule": ["nearest"], "train.max_steps": [3, 4]}
+    references, _ = planned(write, axes, reference={**BF16, "train.max_steps": 5})
+    assert [(run.label, run.settings["train.max_steps"]) for run in references] == [("bf16-mixed", 5)]
+
+
+def test_axes_on_which_no_comparison_depends_have_one_reference(write):
+    references, _ = planned(write, {"rule": ["nearest"], "optimizer.lr": [0.1, 0.2], "seed": [1]}, reference=BF16)
+    assert [(run.label, run.name) for run in references] == [("bf16-mixed", "bf16-mixed-seed=1")]
+
+
+def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays_another(write):
+    axes = {"rule": ["fp32", "nearest"], "train.max_steps": [3, 4]}
+    references, runs = planned(write, axes, reference={"rule": "fp32"})
+    assert (references, len(runs)) == ([], 4)
+    references, runs = planned(write, axes, reference={"rule": "fp32", "optimizer.weight_decay": 0.5})
+    assert [run.label for run in references] == [f"fp32 max_steps={steps} (reference)" for steps in (3, 4)]
+    assert len({run.name for run in runs}) == 6
