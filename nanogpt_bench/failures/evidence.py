@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config import ROUNDED, FailureConfig
-from nanogpt_bench.losing import LOSING
+from nanogpt_bench.losing import loses_steps
 from nanogpt_bench.report.load import Run, load_run
 from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.records import Records
@@ -98,8 +98,7 @@ class Evidence:
     @property
     def losing(self) -> bool | None:
         """Whether the write-back loses a small step for good; None when the config does not say."""
-        writeback = self.setting("optimizer.writeback")
-        return self.rounded if not self.rounded or writeback is None else writeback in LOSING
+        return loses_steps(self.setting("model.storage"), self.setting("optimizer.writeback"))
 
     def first_alert(self, kind: str) -> Alert | None:
         """The first alert of a kind, None when there was none."""

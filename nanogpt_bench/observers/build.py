@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanogpt_bench.config import ROUNDED, Config
 from nanogpt_bench.errors import BenchError
+from nanogpt_bench.losing import loses_steps
 from nanogpt_bench.model import GPT, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
@@ -33,9 +34,6 @@ from nanogpt_bench.surgery import clip_residual_outputs, quantized_layers
 
 if TYPE_CHECKING:
     from nanogpt_bench.step import Trainer
-
-#: write-backs that lose an update for good; under the others a loss is made up for, now or by other weights
-_LOSING = ("nearest", "residual8", "residual4")
 
 
 @dataclass
@@ -140,5 +138,5 @@ def _alerts(
 ) -> AlertObserver | None:
     if not config.alerts.enabled:
         return None
-    loses = config.model.storage in ROUNDED and config.optimizer.writeback in _LOSING
-    return AlertObserver(config.alerts, run_dir / "alerts.jsonl", trend, stall=loses, tell=tell)
+    stall = loses_steps(config.model.storage, config.optimizer.writeback) is True
+    return AlertObserver(config.alerts, run_dir / "alerts.jsonl", trend, stall=stall, tell=tell)

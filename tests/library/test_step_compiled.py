@@ -45,7 +45,7 @@ def graphs(cpp_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Grap
 
 def of_codes(name: str = "E4M3", granularity: Any = "channel", shapes: Any = SHAPES, **options: Any) -> list[Tensor]:
     return [
-        fm.FP8Parameter(normal(*shape, seed=i, std=0.1), name, granularity=granularity, **options)
+        fm.FP8Parameter(normal(*shape, seed=i, std=0.1), name, granularity=granularity, **{"seed": i, **options})
         for i, shape in enumerate(shapes)
     ]
 

@@ -1,0 +1,44 @@
+"""Alerts, failure classes and tables say of the same rules that a weight which stands still has lost its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nanogpt_bench.config import ROUNDED, Config
+from nanogpt_bench.failures import classify
+from nanogpt_bench.losing import stall_counts
+from nanogpt_bench.observers.base import Step
+from nanogpt_bench.observers.build import _alerts
+from nanogpt_bench.resolve import resolve
+from nanogpt_bench.rules import RULES, available_rules
+
+LOSING = {"nearest", "sgd-nearest"}
+
+
+@pytest.mark.parametrize("rule", available_rules())
+def test_a_rule_loses_steps_for_everybody_or_nobody(
+    rule: str, tiny: Callable[..., Config], make: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized = RULES[rule].storage != "float32"
+    config = resolve(tiny(rule=rule, **({"model__format": "E4M3"} if quantized else {})))
+    storage, writeback = config.model.storage, config.optimizer.writeback
+    lost = {"stall/update_lost": 0.99, "stall/update_lost/lm_head": 0.99}
+
+    raised: list[str] = []
+    observer = _alerts(config, tmp_path, None, lambda alert: raised.append(alert.kind))
+    assert observer is not None
+    step = Step(1, nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+    step.record.update(lost)
+    observer.written(step)
+
+    settings = {"model": {"storage": storage}, "optimizer": {"writeback": writeback}}
+    series = {name: dict.fromkeys(range(20, 201, 20), value) for name, value in lost.items()}
+    stall = next(f for f in classify(make(series=series, settings=settings)) if f.kind == "stall")
+
+    assert (raised == ["bit_stall"], stall.found) == (rule in LOSING, rule in LOSING)
+    assert stall_counts(storage, writeback) == (rule in LOSING or storage not in ROUNDED)
