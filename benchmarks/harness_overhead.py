@@ -11,6 +11,8 @@ on the standard library's prose by bytes.  Each figure is a ratio of speeds, in 
                                  over the bench's own step and its look at weights and optimizer state, which no flag
                                  turns off; once in float32, once with a master copy (--format); goal >= 0.95
     with monitors / step alone   the same over the step without that look; no goal
+    compare's looks              a row of ``compare`` as it watches by default, shadow included, over its checked step:
+                                 all its 300 steps but the first, one validation batch among them; goal >= 0.95
 
 The two loops take their steps in turn in one process, so that whatever else the machine does slows both; process CPU
 time.  The ratio is that of the sums over all steps but the first; the median over the pairs stands beside it, which
@@ -33,6 +35,7 @@ from _forms import add_form_options, text_table
 from _record import add_option, record
 
 from nanogpt_bench.anomaly import Sentry
+from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config import Config
 from nanogpt_bench.corpus import prepare_stdlib
 from nanogpt_bench.data import Corpus, load_corpus
@@ -46,7 +49,10 @@ Step = Callable[[], object]
 #: steps left out: first allocations
 WARM_UP: Final = 20
 LOOP, MONITORS, ALL = "bench / plain loop", "with monitors / checked step", "with monitors / step alone"
-GOALS: Final = {LOOP: 0.97, MONITORS: 0.95}
+LOOKS: Final = "compare's looks"
+GOALS: Final = {LOOP: 0.97, MONITORS: 0.95, LOOKS: 0.95}
+#: rows of ``compare``, by the storages whose looks cost most and least
+ROWS: Final = ("stochastic", "master")
 UNWATCHED: Final = (
     *(
         f"--monitor.{name}=false"
@@ -74,6 +80,14 @@ def config_of(corpus: Path, steps: int, *more: str) -> Config:
     length = WARM_UP + steps + 1
     settings = (f"--data.dir={corpus}", f"--train.max_steps={length}", f"--eval.interval={length}", "--eval.batches=1")
     return resolve(load_config(find_config("nanogpt_cpu.yaml"), [*settings, "--runtime.threads=1", *more]))
+
+
+def row_of(corpus: Path, rule: str, fmt: str) -> Config:
+    """A row of ``compare``'s demonstration, which validates only before its steps and at the last."""
+    plan = Demonstration()
+    settings = plan.settings(rule, fmt, seed=plan.first_seed, max_steps=plan.max_steps, data_dir=str(corpus))
+    settings |= {"eval.interval": plan.max_steps, "eval.batches": 1}
+    return resolve(load_config(None, [f"--{key}={value}" for key, value in settings.items()]))
 
 
 def plain_loop(config: Config, corpus: Corpus) -> Step:
@@ -121,8 +135,8 @@ def step_alone(config: Config, corpus: Corpus, *, checked: bool) -> Step:
     return step
 
 
-def paired(config: Config, reference: Step) -> list[tuple[float, float]]:
-    """(run, reference) seconds of each step: the reference takes one whenever the run reports one."""
+def paired(config: Config, reference: Step, counted: range) -> list[tuple[float, float]]:
+    """(run, reference) seconds of the counted steps: the reference takes one whenever the run reports one."""
     times: list[tuple[float, float]] = []
     left = time.process_time()
 
@@ -131,7 +145,7 @@ def paired(config: Config, reference: Step) -> list[tuple[float, float]]:
         entered, begun = time.process_time(), left
         reference()
         left = time.process_time()
-        if WARM_UP < progress.step < progress.max_steps:  # the last step validates
+        if progress.step in counted:
             times.append((entered - begun, left - entered))
 
     with tempfile.TemporaryDirectory() as folder:
@@ -148,17 +162,24 @@ def figure(name: str, what: str, times: list[tuple[float, float]]) -> Figure:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> list[Figure]:
-    """The five figures."""
+    """All figures."""
     prepare_stdlib(folder)
     unwatched = config_of(folder, options.steps, *UNWATCHED)
     corpus = load_corpus(folder, unwatched.model.block_size or 0)
-    figures = [figure(LOOP, "float32", paired(unwatched, plain_loop(unwatched, corpus)))]
+    counted = range(WARM_UP + 1, WARM_UP + options.steps + 1)  # the step after these validates
+    figures = [figure(LOOP, "float32", paired(unwatched, plain_loop(unwatched, corpus), counted))]
     quantised = ("--rule=master", f"--model.format={options.format}", "--model.tied=leave", "--train.precision=float32")
     for what, more in (("float32", ()), (f"{options.format} master", quantised)):
         watched = config_of(folder, options.steps, *more)
         for name, checked in ((MONITORS, True), (ALL, False)):
             print(f"{name}: {what}", file=sys.stderr, flush=True)
-            figures.append(figure(name, what, paired(watched, step_alone(watched, corpus, checked=checked))))
+            figures.append(figure(name, what, paired(watched, step_alone(watched, corpus, checked=checked), counted)))
+    for rule in ROWS:
+        print(f"{LOOKS}: {options.format} {rule}", file=sys.stderr, flush=True)
+        row = row_of(folder, rule, options.format)
+        reference = step_alone(row, load_corpus(folder, row.model.block_size or 0), checked=True)
+        times = paired(row, reference, range(2, (row.train.max_steps or 0) + 1))
+        figures.append(figure(LOOKS, f"{options.format} {rule}", times))
     return figures
 
 

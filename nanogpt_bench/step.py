@@ -148,11 +148,14 @@ class Trainer:
         return sum(losses) / len(losses)
 
     @torch.no_grad()
-    def look(self) -> None:
-        """Run the model on one validation batch in evaluation mode, for those who watch it."""
+    def look(self, one_in: int = 1) -> None:
+        """Run the model on one validation batch in evaluation mode, or one in some of its sequences."""
         self.model.eval()
-        self._loss(*self._eval_batches[0])
-        self.model.train()
+        tokens, targets = self._eval_batches[0]
+        try:
+            self._loss(tokens[::one_in], targets[::one_in])
+        finally:  # who has seen enough ends the pass
+            self.model.train()
 
     def eval_batch(self) -> list[tuple[Tensor, Tensor]]:
         """Return the first validation batch."""

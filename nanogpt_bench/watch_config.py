@@ -45,6 +45,12 @@ class MonitorConfig:
     stall_interval: int | None = setting(
         None, "steps between two looks at the stall; null: monitor.interval", minimum=1
     )
+    turns: int = setting(
+        1,
+        "looks that share the layers: each takes one in so many, in turn, the first and the last take all; figures "
+        "over all layers are those of the latest figure of each; attention is looked at on one in so many sequences",
+        minimum=1,
+    )
     histogram_interval: int = setting(
         500, "steps between two records of distributions, in steps that are looked at; the last is one", minimum=1
     )

@@ -1,5 +1,6 @@
 """What the figures share: checked arguments, tensors walked in cached blocks, counts without masks."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -62,16 +63,20 @@ def fitting(scale: ScaleLike, x: Tensor) -> Tensor:
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
     work = working_dtype(x)
     tensor = torch.as_tensor(scale, device=x.device).detach().to(work)
-    try:
-        fits = torch.broadcast_shapes(x.shape, tensor.shape) == x.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not _fits(tensor.shape, x.shape):
         raise ValueError(f"scale of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}")
-    wrong = ~((tensor > 0) & tensor.isfinite())
-    if bool(wrong.any()):
-        raise ValueError(f"scale holds {tensor[wrong].flatten()[0].item():g}: every entry must be finite and positive")
+    low, high = (float(end) for end in tensor.aminmax()) if tensor.numel() else (1.0, 1.0)
+    if not (low > 0 and high < math.inf):  # NaN is neither
+        wrong = tensor[~((tensor > 0) & tensor.isfinite())]
+        raise ValueError(f"scale holds {wrong.flatten()[0].item():g}: every entry must be finite and positive")
     return tensor
+
+
+def _fits(shape: torch.Size, whole: torch.Size) -> bool:
+    """Whether a shape broadcasts to another without widening it; torch.broadcast_shapes takes longer than a pass."""
+    if len(shape) > len(whole):
+        return False
+    return all(size in (1, end) for size, end in zip(reversed(shape), reversed(whole), strict=False))
 
 
 def blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

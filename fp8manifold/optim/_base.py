@@ -64,6 +64,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
+        observes: says of a parameter whether the observer is called for it; None: for all.  What it is not called for
+            costs what it costs unobserved.
         skipped_steps: number of steps left out because a gradient was not finite.
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
@@ -73,6 +75,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     """
 
     observer: Callable[[StepView], None] | None = None
+    observes: Callable[[Tensor], bool] | None = None
     skipped_steps: int = 0
     skipped_in_row: int = 0
     warn_after: int = 10
@@ -363,7 +366,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if packed:
             residual = unpack_nibbles(state["residual"], plan.parameter.shape)
             job.arrays["residual"] = residual.view(job.layout.dims)
-        observed = self.observer is not None and job.variant.storage != "plain"
+        observed = self.observer is not None and job.variant.storage != "plain" and self._observes(plan.parameter)
         view = None
         if observed:
             view = observed_step(plan.parameter, job, numbers)
@@ -376,6 +379,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         del job.arrays["gradient"]  # jobs outlive the step, gradients need not
         if view is not None and self.observer is not None:
             self.observer(view)
+
+    def _observes(self, parameter: Tensor) -> bool:
+        return self.observes is None or self.observes(parameter)
 
 
 def check_finite(name: str, value: Any) -> None:

@@ -47,11 +47,11 @@ class Demonstration:
             "train.max_steps": max_steps,
             "train.batch_size": self.batch_size,
             "optimizer.warmup_steps": min(100, max_steps // 10),
-            # About ten validations, twenty looks at the stall and six at everything, however long the run.
+            # About ten validations and twenty looks, however long the run; every layer has four or five of them.
             "eval.interval": max(1, max_steps // 10),
             "eval.batches": self.eval_batches,
-            "monitor.interval": max(1, max_steps // 6),
-            "monitor.stall_interval": max(1, max_steps // 20),
+            "monitor.interval": max(1, max_steps // 20),
+            "monitor.turns": 8,
             "runtime.threads": 1,
         }
         quantized = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import CLEAR, FOUND, NOT_JUDGED, Criterion, Finding
@@ -67,14 +67,23 @@ def over_median(series: Series) -> Series:
 
 
 def worst(evidence: Evidence, metric: str) -> Series:
-    """The largest value at every look, over the whole and all layers."""
-    peaks: dict[int, float] = {}
-    for name in (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric))):
-        series = evidence.series(name)
-        for step, value in zip(series.steps, series.values, strict=True):
-            peaks[step] = max(value, peaks.get(step, value))
-    steps = sorted(peaks)
-    return Series(metric, tuple(steps), tuple(peaks[step] for step in steps))
+    """The largest value at every look, over the whole and all layers.
+
+    Of layers that are looked at in turn, the latest figure of as many looks back as a turn takes counts.
+    """
+    names = (metric, *(f"{metric}/{layer}" for layer in evidence.layers(metric)))
+    found = [dict(zip(series.steps, series.values, strict=True)) for series in map(evidence.series, names)]
+    steps = sorted(set().union(*found))
+    turns = evidence.setting("monitor.turns")
+    back = turns if isinstance(turns, int) else 1
+    peaks = [_largest(found, steps[max(index + 1 - back, 0) : index + 1]) for index in range(len(steps))]
+    return Series(metric, tuple(steps), tuple(peaks))
+
+
+def _largest(found: Sequence[Mapping[int, float]], looks: Sequence[int]) -> float:
+    """The largest of the latest values within some looks, the last of which has one."""
+    latest = (next((values[step] for step in reversed(looks) if step in values), None) for values in found)
+    return max(value for value in latest if value is not None)
 
 
 def clear(kind: str, message: str, criteria: Sequence[Criterion] = (), **evidence: float | int | str | None) -> Finding:

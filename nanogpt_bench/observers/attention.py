@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,11 @@ class AttentionEntropy(Observer):
         found: dict[str, Tensor] = {}
         blocks = [module for module in step.model.modules() if isinstance(module, Attention)]
         handles = [
-            module.qkv.register_forward_hook(_measure(found, str(index), module.n_head))
+            module.qkv.register_forward_hook(_measure(found, str(index), module.n_head, last=module is blocks[-1]))
             for index, module in enumerate(blocks)
         ]
         try:
-            with buffers_kept(step.model):
+            with buffers_kept(step.model), suppress(_SeenAll):
                 self._forward()
         finally:
             for handle in handles:
@@ -42,12 +42,18 @@ class AttentionEntropy(Observer):
         _write(step, found)
 
 
-def _measure(found: dict[str, Tensor], block: str, heads: int) -> Callable[..., None]:
+class _SeenAll(Exception):  # no error: nothing that comes later in the forward pass is looked at
+    """Ends a forward pass whose rest would be thrown away."""
+
+
+def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) -> Callable[..., None]:
     def measure(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         batch, time, width = output.shape
         parts = output.view(batch, time, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
         with torch.autocast(output.device.type, enabled=False):
             found[block] = fm.monitor.attention_entropy(parts[0], parts[1])
+        if last:
+            raise _SeenAll
 
     return measure
 

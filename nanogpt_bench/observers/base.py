@@ -53,13 +53,16 @@ class Step:
         figures: Mapping[str, float | None],
         sizes: Mapping[str, int] | None = None,
         over: Callable[[Iterable[float]], float] | None = None,
+        of_all: Mapping[str, float | None] | None = None,
     ) -> None:
         """Record a figure of every layer, and over all layers: `over` of them, or their mean, weighted by `sizes`.
 
-        A layer whose figure is None or not finite is recorded as null and left out of the mean.
+        A layer whose figure is None or not finite is recorded as null and left out of the mean. Where this step looked
+        at some layers only, `of_all` has the latest figure of each.
         """
         self.record.update({f"{metric}/{layer}": value for layer, value in figures.items()})
-        known = {layer: value for layer, value in figures.items() if value is not None and math.isfinite(value)}
+        every = figures if of_all is None else of_all
+        known = {layer: value for layer, value in every.items() if value is not None and math.isfinite(value)}
         if not known:
             return
         if over is not None:

@@ -14,6 +14,7 @@ from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.layers import is_rounded
 from nanogpt_bench.observers.operands import flowing
+from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.watch_config import MonitorConfig
 
 _FIGURES = (
@@ -29,9 +30,11 @@ class Bits(Observer):
     are written every `monitor.histogram_interval` steps.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> None:
-        self._layers, self._capture, self._monitor = layers, capture, monitor
-        self._figures = Figures({"longest_gap": max})
+    def __init__(
+        self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig, turns: Turns = ALL
+    ) -> None:
+        self._layers, self._capture, self._monitor, self._turns = layers, capture, monitor, turns
+        self._figures = Figures({"longest_gap": max}, turns, monitor.interval)
         self._counts: dict[tuple[str, str], tuple[fm.FloatFormat, Tensor]] = {}
         self._ever: dict[tuple[str, str], Tensor] = {}
 
@@ -46,7 +49,7 @@ class Bits(Observer):
     def written(self, step: Step) -> None:
         if not step.number or not step.due(self._monitor.interval):
             return
-        self._counts.update(self._weights())
+        self._counts.update(self._weights(step))
         for (kind, layer), (fmt, counts) in self._counts.items():
             self._note(kind, layer, fmt, counts)
             if step.due(self._monitor.histogram_interval):
@@ -55,14 +58,17 @@ class Bits(Observer):
         self._figures.write(step)
 
     def state(self) -> dict[str, Any]:
-        return {"ever": self._ever}
+        return {"ever": self._ever, **self._figures.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._ever = state["ever"]
+        self._figures.load_state(state)
 
     @torch.no_grad()
-    def _weights(self) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
+    def _weights(self, step: Step) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
         for name, layer in self._layers.items():
+            if not self._turns.takes(step, self._monitor.interval, name):
+                continue
             if isinstance(layer, fm.QuantizedLinear) and is_rounded(layer):
                 fmt = layer.weight_format
                 assert fmt is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nanogpt_bench.config import ROUNDED, Config
 from nanogpt_bench.errors import BenchError
 from nanogpt_bench.losing import loses_steps
-from nanogpt_bench.model import GPT, GPTShape, build_model
+from nanogpt_bench.model import GPT, Block, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
 from nanogpt_bench.observers.attention import AttentionEntropy
@@ -28,6 +28,7 @@ from nanogpt_bench.observers.resources import Resources
 from nanogpt_bench.observers.shadow import ShadowObserver
 from nanogpt_bench.observers.stall import Stall
 from nanogpt_bench.observers.trend import TrendObserver
+from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.observers.zones import Zones
 from nanogpt_bench.surgery import clip_residual_outputs, quantized_layers
@@ -81,31 +82,40 @@ def build_observers(
 def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> tuple[Stall | None, list[Observer]]:
     monitor, storage = config.monitor, config.model.storage or ""
     layers, quantized = linear_layers(trainer.model), quantized_layers(trainer.model)
-    capture = Capture(monitor.interval)
-    stall = _stall(config, trainer)
-    ranges = Ranges(layers, capture, monitor) if monitor.ranges else None
-    bits = Bits(layers, capture, monitor) if monitor.bits else None
-    gradients = Gradients(layers, monitor) if monitor.gradients else None
-    geometry = Geometry(quantized, monitor) if monitor.geometry and quantized else None
-    zones = Zones(quantized, capture, monitor.interval) if stall is not None else None
+    turns = _turns(config, trainer)
+    capture = Capture(monitor.interval, turns)
+    stall = _stall(config, trainer, turns)
+    ranges = Ranges(layers, capture, monitor, turns) if monitor.ranges else None
+    bits = Bits(layers, capture, monitor, turns) if monitor.bits else None
+    gradients = Gradients(layers, monitor, turns) if monitor.gradients else None
+    geometry = Geometry(quantized, monitor, turns) if monitor.geometry and quantized else None
+    zones = Zones(quantized, capture, monitor.interval, turns) if stall is not None else None
     seeing = [consumer for consumer in (stall, ranges, gradients, geometry) if consumer is not None]
     consumers: list[UpdateConsumer] = [*seeing]
     found: list[Observer | None] = [
         capture if ranges or bits or zones else None,
         UpdateObserver(quantized, storage, consumers) if quantized and consumers else None,
         *(stall, ranges, bits, gradients, geometry, zones),
-        AttentionEntropy(trainer.look, monitor.interval) if monitor.attention else None,
+        AttentionEntropy(lambda: trainer.look(monitor.turns), monitor.interval) if monitor.attention else None,
         _fisher(config, trainer, shadow) if monitor.fisher else None,
+        turns,
     ]
     return stall, [observer for observer in found if observer is not None]
 
 
-def _stall(config: Config, trainer: Trainer) -> Stall | None:
+def _turns(config: Config, trainer: Trainer) -> Turns:
+    monitor = config.monitor
+    blocks = [name for name, module in trainer.model.named_modules() if isinstance(module, Block)]
+    intervals = monitor.interval, monitor.stall_interval or monitor.interval
+    return Turns(monitor.turns, [linear_layers(trainer.model), blocks], intervals)
+
+
+def _stall(config: Config, trainer: Trainer, turns: Turns) -> Stall | None:
     storage, monitor = config.model.storage or "", config.monitor
     if storage not in ("master", *ROUNDED) or not monitor.stall:
         return None
     interval = monitor.stall_interval or monitor.interval
-    return Stall(quantized_layers(trainer.model), storage, interval, monitor.interval)
+    return Stall(quantized_layers(trainer.model), storage, interval, monitor.interval, turns)
 
 
 def _shadow(config: Config, trainer: Trainer) -> ShadowObserver | None:

@@ -12,16 +12,19 @@ import fp8manifold as fm
 from nanogpt_bench.model import Block
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.layers import linear_layers
+from nanogpt_bench.observers.turns import ALL, Turns
 
 
 class Capture(Observer):
     """Keeps the last micro-batch's tensors of every step that is due, from its forward pass until the step is over.
 
+    They are those of the layers and blocks whose turn it is.
+
     Between these steps the model has no hooks, and the tensors are those of the passes themselves, not copies.
     """
 
-    def __init__(self, interval: int) -> None:
-        self._interval = interval
+    def __init__(self, interval: int, turns: Turns = ALL) -> None:
+        self._interval, self._turns = interval, turns
         self._handles: list[RemovableHandle] = []
         self._backward_handles: list[RemovableHandle] = []
         #: inputs of the linear layers by the layer's name
@@ -39,12 +42,14 @@ class Capture(Observer):
         if not step.due(self._interval) or not step.at_last_micro_step:
             return
         for name, layer in linear_layers(step.model).items():
+            if not self._turns.takes(step, self._interval, name):
+                continue
             self._handles.append(layer.register_forward_hook(self._keep_layer(name)))
             if isinstance(layer, fm.QuantizedLinear) and layer.weight_gradient_scaler is not None:
                 hook = self._keep_weight_gradient(name)
                 self._backward_handles.append(layer.weight_gradient_scaler.register_forward_pre_hook(hook))
         for name, module in step.model.named_modules():
-            if isinstance(module, Block):
+            if isinstance(module, Block) and self._turns.takes(step, self._interval, name):
                 self._handles.append(module.register_forward_hook(self._keep_residual(name)))
 
     def after_forward(self, step: Step) -> None:

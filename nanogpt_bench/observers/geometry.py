@@ -13,6 +13,7 @@ import fp8manifold as fm
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.layers import forward_weight, is_rounded, plain
+from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.watch_config import MonitorConfig
 
@@ -26,10 +27,10 @@ class Geometry(Observer):
     optimizer steps, the master copy where there is one; looked at every `interval` steps, the length is a lower bound.
     """
 
-    def __init__(self, layers: Mapping[str, fm.QuantizedLinear], monitor: MonitorConfig) -> None:
-        self.interval = monitor.interval
+    def __init__(self, layers: Mapping[str, fm.QuantizedLinear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
+        self.interval, self._turns = monitor.interval, turns
         self._layers, self._monitor = layers, monitor
-        self._figures = Figures({"metric_min_eigenvalue": min, "orthogonality": max})
+        self._figures = Figures({"metric_min_eigenvalue": min, "orthogonality": max}, turns, monitor.interval)
         self._paths = {
             name: fm.monitor.PathTracker(plain(layer.weight).float(), layer.weight_format)
             for name, layer in layers.items()
@@ -41,6 +42,8 @@ class Geometry(Observer):
         if not step.due(self.interval) or not step.at_last_micro_step:
             return
         for name, layer in self._layers.items():
+            if not self.takes(step, name):
+                continue
             gradient = None if layer.weight.grad is None else plain(layer.weight.grad).float()
             self._measure(step, name, layer, gradient)
         for name, parameter in step.model.named_parameters():
@@ -69,6 +72,10 @@ class Geometry(Observer):
             between = fm.monitor.residual_histogram(plain(layer.weight), fmt, scale)
             step.add_histogram(f"stall/weight_residual/{name}", list(between.counts), edges=list(between.edges))
 
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is this layer's turn."""
+        return self._turns.takes(step, self.interval, name)
+
     def see(self, step: Step, update: Update) -> None:
         """Measure how the chart bends along a step, and how far the weight has come."""
         warp = fm.monitor.warp_figures(update.before, update.target, update.format, update.scale)
@@ -90,8 +97,9 @@ class Geometry(Observer):
             self._figures.write(step)
 
     def state(self) -> dict[str, Any]:
-        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}}
+        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}, **self._figures.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, path in self._paths.items():
             path.load_state_dict(state["paths"][name])
+        self._figures.load_state(state)

@@ -12,6 +12,7 @@ import fp8manifold as fm
 from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.layers import plain
+from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.watch_config import MonitorConfig
 
@@ -21,24 +22,27 @@ _FIGURES = ("l2", "linf", "snr", "zero")
 class Gradients(Observer):
     """Records `grad/FIGURE/LAYER` every `monitor.interval` steps; runs of dead gradients are counted in every step."""
 
-    def __init__(self, layers: dict[str, nn.Linear], monitor: MonitorConfig) -> None:
-        self.interval = monitor.interval
+    def __init__(self, layers: dict[str, nn.Linear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
+        self.interval, self._turns = monitor.interval, turns
         self._layers, self._monitor = layers, monitor
-        self._figures = Figures({"linf": max})
+        self._figures = Figures({"linf": max}, turns, monitor.interval)
         self._dead = {name: fm.monitor.DeadRuns(monitor.dead_steps, monitor.dead_threshold) for name in layers}
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
         if not step.at_last_micro_step:
             return
-        due = step.due(self.interval)
         for name, layer in self._layers.items():
             if layer.weight.grad is None:
                 continue
             gradient = plain(layer.weight.grad)
             self._dead[name].update(gradient)
-            if due:
+            if self.takes(step, name):
                 self._measure(step, name, gradient)
+
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is this layer's turn."""
+        return self._turns.takes(step, self.interval, name)
 
     def see(self, step: Step, update: Update) -> None:
         """Compare what a step asked for with the noise that rounding it adds."""
@@ -53,11 +57,12 @@ class Gradients(Observer):
             self._figures.write(step)
 
     def state(self) -> dict[str, Any]:
-        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}}
+        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}, **self._figures.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, runs in self._dead.items():
             runs.load_state_dict(state["dead"][name])
+        self._figures.load_state(state)
 
     def _measure(self, step: Step, name: str, gradient: torch.Tensor) -> None:
         found = fm.monitor.gradient_figures(gradient)

@@ -14,6 +14,7 @@ from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.layers import plain
 from nanogpt_bench.observers.operands import Operand, flowing, of_weight
+from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.watch_config import MonitorConfig
 
@@ -28,12 +29,18 @@ class Ranges(Observer):
     Gradients are those that arrive at the layers' outputs. What has no format is measured without one.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig) -> None:
-        self.interval = monitor.interval
+    def __init__(
+        self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig, turns: Turns = ALL
+    ) -> None:
+        self.interval, self._turns = monitor.interval, turns
         self._layers, self._capture, self._monitor = layers, capture, monitor
-        self._figures = Figures({"amax": max, "kurtosis": max})
+        self._figures = Figures({"amax": max, "kurtosis": max}, turns, monitor.interval)
         self._scales: dict[tuple[str, str], Tensor] = {}
         self._seen: set[str] = set()
+
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is this layer's turn."""
+        return self._turns.takes(step, self.interval, name)
 
     def see(self, step: Step, update: Update) -> None:
         """Measure a weight as the step asked for it."""
@@ -52,16 +59,17 @@ class Ranges(Observer):
         if not step.number or not step.due(self.interval):
             return
         for name, layer in self._layers.items():
-            if name not in self._seen:
+            if name not in self._seen and self.takes(step, name):
                 self._measure(of_weight(name, layer, plain(layer.weight)))
         self._seen.clear()
         self._figures.write(step)
 
     def state(self) -> dict[str, Any]:
-        return {"scales": self._scales}
+        return {"scales": self._scales, **self._figures.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._scales = state["scales"]
+        self._figures.load_state(state)
 
     @torch.no_grad()
     def _measure(self, operand: Operand) -> None:

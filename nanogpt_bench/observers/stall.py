@@ -8,7 +8,6 @@ counts. Under an unbiased write-back neither says anything, and what counts is h
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,9 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config import ROUNDED
 from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.layers import forward_weight
+from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 
 LOST = "stall/update_lost"
@@ -28,14 +29,21 @@ ARRIVED = "stall/arrived"
 class Stall(Observer):
     """Records the stall every `interval` steps and the rest every `detail` steps: per layer and over all layers."""
 
-    def __init__(self, layers: Mapping[str, fm.QuantizedLinear], storage: str, interval: int, detail: int) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, fm.QuantizedLinear],
+        storage: str,
+        interval: int,
+        detail: int,
+        turns: Turns = ALL,
+    ) -> None:
         self.interval = interval
-        self._detail = detail
+        self._detail, self._turns = detail, turns
         self._grid = storage in ROUNDED
         self._sizes = {name: layer.weight.numel() for name, layer in layers.items()}
         self._start = {name: _Start(layer) for name, layer in layers.items()}
-        self._figures: dict[str, dict[str, float | None]] = defaultdict(dict)
-        self._moved = fm.monitor.Arrival(0.0, 0.0)
+        self._figures = Figures(turns=turns, interval=interval)
+        self._moved: dict[str, fm.monitor.Arrival] = {}
         self._stall, self._arrived = _Mean(), _Mean()
 
     @property
@@ -55,7 +63,10 @@ class Stall(Observer):
 
     def state(self) -> dict[str, Any]:
         start = {name: first.state() for name, first in self._start.items()}
-        return {**self._stall.state(), "arrived": self._arrived.state(), "start": start}
+        more: dict[str, Any] = self._figures.state()
+        if more:
+            more["moved"] = {name: (found.projected, found.requested) for name, found in self._moved.items()}
+        return {**self._stall.state(), "arrived": self._arrived.state(), "start": start, **more}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._stall.load_state(state)
@@ -63,24 +74,31 @@ class Stall(Observer):
             self._arrived.load_state(state["arrived"])
         for name, first in self._start.items():
             first.load_state(state["start"][name])
+        self._figures.load_state(state)
+        self._moved = {name: fm.monitor.Arrival(*sums) for name, sums in state.get("moved", {}).items()}
+
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is this layer's turn to be looked at, or to be looked at closely."""
+        return any(self._turns.takes(step, interval, name) for interval in (self.interval, self._detail))
 
     def see(self, step: Step, update: Update) -> None:
-        if step.due(self._detail):
+        if self._turns.takes(step, self._detail, update.name):
             self._see_all(step, update)
         elif self._grid:
-            self._figures[LOST][update.name] = fm.monitor.update_lost(update.before, update.target, update.after)
+            self._note(LOST, update, fm.monitor.update_lost(update.before, update.target, update.after))
         if self._grid:
             self._see_movement(update)
         if update.codes is not None:
-            codes = update.layer.weight_codes()
-            share = fm.monitor.code_unchanged(update.codes, codes, update.before, update.after)
-            self._figures[UNCHANGED][update.name] = share
+            share = fm.monitor.code_unchanged(update.codes, update.codes_after, update.before, update.after)
+            self._note(UNCHANGED, update, share)
 
     def _see_movement(self, update: Update) -> None:
         found = fm.monitor.update_arrived(update.before, update.target, update.after)
-        self._figures[ARRIVED][update.name] = found.share
+        self._note(ARRIVED, update, found.share)
         if found.share is not None and math.isfinite(found.share):
-            self._moved += found
+            self._moved[update.name] = found
+        else:
+            self._moved.pop(update.name, None)
 
     def _see_all(self, step: Step, update: Update) -> None:
         states = (update.before, update.target, update.after)
@@ -89,9 +107,12 @@ class Stall(Observer):
         if self._grid:
             note |= {"update_lost": found.update_lost, "update_success": found.update_success}
             note |= self._residual(step, update)
-        note["code_drift"] = self._start[update.name].drift(update.layer)
+        note["code_drift"] = self._start[update.name].drift(update)
         for figure, value in note.items():
-            self._figures[f"stall/{figure}"][update.name] = value
+            self._note(f"stall/{figure}", update, value)
+
+    def _note(self, metric: str, update: Update, value: float | None) -> None:
+        self._figures.add(metric, update.name, value, self._sizes[update.name])
 
     def _residual(self, step: Step, update: Update) -> dict[str, float]:
         state: dict[str, Any] = step.optimizer.state.get(update.layer.weight, {})
@@ -101,16 +122,17 @@ class Stall(Observer):
         return {"residual_saturation": fm.monitor.residual_saturation(residual, update.before.numel())}
 
     def finish(self, step: Step) -> None:
-        for metric, shares in self._figures.items():
-            step.add(metric, shares, self._sizes)
-        if ARRIVED in self._figures:
+        arrivals, found = ARRIVED in self._figures, self.metric in self._figures
+        self._figures.write(step)
+        if arrivals:
             # Of all layers together, not a mean of shares: one that hardly asked for anything says little.
-            step.record[ARRIVED] = self._moved.share
-            self._arrived.add(self._moved.share)
-            self._moved = fm.monitor.Arrival(0.0, 0.0)
-        if self.metric in self._figures:
+            moved = sum(self._moved.values(), fm.monitor.Arrival(0.0, 0.0))
+            step.record[ARRIVED] = moved.share
+            self._arrived.add(moved.share)
+        if self._turns.count == 1:
+            self._moved.clear()
+        if found:
             self._stall.add(step.record[self.metric] or 0.0)
-        self._figures.clear()
 
 
 class _Mean:
@@ -140,13 +162,12 @@ class _Start:
     def __init__(self, layer: fm.QuantizedLinear) -> None:
         self._codes, self._scale = layer.weight_codes(), layer.weight_scale().detach().clone()
 
-    def drift(self, layer: fm.QuantizedLinear) -> float:
+    def drift(self, update: Update) -> float:
         """Mean distance of the codes from the first ones; at another scale, that of the values they stand for."""
-        fmt, scale = layer.weight_format, layer.weight_scale().detach()
-        assert fmt is not None
+        fmt, scale = update.format, update.scale
         if scale.shape == self._scale.shape and bool((scale == self._scale).all()):
-            return fm.monitor.code_drift(self._codes, layer.weight_codes(), fmt)
-        return fm.monitor.chart_distance(self._values(fmt), forward_weight(layer), fmt, scale)
+            return fm.monitor.code_drift(self._codes, update.codes_after, fmt)
+        return fm.monitor.chart_distance(self._values(fmt), forward_weight(update.layer), fmt, scale)
 
     def state(self) -> dict[str, Any]:
         return {"codes": self._codes, "scale": self._scale}

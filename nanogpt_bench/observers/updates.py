@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -30,11 +31,19 @@ class Update:
     format: fm.FloatFormat
     scale: Tensor
 
+    @cached_property
+    def codes_after(self) -> Tensor:
+        """uint8 codes of the weight as it is now."""
+        return self.layer.weight_codes()
+
 
 class UpdateConsumer(Protocol):
     """Something that looks at updates every so many steps."""
 
     interval: int
+
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is to see this layer's update, in a step that is due."""
 
     def see(self, step: Step, update: Update) -> None:
         """Take one layer's update; the tensors are gone afterwards."""
@@ -62,16 +71,18 @@ class UpdateObserver(Observer):
         if not self._due(step):
             return
         if self._rounded:
-            _watch(step.optimizer, lambda view: self._hand_over(step, view))
+            _watch(step.optimizer, lambda view: self._hand_over(step, view), lambda weight: self._sees(step, weight))
         else:
-            self._before = {name: self._state(layer) for name, layer in self._layers.items()}
+            self._before = {
+                name: self._state(layer) for name, layer in self._layers.items() if self._seeing(step, name)
+            }
 
     def after_step(self, step: Step) -> None:
         due = self._due(step)
         if not due:
             return
         if self._rounded:
-            _watch(step.optimizer, None)
+            _watch(step.optimizer, None, None)
         else:
             self._compare(step)
         for consumer in due:
@@ -79,6 +90,13 @@ class UpdateObserver(Observer):
 
     def _due(self, step: Step) -> list[UpdateConsumer]:
         return [consumer for consumer in self._consumers if step.due(consumer.interval)]
+
+    def _seeing(self, step: Step, name: str) -> list[UpdateConsumer]:
+        return [consumer for consumer in self._due(step) if consumer.takes(step, name)]
+
+    def _sees(self, step: Step, weight: Tensor) -> bool:
+        name = self._names.get(id(weight))
+        return name is not None and bool(self._seeing(step, name))
 
     def _state(self, layer: fm.QuantizedLinear) -> tuple[Tensor, Tensor | None]:
         return plain(layer.weight).clone(), layer.weight_codes() if self._coded else None
@@ -99,9 +117,9 @@ class UpdateObserver(Observer):
         layer = self._layers[name]
         assert layer.weight_format is not None
         update = Update(name, layer, before, target, after, codes, layer.weight_format, layer.weight_scale().detach())
-        for consumer in self._due(step):
+        for consumer in self._seeing(step, name):
             consumer.see(step, update)
 
 
-def _watch(optimizer: Any, see: Any) -> None:
-    optimizer.observer = see
+def _watch(optimizer: Any, see: Any, observes: Any) -> None:
+    optimizer.observer, optimizer.observes = see, observes

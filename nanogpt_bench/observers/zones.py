@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.layers import forward_weight, is_rounded
+from nanogpt_bench.observers.turns import ALL, Turns
 
 #: tokens whose outputs are compared: the time grows with them
 ROWS = 16
@@ -19,9 +21,11 @@ ROWS = 16
 class Zones(Observer):
     """Records `stall/zero_gradient_zone` every `interval` steps, on some tokens spread over the batch."""
 
-    def __init__(self, layers: Mapping[str, fm.QuantizedLinear], capture: Capture, interval: int) -> None:
+    def __init__(
+        self, layers: Mapping[str, fm.QuantizedLinear], capture: Capture, interval: int, turns: Turns = ALL
+    ) -> None:
         self._layers, self._capture, self._interval = layers, capture, interval
-        self._figures = Figures()
+        self._figures = Figures(turns=turns, interval=interval)
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
@@ -46,3 +50,9 @@ class Zones(Observer):
     def written(self, step: Step) -> None:
         if step.due(self._interval):
             self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return self._figures.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._figures.load_state(state)

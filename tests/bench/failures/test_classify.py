@@ -126,6 +126,17 @@ def test_overflow_in_one_layer_is_found_where_the_whole_hides_it(make: Make) -> 
     assert finding.evidence["highest"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize(("turns", "state"), [(4, "found"), (1, "clear")])
+def test_overflow_in_a_layer_that_is_looked_at_in_turn_lasts_until_its_next_turn(
+    make: Make, turns: int, state: str
+) -> None:
+    """In every fourth look it is there; of layers that are always looked at that would be four looks apart."""
+    own = {step: 0.3 for index, step in enumerate(LOOKS) if index % 4 == 0}
+    series = {"quant/overflow/gradient": at_looks(0.002), "quant/overflow/gradient/lm_head": own}
+    finding = judged(make(series=series, settings={"monitor": {"turns": turns}}), "overflow")
+    assert (finding.state, finding.step) == (state, 20 if state == "found" else None)
+
+
 def test_kurtosis_that_was_high_from_the_first_look_is_no_explosion(make: Make) -> None:
     assert judged(make(series={"quant/kurtosis/residual": at_looks(30.0, 40.0)}), "outlier_explosion").state == "clear"
     one_look = make("one", series={"quant/kurtosis/residual": {200: 500.0}})
