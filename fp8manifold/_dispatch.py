@@ -18,10 +18,19 @@ from torch.utils import _pytree as pytree
 from fp8manifold._eager import eager_only
 from fp8manifold._recall import is_backward, recall
 from fp8manifold._refusals import NoStorage, check_not_distributed, guard_memory, refuse_memory
-from fp8manifold._storage import dequantize_codes, is_traced
-from fp8manifold._stored_scale import refit_scale_
+from fp8manifold._storage import is_traced
 
-__all__ = ["DTYPES", "TRACED_AS", "EncodedTensor"]
+__all__ = [
+    "DTYPES",
+    "TRACED_AS",
+    "EncodedTensor",
+    "Replay",
+    "View",
+    "implements",
+    "name_of",
+    "plain",
+    "view_of",
+]
 
 TRACED_AS: Final = 2
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
@@ -40,17 +49,6 @@ _FACTORIES: Final = {
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 }
-
-
-_FILLS: Final = {
-    getattr(getattr(_aten, name), overload)
-    for name in (
-        *("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_"),
-        *("fill_", "zero_"),
-    )
-    for overload in getattr(_aten, name).overloads()
-}
-"""Operators whose result has nothing to do with what they write over."""
 
 
 class EncodedTensor(torch.Tensor):
@@ -242,7 +240,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _run_writing(func, args, kwargs, written)
     if is_backward():
         args = _decoded_after_gradient(args)
-    return func(*_plain(args), **_plain(kwargs))
+    return func(*plain(args), **plain(kwargs))
 
 
 def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -273,7 +271,7 @@ def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwa
     return _run(func, args, kwargs or {})
 
 
-def _plain(tree: Any) -> Any:
+def plain(tree: Any) -> Any:
     """A nest of arguments with every encoded tensor decoded."""
     return pytree.tree_map_only(EncodedTensor, lambda x: x.dequantize(), tree)
 
@@ -305,18 +303,18 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
     def argument(x: Tensor) -> Tensor:
         if id(x) in stands_for:
             return stands_for[id(x)]
-        plain = x.dequantize() if isinstance(x, EncodedTensor) else x
-        return plain.float() if widen and plain.dtype == torch.bfloat16 else plain
+        value = x.dequantize() if isinstance(x, EncodedTensor) else x
+        return value.float() if widen and value.dtype == torch.bfloat16 else value
 
     out = func(*pytree.tree_map_only(Tensor, argument, args), **pytree.tree_map_only(Tensor, argument, kwargs))
     for x in written:
         if isinstance(x, EncodedTensor):
-            x.write(stands_for[id(x)], _name_of(func))
+            x.write(stands_for[id(x)], name_of(func))
     owners = {id(stands_for[id(x)]): x for x in written}
     return pytree.tree_map_only(Tensor, lambda y: owners.get(id(y), y), out)
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     """What an operator is called, one tensor or many."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("_foreach_")
@@ -327,19 +325,15 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base, replay = args[0], Replay(func, args[1:], kwargs)
     shapes = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
     if isinstance(shapes, Tensor):
-        return _view_of(base, replay, shapes) if shapes.dtype == base.dtype else func(*_plain(args), **kwargs)
-    return [_view_of(base, replace(replay, part=i), shape) for i, shape in enumerate(shapes)]
+        return view_of(base, replay, shapes) if shapes.dtype == base.dtype else func(*plain(args), **kwargs)
+    return [view_of(base, replace(replay, part=i), shape) for i, shape in enumerate(shapes)]
 
 
-def _view_of(base: EncodedTensor, replay: Replay, like: Tensor) -> View:
+def view_of(base: EncodedTensor, replay: Replay, like: Tensor) -> View:
     return View(base, replay, like.shape, like.stride(), like.storage_offset())
 
 
-def _part(replay: Callable[[Tensor], Any], index: int, x: Tensor) -> Any:
-    return replay(x)[index]
-
-
-def _implements(*overloads: Any) -> Callable[[Handler], Handler]:
+def implements(*overloads: Any) -> Callable[[Handler], Handler]:
     """Register what an operator does, called as ``handler(func, args, kwargs)``."""
 
     def register(handler: Handler) -> Handler:
@@ -347,86 +341,3 @@ def _implements(*overloads: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, EncodedTensor) and not isinstance(x, View)
-
-
-@_implements(_aten.detach.default, _aten.alias.default)
-def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    return _view_of(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
-
-
-@_implements(_aten.clone.default)
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    x = args[0]
-    return x.with_parts(Tensor.clone) if _is_whole(x) else NotImplemented
-
-
-@_implements(_aten._to_copy.default)
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
-    x, dtype = args[0], kwargs.get("dtype")
-    if not _is_whole(x) or dtype not in (None, *DTYPES):
-        return NotImplemented
-    places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}
-    return x.with_parts(lambda part: func(part, **places), dtype)
-
-
-@_implements(_aten.copy_.default)
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another FP8Tensor exactly; anything else is rounded, at a scale that suits it."""
-    x, source = args[0], args[1]
-    if _is_whole(x) and _is_whole(source):
-        x.adopt(source)
-        return x
-    return _replace(func, x, lambda values: values.copy_(_plain(source)), fresh=False)
-
-
-@_implements(*_FILLS)
-def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What was there is gone, and its scale with it."""
-    return _replace(func, args[0], lambda values: func(values, *_plain(args[1:]), **_plain(kwargs)), fresh=True)
-
-
-def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
-    """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
-    if not isinstance(x, EncodedTensor):
-        return NotImplemented
-    root: Any = x
-    replays: list[Replay] = []
-    while isinstance(root, View):
-        replays.append(root.replay)
-        root = root.base
-    if x.numel() != root.numel() or is_traced(root.codes):
-        return NotImplemented
-    values = root.dequantize().float()
-    put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
-    refit_scale_(root, values, fresh=fresh)
-    root.write(values, _name_of(func))
-    return x
-
-
-@_implements(_aten.empty_like.default)
-def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A meta tensor is given memory (``Module.to_empty``); of any other it is a plain tensor."""
-    x = args[0]
-    if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
-        return NotImplemented
-    made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
-    made.scale.fill_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
-    return made
-
-
-@_implements(_aten.embedding.default)
-def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Only the rows that are looked up are decoded."""
-    x, rows = args[:2]
-    if not _is_whole(x) or is_traced(x.codes):
-        return NotImplemented
-    codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
-    scale = x.scale[flat] if x.scale.dim() else x.scale
-    values = dequantize_codes(codes, scale, x.format, x.dtype, x.block_size)
-    return values.view(*rows.shape, x.shape[1])

@@ -1,6 +1,6 @@
 """Codes and power-of-two scales as a store of weights: from floats, to floats, and what the rounding left."""
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from fp8manifold._blocks import BLOCK
 from fp8manifold._codec import decode_bits, encode_bits
 from fp8manifold._fake import has_values
 from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import check_codes, decode, to_chart
+from fp8manifold.grid import check_codes, decode, encode, to_chart
+from fp8manifold.random_bits import named_word
 
 __all__ = [
     "REMAINDER_STEPS",
@@ -19,6 +20,7 @@ __all__ = [
     "expand_scale",
     "is_traced",
     "largest_magnitude",
+    "next_codes",
     "remainder_of",
 ]
 
@@ -123,3 +125,24 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
     if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
     return decode(top.view(scale.shape), fmt) * scale
+
+
+def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
+    """Codes of what is to be written into a tensor of codes; stochastic rounding advances its counter.
+
+    Args:
+        own: the tensor.
+        values: in its shape.
+        scale: in the shape of its own.
+        rounding: ``nearest`` or ``stochastic``.
+        operator: what writes, a word of the key of the draws.
+    """
+    steps = values / expand_scale(scale, own.block_size, own.codes.shape)
+    if is_traced(own.codes):
+        return encode_in_graph(steps, own.format, rounding)
+    if rounding == "nearest":
+        return encode(steps, own.format)
+    stream = named_word(operator) if own.by_operator else 0
+    codes = encode(steps, own.format, "stochastic", seed=own.seed, step=int(own.counter), stream=stream)
+    own.counter.add_(1)
+    return codes

@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
+import fp8manifold._operators  # noqa: F401  # registers them
 from fp8manifold._adoption import adopt_parts, checked_scale
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._dispatch import DTYPES, TRACED_AS, EncodedTensor
@@ -18,10 +19,10 @@ from fp8manifold._stalled_average import is_average, warn_if_stalled
 from fp8manifold._storage import (
     checked_codes,
     dequantize_codes,
-    encode_in_graph,
     expand_scale,
     is_traced,
     largest_magnitude,
+    next_codes,
     remainder_of,
 )
 from fp8manifold._stored_scale import (
@@ -36,7 +37,7 @@ from fp8manifold._traits import ROUNDINGS, Rounding, Traits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.random_bits import fresh_seed, named_word
+from fp8manifold.random_bits import fresh_seed
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
 
 __all__ = ["FP8Tensor"]
@@ -286,7 +287,7 @@ class FP8Tensor(EncodedTensor):
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
         warn_if_lost(values, self.scale, self.format, self.granularity)
-        codes = self._encoded(values, self.scale, self.rounding, operator)
+        codes = next_codes(self, values, self.scale, self.rounding, operator)
         if self.rounding == "nearest" and is_average(operator) and not is_traced(self.codes):
             warn_if_stalled(values, self.dequantize(), codes == self.codes)
         self.codes.copy_(codes)
@@ -311,18 +312,6 @@ class FP8Tensor(EncodedTensor):
         if self.remainder is not None:
             self.remainder.zero_()  # for those that share it
             self.remainder = None
-
-    def _encoded(self, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:
-        """Codes of values under a scale; stochastic rounding advances the counter."""
-        steps = values / expand_scale(scale, self.block_size, self.codes.shape)
-        if is_traced(self.codes):
-            return encode_in_graph(steps, self.format, rounding)
-        if rounding == "nearest":
-            return encode(steps, self.format)
-        stream = named_word(operator) if self.by_operator else 0
-        codes = encode(steps, self.format, "stochastic", seed=self.seed, step=int(self.counter), stream=stream)
-        self.counter.add_(1)
-        return codes
 
     @property
     def manifold(self) -> FP8Manifold:
@@ -352,7 +341,7 @@ class FP8Tensor(EncodedTensor):
         new = checked_scale(self, scale)
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
-        self.codes.copy_(self._encoded(values, new, "stochastic", "rescale_"))
+        self.codes.copy_(next_codes(self, values, new, "stochastic", "rescale_"))
         self.scale.copy_(new)
         self._changed()
         return self

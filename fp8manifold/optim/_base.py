@@ -1,7 +1,5 @@
 """What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
-import difflib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -9,13 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._checks import check_choice, check_int
 from fp8manifold._eager import eager_only
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._engine import Job, key_row, note_changes, run, settle
 from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
+from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
 from fp8manifold.optim._skips import warn_of_skips
 from fp8manifold.optim._streams import new_stream, twins
@@ -29,13 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ManifoldOptimizer",
     "Planned",
-    "check_betas",
-    "check_finite",
-    "options_of",
-    "reject_flags",
 ]
 
-UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 _NO_KEYS: Final = [0] * KEYS
@@ -253,7 +247,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Raise before anything has changed if what somebody set since the last step is not valid."""
         checked = self._checked
         for group in self.param_groups:
-            _check_lr(group)
+            check_lr(group)
             if checked.get(id(group)) == (options := options_of(group)):
                 continue
             self._check_group(group)
@@ -282,7 +276,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
-        _check_lr(group)
+        check_lr(group)
         check_finite("weight_decay", group["weight_decay"])
         check_int("seed", group["seed"], 0, 2**64 - 1)
         check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
@@ -382,41 +376,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _observes(self, parameter: Tensor) -> bool:
         return self.observes is None or self.observes(parameter)
-
-
-def check_finite(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number in [0, inf)."""
-    check_number(name, value, 0.0, math.inf, open_high=True)
-
-
-def check_betas(betas: Any) -> None:
-    """Raise unless ``betas`` is a pair of numbers in [0, 1)."""
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"betas={betas!r} must be a pair of numbers")
-    for i, beta in enumerate(betas):
-        check_number(f"betas[{i}]", beta, 0.0, 1.0, open_high=True)
-
-
-def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
-    """Raise ValueError for a flag of torch's that would be ignored, TypeError for any other keyword."""
-    for name, value in flags.items():
-        if name not in UNSUPPORTED_FLAGS:
-            nearest = difflib.get_close_matches(name, UNSUPPORTED_FLAGS, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise TypeError(f"{optimizer} got an unexpected keyword argument {name!r}{hint}")
-        if value:
-            raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
-
-
-def options_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What a group's steps depend on, but for the learning rate, which changes all the time."""
-    return tuple([value for name, value in group.items() if name not in ("params", "lr", "initial_lr")])
-
-
-def _check_lr(group: dict[str, Any]) -> None:
-    """A schedule may have set it since the group was made."""
-    lr = group["lr"]
-    check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
 
 
 def _keys(job: Job) -> list[int]:

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8manifold._charts import Metric
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._base import ManifoldOptimizer, Planned, options_of
+from fp8manifold.optim._base import ManifoldOptimizer, Planned
 from fp8manifold.optim._engine import Job, compiles
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
@@ -17,6 +17,7 @@ from fp8manifold.optim._hyper import row
 from fp8manifold.optim._kinds import is_quantized, own_manifold
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._moments import BOUNDS
+from fp8manifold.optim._options import options_of
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
 from fp8manifold.optim._repeated import RepeatedStep
 from fp8manifold.optim._rescale import widened

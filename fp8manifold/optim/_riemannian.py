@@ -9,13 +9,14 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_int, check_number
-from fp8manifold.optim._base import Planned, check_finite
+from fp8manifold.optim._base import Planned
 from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._jobs import GridOptimizer
 from fp8manifold.optim._kinds import is_quantized, manifold_of
+from fp8manifold.optim._options import check_finite
 from fp8manifold.optim._plan import Grid, expanded, grid_of, stiffness_field
 
 __all__ = ["Riemannian", "with_l2"]

@@ -1,0 +1,109 @@
+"""The operators of torch's that encoded tensors have an answer of their own to; importing this registers them."""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold._dispatch import DTYPES, EncodedTensor, Replay, View, implements, name_of, plain, view_of
+from fp8manifold._storage import dequantize_codes, is_traced
+from fp8manifold._stored_scale import refit_scale_
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+
+_FILLS: Final = {
+    getattr(getattr(_aten, name), overload)
+    for name in (
+        *("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_"),
+        *("fill_", "zero_"),
+    )
+    for overload in getattr(_aten, name).overloads()
+}
+"""Operators whose result has nothing to do with what they write over."""
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, EncodedTensor) and not isinstance(x, View)
+
+
+@implements(_aten.detach.default, _aten.alias.default)
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return view_of(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
+
+
+@implements(_aten.clone.default)
+def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return x.with_parts(Tensor.clone) if _is_whole(x) else NotImplemented
+
+
+@implements(_aten._to_copy.default)
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
+    x, dtype = args[0], kwargs.get("dtype")
+    if not _is_whole(x) or dtype not in (None, *DTYPES):
+        return NotImplemented
+    places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}
+    return x.with_parts(lambda part: func(part, **places), dtype)
+
+
+@implements(_aten.copy_.default)
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another FP8Tensor exactly; anything else is rounded, at a scale that suits it."""
+    x, source = args[0], args[1]
+    if _is_whole(x) and _is_whole(source):
+        x.adopt(source)
+        return x
+    return _replace(func, x, lambda values: values.copy_(plain(source)), fresh=False)
+
+
+@implements(*_FILLS)
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What was there is gone, and its scale with it."""
+    return _replace(func, args[0], lambda values: func(values, *plain(args[1:]), **plain(kwargs)), fresh=True)
+
+
+def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) -> Any:
+    """Put other values in place of all there are, through a view of them all too; NotImplemented of less than all."""
+    if not isinstance(x, EncodedTensor):
+        return NotImplemented
+    root: Any = x
+    replays: list[Replay] = []
+    while isinstance(root, View):
+        replays.append(root.replay)
+        root = root.base
+    if x.numel() != root.numel() or is_traced(root.codes):
+        return NotImplemented
+    values = root.dequantize().float()
+    put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
+    refit_scale_(root, values, fresh=fresh)
+    root.write(values, name_of(func))
+    return x
+
+
+@implements(_aten.empty_like.default)
+def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A meta tensor is given memory (``Module.to_empty``); of any other it is a plain tensor."""
+    x = args[0]
+    if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
+        return NotImplemented
+    made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
+    made.scale.fill_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
+    return made
+
+
+@implements(_aten.embedding.default)
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Only the rows that are looked up are decoded."""
+    x, rows = args[:2]
+    if not _is_whole(x) or is_traced(x.codes):
+        return NotImplemented
+    codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
+    scale = x.scale[flat] if x.scale.dim() else x.scale
+    values = dequantize_codes(codes, scale, x.format, x.dtype, x.block_size)
+    return values.view(*rows.shape, x.shape[1])
