@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fp8manifold._fake import has_values
 from fp8manifold._stored_scale import fresh_scale, warn_if_saturated
 from fp8manifold.formats import FloatFormat
-from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -154,10 +154,22 @@ def prepare_grid_state(
 
 
 def renew_grid_weight(
-    weight: Tensor, manifold: FP8Manifold, values: Tensor, granularity: Granularity, headroom: float | None, seed: int
+    weight: Tensor,
+    manifold: StiffnessManifold,
+    values: Tensor,
+    granularity: Granularity,
+    headroom: float | None,
+    seed: int,
 ) -> None:
-    """Write values at a scale of their own, and begin the manifold's count of draws anew; in place."""
+    """Write values at a scale of their own, and begin the manifold's count of draws anew; in place.
+
+    On the continuous manifold they are written as they are.
+    """
     scale = fresh_scale(values, manifold.format, granularity, headroom)
+    if not isinstance(manifold, FP8Manifold):
+        manifold.scale.copy_(scale)
+        weight.copy_(values)
+        return
     fresh = FP8Manifold(manifold.format, scale, manifold.rounding, seed)
     check_dtype_holds(fresh, weight.dtype)
     for name in ("scale", *_BUFFERS):

@@ -87,6 +87,15 @@ def test_a_state_keeps_weights_between_the_points_of_a_format_only_where_they_ar
 
 
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
+def test_a_quantized_layer_draws_its_weights_anew(storage: str) -> None:
+    layer = next(iter(quantized_layers(quantized("--model.format=E4M3", f"--model.storage={storage}")).values()))
+    before = layer.quantized_weight().detach().clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.quantized_weight(), before)
+    assert float(layer.quantized_weight().detach().std()) > 0.01
+
+
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
 def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
     options = ("--model.format=E4M3", f"--model.storage={storage}", "--model.tie_weights=true")
     model = quantized(*options, "--model.tied=untie", tie=True)
