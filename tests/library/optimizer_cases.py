@@ -63,7 +63,7 @@ def stored_weight(
     fmt: str = "E4M3", shape: Sequence[int] = (3, 7), *, seed: int = 0, **options: Any
 ) -> fm.FP8Parameter:
     """A weight of one byte, with room above its largest value."""
-    return fm.FP8Parameter(normal(*shape, seed=seed, std=0.1), fmt, **{"headroom": 64.0, **options})
+    return fm.FP8Parameter(normal(*shape, seed=seed, std=0.1), fmt, **{"headroom": 64.0, "seed": seed, **options})
 
 
 def mixed_parameters() -> list[nn.Parameter]:
