@@ -23,7 +23,16 @@ _VALUES: Final = (0x5EED, 0, 0)
 _GRADIENT: Final = (0x5EED, 1, 0)
 
 
-def new_stream(parameter: Tensor, twin: int, state: dict[Tensor, Any], begun: int, *, draws: bool, alone: bool) -> int:
+def new_stream(
+    parameter: Tensor,
+    twin: int,
+    state: dict[Tensor, Any],
+    begun: int,
+    *,
+    draws: bool,
+    alone: bool,
+    values: Tensor | None = None,
+) -> int:
     """A stream from what is the parameter's own, 63 bits, which no other parameter of the state has or had.
 
     What is its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
@@ -38,11 +47,13 @@ def new_stream(parameter: Tensor, twin: int, state: dict[Tensor, Any], begun: in
         begun: how many streams have been given: more than are in use where parameters or states were removed.
         draws: whether random bits are drawn for an ordinary parameter.
         alone: whether it is the optimizer's only parameter.
+        values: the first values, where the parameter has others by now.
     """
     used = [entry["stream"] for entry in state.values() if "stream" in entry]
     removed = max(begun - len(used), 0)
     seed = _seed_of(parameter)
-    content = _content(parameter, alone and not seed) if draws or seed is not None else ()
+    first = parameter if values is None else values
+    content = _content(first, parameter.grad if alone and not seed else None) if draws or seed is not None else ()
     words = (*_seed_words(parameter), *content)
     return next(stream for i in count(twin) if (stream := mixed_word(*words, removed, i)) not in used)
 
@@ -71,15 +82,11 @@ def _seed_of(parameter: Tensor) -> int | None:
     return int(manifold.seed_word) if isinstance(manifold, FP8Manifold) else None
 
 
-def _content(parameter: Tensor, with_gradient: bool) -> tuple[int, ...]:
+def _content(first: Tensor, gradient: Tensor | None) -> tuple[int, ...]:
     """Words of the first values, and of the first gradient."""
-    codes = isinstance(parameter, FP8Tensor)
-    values = parameter.dequantize() if codes else parameter.detach().as_subclass(Tensor)
+    values = first.dequantize() if isinstance(first, FP8Tensor) else first.detach().as_subclass(Tensor)
     words = (content_word(values, _VALUES),)
-    if not with_gradient:
-        return words
-    assert parameter.grad is not None
-    return (*words, content_word(parameter.grad.detach(), _GRADIENT))
+    return words if gradient is None else (*words, content_word(gradient.detach(), _GRADIENT))
 
 
 @eager_only

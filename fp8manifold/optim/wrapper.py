@@ -192,7 +192,6 @@ class StiffnessWrapper(torch.optim.Optimizer):
         Returns:
             What the wrapped optimizer returns.
         """
-        self._begin_streams(closure is not None)
         before = [p.detach().clone() for p in self._parameters()]
         factors = [self._factor(p) for p in self._parameters()]
         if self.on == "update":
@@ -200,6 +199,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         else:
             result = self._step_on_scaled_gradients(factors, closure)
             factors = [1.0] * len(factors)
+        self._begin_streams(before)
         for parameter, old, factor in zip(self._parameters(), before, factors, strict=True):
             self._finish(parameter, old, factor)
         self.steps_taken += 1
@@ -215,20 +215,21 @@ class StiffnessWrapper(torch.optim.Optimizer):
         manifold = own_manifold(parameter)
         return isinstance(manifold, FP8Manifold) and self._rounding(manifold) == "stochastic"
 
-    def _begin_streams(self, has_closure: bool) -> None:
+    def _begin_streams(self, before: list[Tensor]) -> None:
         """Give what is rounded stochastically for the first time a stream, and let go of what has been removed."""
         parameters = self._parameters()
         for known in (self.references, self.streams):
             for gone in known.keys() - set(parameters):
                 del known[gone]
-        new = [
-            p for p in parameters if p not in self.streams and self._draws(p) and (has_closure or p.grad is not None)
-        ]
-        numbers = twins(parameters) if new else {}
-        for p in new:
+        new = [p not in self.streams and self._draws(p) and p.grad is not None for p in parameters]
+        numbers = twins(parameters) if any(new) else {}
+        for p, values, is_new in zip(parameters, before, new, strict=True):
+            if not is_new:
+                continue
             used = {each: {"stream": stream} for each, stream in self.streams.items()}
-            alone = len(parameters) == 1 and p.grad is not None
-            self.streams[p] = new_stream(p, numbers[p], used, self.streams_begun, draws=True, alone=alone)
+            self.streams[p] = new_stream(
+                p, numbers[p], used, self.streams_begun, draws=True, alone=len(parameters) == 1, values=values
+            )
             self.streams_begun += 1
 
     def _take_streams(self, streams: list[int | None] | None, begun: int) -> None:
