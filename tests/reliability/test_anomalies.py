@@ -79,8 +79,8 @@ class Injector:
         self.spoiling = False
         accumulate, train_step, made = Trainer._accumulate, Trainer.train_step, Trainer.__init__
 
-        def make_trainer(trainer: Trainer, *arguments: Any) -> None:
-            made(trainer, *arguments)
+        def make_trainer(trainer: Trainer, *arguments: Any, **options: Any) -> None:
+            made(trainer, *arguments, **options)
             trainer.model.blocks[0].mlp.fc.register_forward_hook(self._spoil_activation)
 
         def step_once(trainer: Trainer, step: Step, observers: list[Observer]) -> float:
