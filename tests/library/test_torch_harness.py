@@ -91,7 +91,7 @@ INFOS = [
 
 def model(seed: int = 0, *, contiguous: bool = True) -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
     """torch's: ``|W x + b|^2`` over a 10 x 5 weight, a vector and a spectator without a gradient."""
-    weight = fm.FP8Parameter(normal(10, 5, seed=seed, std=0.1), "E4M3", headroom=64.0, keep_remainder=True)
+    weight = fm.FP8Parameter(normal(10, 5, seed=seed, std=0.1), "E4M3", headroom=64.0, keep_remainder=True, seed=seed)
     bias = (
         nn.Parameter(normal(10, 2, seed=seed + 1, std=0.3)[:, 0])
         if not contiguous
