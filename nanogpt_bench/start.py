@@ -79,7 +79,11 @@ def _others(path: Path) -> str:
 
 
 def start_facts(config: Config) -> dict[str, Any]:
-    """Return what environment.json says of the run that a training starts from; nothing where it starts from none."""
+    """Return what environment.json says of the run that a training starts from; nothing where it starts from none.
+
+    Raises:
+        BenchError: a checkpoint whose manifest can't be read.
+    """
     folder = Path(config.model.init_from or "")
     if not config.model.init_from or not is_checkpoint(folder):
         return {}

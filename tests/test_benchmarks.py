@@ -283,14 +283,19 @@ def test_harness_overhead_from_end_to_end(
     sizes = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8")
     whole = script.config_of
     monkeypatch.setattr(script, "config_of", lambda folder, steps, *more: whole(folder, steps, *sizes, *more))
+    quantised = ("--train.precision=float32", "--model.format=E4M3")
+    monkeypatch.setattr(
+        script, "row_of", lambda folder, rule, _: whole(folder, 30, *sizes, *quantised, f"--rule={rule}")
+    )
     monkeypatch.setattr(sys, "argv", ["harness_overhead.py", "--steps", "100", "--markdown"])
     script.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     watched = ["with monitors / checked step", "with monitors / step alone"]
-    assert [row[0].removeprefix("| ") for row in rows[2:]] == ["bench / plain loop", *watched, *watched]
-    assert [row[1] for row in rows[2:]] == ["float32"] * 3 + ["E4M3 master"] * 2
-    assert [row[4] for row in rows[2:]] == ["100"] * 5
-    assert [row[7] == "none |" for row in rows[2:]] == [False, False, True, False, True]
+    names = ["bench / plain loop", *watched, *watched, *["compare's looks"] * 2]
+    assert [row[0].removeprefix("| ") for row in rows[2:]] == names
+    assert [row[1] for row in rows[2:]] == ["float32"] * 3 + ["E4M3 master"] * 2 + ["E4M3 stochastic", "E4M3 master"]
+    assert [row[4] for row in rows[2:7]] == ["100"] * 5
+    assert [row[7] == "none |" for row in rows[2:7]] == [False, False, True, False, True]
     for row in rows[2:]:
         # One layer 8 wide takes less time than the harness around it: the goals are for models of some size.
         assert float(row[2]) == pytest.approx(float(row[6]) / float(row[5]), abs=0.1)
@@ -310,7 +315,8 @@ def test_harness_overhead_measures_what_a_step_takes(
 
     monkeypatch.setattr(script, "run", three_steps)
     # From leaving the callback to entering it: one reading and one unit of work; the reference does three units.
-    times = script.paired(None, lambda: [next(clock) for _ in range(3)])
+    counted = range(script.WARM_UP + 1, script.WARM_UP + 3)
+    times = script.paired(None, lambda: [next(clock) for _ in range(3)], counted)
     assert times == [(2.0, 4.0)] * 2
     one = script.figure("bench / plain loop", "float32", times)
     assert (one.ratio, one.median, one.steps, one.step_ms, one.reference_ms) == (2.0, 2.0, 2, 2e3, 4e3)

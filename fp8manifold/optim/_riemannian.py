@@ -97,9 +97,10 @@ class Riemannian(GridOptimizer):
         return max(self._largest_stiffness(group, parameter), 1.0) if is_quantized(parameter) else 1.0
 
     def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """An upper bound of the stiffness in this step's chart; exact before the first one."""
-        reference = self.state[parameter].get("reference") if parameter in self.state else None
-        if reference is None or not math.isfinite(group["clip"]):
+        """An upper bound of the stiffness in this step's chart; exact where the step is going to look at it anew."""
+        state = self.state.get(parameter, {})
+        reference, due = state.get("reference"), int(state.get("step", 0)) % group["refresh_every"] == 0
+        if reference is None or due or not math.isfinite(group["clip"]):
             grid = grid_of(parameter)
             return float(stiffness_field(grid, grid.metric).max())
         return bounds(reference, group["damping"], group["clip"])[1]

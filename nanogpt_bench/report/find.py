@@ -59,7 +59,11 @@ class _Search:
         self.closed: list[str] = []
 
     def runs(self) -> Iterator[Path]:
-        """Yield the run folders: those of a folder by name, then those further down."""
+        """Yield the run folders: those of a folder by name, then those further down.
+
+        Raises:
+            BenchError: more folders than are looked into.
+        """
         walk = os.walk(self.top, onerror=lambda error: self.closed.append(str(error.filename)))
         for looked_into, (place, names, _) in enumerate(walk):
             if looked_into >= MOST_FOLDERS:

@@ -25,7 +25,11 @@ from nanogpt_bench.sweep.session import Session, threads_set
 
 
 def main_sweep(args: argparse.Namespace) -> int:
-    """The command line's entry: see `sweep_grid`, `find_lr_limits`, `measure_sensitivity` and `main_sensitivity_of`."""
+    """The command line's entry: see `sweep_grid`, `find_lr_limits`, `measure_sensitivity` and `main_sensitivity_of`.
+
+    Raises:
+        BenchError: options that don't go together, or no file where one is needed.
+    """
     if args.of is not None:
         from nanogpt_bench.sweep.sensitivity_of import main_sensitivity_of  # brings torch along
 
