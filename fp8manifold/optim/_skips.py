@@ -1,5 +1,6 @@
 """The warning of an optimizer whose every step is left out: which parameters' gradients are not finite."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,6 +13,7 @@ from fp8manifold.optim._finite import squares_hold
 __all__ = ["warn_of_skips"]
 
 _SHOWN: Final = 3
+_BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
 
 
 def warn_of_skips(optimizer: Any, factor: Callable[[dict[str, Any], Tensor], float]) -> None:
@@ -36,8 +38,16 @@ def warn_of_skips(optimizer: Any, factor: Callable[[dict[str, Any], Tensor], flo
         f"{reason}. Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first such "
         "step",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=_level_of_the_caller(),
     )
+
+
+def _level_of_the_caller() -> int:
+    """How far up the first frame is that is neither this package's nor torch's, counted from :func:`warn_of_skips`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], float]) -> list[str]:
