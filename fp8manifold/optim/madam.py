@@ -48,7 +48,7 @@ class Madam(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.tensor([-1.0, 0.0, 0.25, 1.0]), "E7M0")
+        >>> weight = fm.FP8Parameter(torch.tensor([-1.0, 0.0, 0.25, 1.0]), "E7M0", seed=0)
         >>> optimizer = Madam([weight], lr=0.05)
         >>> for _ in range(300):
         ...     optimizer.zero_grad()

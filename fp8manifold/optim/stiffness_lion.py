@@ -37,7 +37,7 @@ class StiffnessLion(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3")
+        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3", seed=0)
         >>> optimizer = StiffnessLion([weight], lr=0.02)
         >>> schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
         >>> for _ in range(600):

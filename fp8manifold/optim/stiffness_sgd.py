@@ -41,7 +41,7 @@ class StiffnessSGD(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3")
+        >>> weight = fm.FP8Parameter(torch.linspace(0.25, 1, 4), "E4M3", seed=0)
         >>> optimizer = StiffnessSGD([weight], lr=0.1, momentum=0.5)
         >>> for _ in range(200):
         ...     optimizer.zero_grad()
