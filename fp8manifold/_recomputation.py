@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._eager import eager_only
+from fp8manifold._recall import is_backward
 from fp8manifold._scalers import Scaler
 
 __all__ = ["Pass", "pass_of"]
@@ -84,13 +85,13 @@ def pass_of(layer: nn.Module, draws: Callable[[], int], remembers: bool) -> Pass
     """
     if remembers:
         return _remembered_pass(layer, draws)
-    in_backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    in_backward = not torch.compiler.is_compiling() and is_backward()
     return Pass(draws(), repeats=in_backward)
 
 
 @eager_only  # a graph would do the same whether or not it is run again
 def _remembered_pass(layer: nn.Module, draws: Callable[[], int]) -> Pass:
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = is_backward()
     regions, again = _regions()
     if again is None and in_backward:
         again = _of_node()
