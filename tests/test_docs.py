@@ -33,7 +33,7 @@ PAGES = [
 ]
 MATHEMATICAL = [ROOT / "docs" / "geometry.md", ROOT / "docs" / "optimizers.md"]
 MAIN_JOB = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[bench]" && nanogpt-bench compare'
-TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest'
+TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest -n auto'
 # geoopt scripts one helper at import: the one warning that is let through.
 STRICT = ("-W", "error", "-W", "ignore:`torch.jit.script`")
 
