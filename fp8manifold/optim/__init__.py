@@ -8,6 +8,7 @@ from fp8manifold.optim.madam import Madam
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
 from fp8manifold.optim.stiffness_adamw import StiffnessAdamW
 from fp8manifold.optim.stiffness_lion import StiffnessLion
+from fp8manifold.optim.stiffness_muon import StiffnessMuon
 from fp8manifold.optim.stiffness_sgd import StiffnessSGD
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
@@ -20,6 +21,7 @@ __all__ = [
     "StepView",
     "StiffnessAdamW",
     "StiffnessLion",
+    "StiffnessMuon",
     "StiffnessSGD",
     "StiffnessWrapper",
     "anneal",

@@ -24,6 +24,7 @@ REGISTRY: Final[dict[str, Combinations]] = {
     "RiemannianSGD": Combinations(),
     "StiffnessAdamW": Combinations(),
     "StiffnessSGD": Combinations(),
+    "StiffnessMuon": Combinations(),
     "StiffnessLion": Combinations(_ROUNDING),
     "Madam": Combinations(_ROUNDING),
     "FisherNaturalGradient": Combinations(),

@@ -1,7 +1,7 @@
 """Running a step: compiled in one pass where that pays, eager in blocks that stay in cache elsewhere, same bits."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -21,7 +21,19 @@ from fp8manifold.optim._step import Outcome, prepare_step, step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import round_key_rows, round_keys, signed_word, word_range
 
-__all__ = ["Job", "Ready", "compiles", "key_row", "key_rows", "note_changes", "run", "run_eager", "settle"]
+__all__ = [
+    "Job",
+    "Ready",
+    "block_noise",
+    "blocks_of",
+    "compiles",
+    "key_row",
+    "key_rows",
+    "note_changes",
+    "run",
+    "run_eager",
+    "settle",
+]
 
 WORTH_COMPILING: Final = 32_768
 """Elements from which a parameter is compiled for when nobody says otherwise: below, eager costs little."""
@@ -200,21 +212,26 @@ def _workspace_names(job: Job) -> list[str]:
 
 def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outcome]:
     """The same step in plain PyTorch, some rows at a time; what each part asked for, where it is observed."""
-    first, inner = job.layout.dims[0], job.layout.numel // job.layout.dims[0]
-    rows = max(1, BLOCK // inner)
-    if len(job.layout.dims) == 1 and job.blockwise:
-        rows = first  # its one block is not cut up
     outcomes = []
-    for start in range(0, first, rows):
-        arrays = {name: _rows(a, start, rows, first) for name, a in job.arrays.items()}
+    for arrays, start in blocks_of(job):
         prepared = prepare_step(job.variant, arrays, numbers)
-        outcome = step(job.variant, arrays | prepared, numbers, _noise(job, arrays["gradient"], start * inner))
+        outcome = step(job.variant, arrays | prepared, numbers, block_noise(job, arrays["gradient"], start))
         bounds = {name: prepared[name] for name in BOUNDS.values() if name in prepared}
         for name, value in (outcome.stored | bounds).items():
             arrays[name].copy_(value)
         if observed:
             outcomes.append(outcome)
     return outcomes
+
+
+def blocks_of(job: Job) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """The arrays some rows at a time, and the position of their first element in the job."""
+    first, inner = job.layout.dims[0], job.layout.numel // job.layout.dims[0]
+    rows = max(1, BLOCK // inner)
+    if len(job.layout.dims) == 1 and job.blockwise:
+        rows = first  # its one block is not cut up
+    for start in range(0, first, rows):
+        yield {name: _rows(a, start, rows, first) for name, a in job.arrays.items()}, start * inner
 
 
 def key_row(words: tuple[int, int, int], offset: int, *, moments: bool = True) -> list[int]:
@@ -264,7 +281,8 @@ def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
     return array[start : start + rows] if array.dim() and array.shape[0] == total else array
 
 
-def _noise(job: Job, part: Tensor, start: int) -> dict[str, Tensor]:
+def block_noise(job: Job, part: Tensor, start: int) -> dict[str, Tensor]:
+    """The random words of a part of a job, by what draws them."""
     noise = {}
     if job.variant.draws_for_weight:
         words = word_range(job.offset + start, part.numel(), job.words, part.device)

@@ -1,5 +1,6 @@
 """What an observer sees of a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,9 +8,10 @@ from torch import Tensor
 
 from fp8manifold._charts import chart_of
 from fp8manifold.optim._engine import Job, run_eager
+from fp8manifold.optim._step import Outcome
 from fp8manifold.optim._weights import load_weights
 
-__all__ = ["StepView", "observed_step"]
+__all__ = ["StepView", "observed_step", "viewed"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,14 @@ def observed_step(parameter: Tensor, job: Job, numbers: Tensor) -> StepView:
 
     With an ULP residual these are the values that the residual stands for, not those of the codes alone.
     """
+    return viewed(parameter, job, numbers, lambda: run_eager(job, numbers, observed=True))
+
+
+def viewed(parameter: Tensor, job: Job, numbers: Tensor, take: Callable[[], list[Outcome]]) -> StepView:
+    """Show the step that ``take`` takes of a job, part by part."""
     shape, scale = parameter.shape, job.arrays["scale"]
     before = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
-    outcomes = run_eager(job, numbers, observed=True)
+    outcomes = take()
     target = torch.cat([outcome.target for outcome in outcomes]) * scale
     x = torch.cat([outcome.before.x for outcome in outcomes])
     assert job.variant.fmt is not None

@@ -1,0 +1,256 @@
+"""StiffnessMuon: Muon over matrices that live on a grid, and Adam over what is no matrix, in one optimizer."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8manifold._charts import Metric
+from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold.optim._base import Parameters, Planned, check_betas, check_finite
+from fp8manifold.optim._engine import Job
+from fp8manifold.optim._hyper import row
+from fp8manifold.optim._muon import along, take_muon_step
+from fp8manifold.optim._orthogonal import (
+    ADJUSTMENTS,
+    COEFFICIENTS,
+    SHAPES,
+    adjusted_rate,
+    as_matrices,
+    orthogonal_factor,
+    product_dtype,
+)
+from fp8manifold.optim._plan import Grid, pack_nibbles, unpack_nibbles
+from fp8manifold.optim._schedules import Schedule
+from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
+from fp8manifold.optim._views import StepView, viewed
+from fp8manifold.optim.stiffness_adamw import adam_numbers
+
+__all__ = ["StiffnessMuon"]
+
+_DIRECTIONS = ("muon", "adam")
+_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class StiffnessMuon(StiffnessOptimizer):
+    """Muon over matrices that live on a grid: one average, and a step of one size in every direction of the matrix.
+
+    .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\qquad u = (1 - \\mu) g + \\mu m, \\\\
+              w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
+              - \\eta a \\, F \\, \\mathrm{msign}(F u) \\right),
+              \\qquad F = \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
+
+    ``msign`` is the orthogonal factor ``U V^T`` of ``U diag(s) V^T``, by five Newton-Schulz products; ``a`` follows
+    from the matrix' shape.  With ``k = 0``, the default, this is ``torch.optim.Muon`` with one rounding a step, and on
+    float parameters its numbers; ``k = 1`` takes the steepest step of the spectral norm in the chart's coordinates.
+
+    With ``writeback="stochastic"`` and ``moments="8bit"`` a matrix takes two bytes a weight, its momentum included.
+    Embeddings, heads, norms and biases are for Adam: put them into groups with ``direction="adam"``, which are stepped
+    as :class:`StiffnessAdamW` does, or let :func:`for_model` sort a whole model.
+
+    Args:
+        params: parameters or groups, quantised and ordinary ones mixed; matrices, where ``direction`` is ``muon``.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in ``torch.optim.Muon``; the decay is
+            decoupled, times ``lr`` a step.
+        adjust_lr_fn: how ``a`` follows from a matrix of R rows and C columns: ``original`` (None), ``sqrt(max(1,
+            R/C))``; ``match_rms_adamw``, ``0.2 sqrt(max(R, C))``, with which AdamW's learning rate and decay serve; or
+            ``spectral_unclamped``, ``sqrt(R/C)``.
+        direction: ``muon``, or ``adam`` for a group's parameters.
+        matrix_shape: what a parameter of more than two dimensions is: with ``flatten`` one matrix, a row for each
+            entry of its first dimension (a convolution's filters); with ``batch`` a matrix for each entry of the
+            first of its three (experts).  With ``auto`` such a parameter is refused.
+        ns_dtype: what the products are computed in; None is bfloat16 where the device has it, float32 elsewhere.
+        betas, adam_eps: of groups with ``direction="adam"``.
+        stiffness, metric, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
+            stabilize_every, reset_every: as in :class:`StiffnessAdamW`.  ``moments`` and ``writeback="momentum"`` need
+            ``momentum`` > 0; the latter gives the momentum what the rounding took as if the step were linear in it.
+        flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
+
+    A gradient of zeros has a step of zeros.  Matrices are orthogonalised one by one, so that no step depends on what
+    else is stepped; their products are the same bits on the same machine with the same number of threads.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix under ``direction="muon"``.
+
+    Example:
+        >>> import fp8manifold as fm, torch
+        >>> weight = fm.FP8Parameter(torch.eye(4) / 2, "E4M3")
+        >>> optimizer = StiffnessMuon([weight], lr=0.05, moments="8bit")
+        >>> for _ in range(100):
+        ...     optimizer.zero_grad()
+        ...     (weight - 1).square().sum().backward()
+        ...     optimizer.step()
+        >>> bool((weight - 1).abs().mean() < 0.2)
+        True
+
+    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (arXiv 2502.16982) for ``match_rms_adamw``; the chart's
+    coordinates and the write-backs are this library's.
+    """
+
+    direction = "muon"
+    preconditioner = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
+    _repeats = False
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        direction: str = "muon",
+        matrix_shape: str = "auto",
+        ns_dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        stiffness: Schedule = 0.0,
+        metric: Metric = "ulp",
+        writeback: str = "stochastic",
+        moments: str = "float32",
+        seed: int = 0,
+        damping: float = 2.0**-8,
+        clip: float = 2.0**4,
+        refresh_every: int = 100,
+        compile: bool | None = None,  # noqa: A002  # torch's word
+        maximize: bool = False,
+        on_nonfinite: str = "skip",
+        stabilize_every: int | None = None,
+        reset_every: int | None = None,
+        **flags: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "direction": direction,
+            "matrix_shape": matrix_shape,
+            "ns_dtype": ns_dtype,
+            "betas": betas,
+            "adam_eps": adam_eps,
+            "stiffness": stiffness,
+            "metric": metric,
+            "writeback": writeback,
+            "moments": moments,
+            "seed": seed,
+            "damping": damping,
+            "clip": clip,
+            "refresh_every": refresh_every,
+            "compile": compile,
+            "maximize": maximize,
+            "on_nonfinite": on_nonfinite,
+            "stabilize_every": stabilize_every,
+            "reset_every": reset_every,
+        }
+        super().__init__(params, defaults, flags)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_choice("direction", group["direction"], _DIRECTIONS)
+        check_betas(group["betas"])
+        check_finite("adam_eps", group["adam_eps"])
+        if group["direction"] == "adam":
+            if group["writeback"] == "momentum" and not group["betas"][0]:
+                raise ValueError("writeback='momentum' needs betas[0] > 0: there is no average to put the error into")
+            return
+        _check_muon(group)
+        for parameter in group["params"]:
+            _check_matrix(parameter, group["matrix_shape"])
+
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        traits = super()._traits(group, parameter, grid) | {"direction": group["direction"]}
+        if group["direction"] == "adam":
+            return traits
+        return traits | {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
+
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+        lr, shared = float(group["lr"]), self._shared_numbers(group, state)
+        if group["direction"] == "adam":
+            step = int(state["step"]) - state.get("since", 0)
+            return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], step) | shared
+        rows, columns = as_matrices(parameter, group["matrix_shape"]).shape[-2:]
+        rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
+        numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
+        return numbers | shared
+
+    def _take(self, planned: list[Planned]) -> None:
+        """Adam's parameters as everywhere, a matrix by its own two passes."""
+        super()._take([plan for plan in planned if plan.group["direction"] == "adam"])
+        for plan in planned:
+            if plan.group["direction"] == "muon":
+                self._take_matrix(plan)
+
+    def _take_matrix(self, plan: Planned) -> None:
+        job, state, parameter = plan.job, plan.state, plan.parameter
+        device = job.arrays["gradient"].device
+        numbers = torch.tensor(row(plan.numbers, plan.dtype), dtype=torch.float64).to(device, plan.dtype)
+        if packed := job.variant.residual_bits == 4:
+            job.arrays["residual"] = unpack_nibbles(state["residual"], parameter.shape).view(job.layout.dims)
+        observed = self.observer is not None and job.variant.storage != "plain"
+        take = partial(take_muon_step, job, numbers, partial(_factor, plan.group, parameter), observed=observed)
+        view = viewed(parameter, along(job, job.arrays["gradient"]), numbers, take) if observed else take()
+        if plan.copied is not None:
+            parameter.copy_(plan.copied)
+        if packed:
+            state["residual"].copy_(pack_nibbles(job.arrays.pop("residual")))
+        del job.arrays["gradient"]  # jobs outlive the step, gradients need not
+        if isinstance(view, StepView) and self.observer is not None:
+            self.observer(view)
+
+
+def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:
+    """The orthogonal factor of what has the layout of a step, in that layout."""
+    matrices = as_matrices(mixed.view(parameter.shape), group["matrix_shape"])
+    dtype = group["ns_dtype"] or product_dtype(mixed.device)
+    factor = orthogonal_factor(matrices, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], dtype)
+    return factor.reshape(mixed.shape)
+
+
+def _check_muon(group: dict[str, Any]) -> None:
+    """Raise unless Muon's own options are valid and fit each other."""
+    momentum = group["momentum"]
+    check_number("momentum", momentum, 0.0, 1.0, open_high=True)
+    check_finite("eps", group["eps"])
+    check_int("ns_steps", group["ns_steps"], 0, 99)
+    check_choice("matrix_shape", group["matrix_shape"], SHAPES)
+    if group["adjust_lr_fn"] is not None:
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], ADJUSTMENTS)
+    if not isinstance(group["nesterov"], bool):
+        raise TypeError(f"nesterov={group['nesterov']!r} must be True or False")
+    coefficients = group["ns_coefficients"]
+    if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+        raise TypeError(f"ns_coefficients={coefficients!r} must be three numbers")
+    for i, coefficient in enumerate(coefficients):
+        check_number(f"ns_coefficients[{i}]", coefficient, -math.inf, math.inf, open_low=True, open_high=True)
+    if group["ns_dtype"] is not None and group["ns_dtype"] not in _PRODUCTS:
+        raise TypeError(f"ns_dtype={group['ns_dtype']!r} must be a float dtype of torch, or None")
+    if not momentum and (group["moments"] != "float32" or group["writeback"] == "momentum"):
+        option = "moments" if group["moments"] != "float32" else "writeback"
+        raise ValueError(f"{option}={group[option]!r} needs momentum > 0: without it there is no average")
+
+
+def _check_matrix(parameter: Tensor, matrix_shape: str) -> None:
+    """Raise ValueError unless it is clear which matrix, or which matrices, a parameter is."""
+    shape = tuple(parameter.shape)
+    if len(shape) < 2:
+        raise ValueError(
+            f"a parameter of shape {shape} is no matrix: put it into a group with direction='adam', or let "
+            "fp8manifold.optim.for_model sort the model's parameters"
+        )
+    if len(shape) > 2 and (matrix_shape == "auto" or (matrix_shape == "batch" and len(shape) != 3)):
+        raise ValueError(
+            f"a parameter of shape {shape} is no matrix: give its group matrix_shape='flatten' (one matrix, a row a "
+            "filter) or, with three dimensions, 'batch' (a matrix for each entry of the first)"
+        )
