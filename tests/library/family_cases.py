@@ -7,7 +7,7 @@ from typing import Any
 
 import geoopt
 import torch
-from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, stored_weight
+from optimizer_cases import ROWS, free_weight, grid_weight, muon_groups, normal, on, stored_weight
 from torch import Tensor, nn
 
 import fp8manifold as fm
@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "RiemannianSGD": {"lr": 150.0, "float_lr": 0.05, "momentum": 0.9},
     "StiffnessAdamW": {"lr": 0.01},
     "StiffnessSGD": {"lr": 0.1, "momentum": 0.5, "stiffness": 1.0},
+    "StiffnessMuon": {"lr": 0.02, "weight_decay": 0.0},
     "StiffnessLion": {"lr": 0.01},
     "Madam": {"lr": 0.05, "float_lr": 0.01},
     "FisherNaturalGradient": {"lr": 0.01, "refresh": 4},
@@ -62,6 +63,8 @@ def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
     """The optimizer called ``name``; the natural gradient is taken of a network of the list's matrices."""
     kind, options = getattr(fm.optim, name), {**OPTIONS[name], "compile": False, **options}
     parameters = list(parameters)
+    if name == "StiffnessMuon":
+        return kind(muon_groups(parameters, lr=0.01), **options)
     if name != "FisherNaturalGradient":
         return kind(parameters, **options)
     groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]

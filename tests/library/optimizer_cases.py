@@ -20,6 +20,7 @@ from fp8manifold.optim import (
     StepView,
     StiffnessAdamW,
     StiffnessLion,
+    StiffnessMuon,
     StiffnessSGD,
     StiffnessWrapper,
     anneal,
@@ -189,6 +190,23 @@ def _wrapped(kind: Any, options: dict[str, Any], **wrapper: Any) -> Make:
     return lambda p: StiffnessWrapper(kind(p, **options), seed=5, **wrapper)
 
 
+def muon_groups(parameters: Any, **adam: Any) -> list[dict[str, Any]]:
+    """Groups (or a list) with matrices apart from the rest, which are for Adam."""
+    parameters = list(parameters)
+    groups = parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]
+    made = []
+    for group in groups:
+        matrices = [p for p in group["params"] if p.dim() > 1]
+        others = [p for p in group["params"] if p.dim() <= 1]
+        made += [{"matrix_shape": "flatten", **group, "params": matrices}] if matrices else []
+        made += [{**group, "params": others, "direction": "adam", **adam}] if others else []
+    return made
+
+
+def _muon(**options: Any) -> Make:
+    return lambda p: StiffnessMuon(muon_groups(p, lr=0.01), **{"lr": 0.03, "seed": 5, **options})
+
+
 #: Every optimizer of ours, over float parameters and grids.
 OURS: dict[str, Make] = {
     "stiffness-nearest": _stiffness(writeback="nearest"),
@@ -207,6 +225,9 @@ OURS: dict[str, Make] = {
     "stiffness-momentum-bfloat16": _stiffness(writeback="momentum", moments="bfloat16", stiffness=0.0),
     "stiffness-sgd": _made(StiffnessSGD, lr=0.005, refresh_every=3),
     "stiffness-sgd-momentum": _made(StiffnessSGD, lr=0.005, writeback="momentum", stiffness=anneal(2.0, 0.0, 15)),
+    "muon": _muon(),
+    "muon-residual4-8bit": _muon(writeback="residual4", moments="8bit", refresh_every=3, maximize=True),
+    "muon-momentum-bfloat16": _muon(writeback="momentum", moments="bfloat16", stiffness=anneal(1.0, 0.0, 15)),
     "lion": _made(StiffnessLion, lr=0.01),
     "lion-residual4-8bit": _made(StiffnessLion, lr=0.01, writeback="residual4", moments="8bit", maximize=True),
     "madam": _made(Madam, lr=0.05, refresh_every=3),

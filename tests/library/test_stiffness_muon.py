@@ -1,0 +1,247 @@
+"""StiffnessMuon against torch's Muon, against a step written out, and as the rest of the family behaves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import geoopt
+import pytest
+import torch
+from family_cases import VALID
+from optimizer_cases import grid_weight, normal, on_grid, record, same_bits, stored_weight, through_disk, value_of
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold.optim import StiffnessAdamW, StiffnessMuon, anneal
+from fp8manifold.optim._orthogonal import COEFFICIENTS, adjusted_rate, orthogonal_factor
+
+SHAPES = ((16, 16), (24, 8), (8, 24), (7, 5))
+torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+def put(parameters: list[Any], step: int) -> None:
+    for i, p in enumerate(parameters):
+        p.grad = normal(*p.shape, seed=100 * step + i).to(p.dtype)
+
+
+def run(optimizer: Any, parameters: list[Any], steps: range) -> None:
+    for step in steps:
+        put(parameters, step)
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------------ torch's Muon
+@torch_muon
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+def test_float_parameters_take_torchs_steps(nesterov: bool, adjust: str | None) -> None:
+    """100 steps with decay: equal to 1e-6; without it the first averages are equal bit for bit."""
+    theirs, ours = ([nn.Parameter(normal(*s, seed=i, std=0.05)) for i, s in enumerate(SHAPES)] for _ in "ab")
+    options = {"lr": 1e-3, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    muon, own = torch.optim.Muon(theirs, **options), StiffnessMuon(ours, **options, ns_dtype=torch.bfloat16)
+    run(muon, theirs, range(100))
+    run(own, ours, range(100))
+    for a, b in zip(theirs, ours, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-6)
+        assert torch.equal(muon.state[a]["momentum_buffer"], own.state[b]["momentum_buffer"])
+
+
+@torch_muon
+def test_the_products_are_torchs_bit_for_bit() -> None:
+    from torch.optim._muon import _zeropower_via_newtonschulz as theirs
+
+    for i, shape in enumerate(SHAPES):
+        x = normal(*shape, seed=i)
+        assert torch.equal(
+            orthogonal_factor(x, COEFFICIENTS, 5, 1e-7, torch.bfloat16), theirs(x, COEFFICIENTS, 5, 1e-7)
+        )
+
+
+@torch_muon
+def test_defaults_and_signature_are_torchs() -> None:
+    weight = [nn.Parameter(torch.ones(2, 2))]
+    theirs, ours = torch.optim.Muon(weight).defaults, StiffnessMuon(weight).defaults
+    assert {name: ours[name] for name in theirs} == theirs
+
+
+# ------------------------------------------------------------------------------------------------- orthogonal factors
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+    u, _, v = torch.linalg.svd(normal(*shape), full_matrices=False)
+    x = u @ torch.diag(torch.linspace(0.2, 3.0, min(shape))) @ v
+    factor = orthogonal_factor(x, COEFFICIENTS, 5, 1e-7, torch.float32)
+    values = torch.linalg.svdvals(factor)
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+    assert torch.allclose(u.T @ factor @ v.T, torch.diag(torch.diagonal(u.T @ factor @ v.T)), atol=1e-4)
+
+
+def test_zeros_and_deficient_matrices_have_finite_factors() -> None:
+    assert not orthogonal_factor(torch.zeros(4, 6), COEFFICIENTS, 5, 1e-7, torch.float32).any()
+    rank_one = torch.ones(6, 1) @ torch.arange(1.0, 5.0).unsqueeze(0)
+    values = torch.linalg.svdvals(orthogonal_factor(rank_one, COEFFICIENTS, 5, 1e-7, torch.float32))
+    assert 0.6 < float(values[0]) < 1.3
+    assert float(values[1:].max()) < 1e-3
+
+
+def test_a_gradient_of_zeros_moves_nothing() -> None:
+    weight = stored_weight(shape=(4, 6))
+    before = weight.codes.clone()
+    optimizer = StiffnessMuon([weight], lr=0.1, weight_decay=0.0, moments="8bit")
+    for _ in range(3):
+        weight.grad = torch.zeros(4, 6)
+        optimizer.step()
+    assert torch.equal(weight.codes, before)
+
+
+def test_a_batch_is_its_matrices_one_by_one_and_a_kernel_is_one_matrix() -> None:
+    experts, kernel = normal(3, 8, 12, std=0.05), normal(6, 3, 2, 2, std=0.05)
+    batch, flat = nn.Parameter(experts.clone()), nn.Parameter(kernel.clone())
+    alone = [nn.Parameter(e.clone()) for e in experts]
+    matrix = nn.Parameter(kernel.flatten(1).clone())
+    options = {"lr": 0.01, "ns_dtype": torch.float32}
+    groups = [{"params": [batch], "matrix_shape": "batch"}, {"params": [flat], "matrix_shape": "flatten"}]
+    one, other = StiffnessMuon(groups, **options), StiffnessMuon([*alone, matrix], **options)
+    for step in range(3):
+        put([batch, flat], step)
+        for e, g in zip([*alone, matrix], [*batch.grad, flat.grad.flatten(1)], strict=True):
+            e.grad = g.clone()
+        one.step()
+        other.step()
+    assert torch.allclose(batch, torch.stack(list(alone)), atol=1e-6)
+    assert torch.equal(flat.flatten(1), matrix)
+
+
+# --------------------------------------------------------------------------------------------------- the step itself
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_a_step_in_the_chart_is_the_one_written_out(k: float) -> None:
+    """``w - eta a F msign(F u)`` with ``F = (S / mean S)^k``: what is asked for, in float64 beside it."""
+    weight, gradient = grid_weight("E4M3", (8, 12), 2.0**-5, std=0.1), normal(8, 12, seed=3)
+    w, stiffness = value_of(weight).double(), fm.ulp(value_of(weight) * 2**5, "E4M3").double() / 2**5
+    factor = (stiffness / stiffness.mean()).clamp(2.0**-8, 2.0**4) ** k
+    optimizer = StiffnessMuon([weight], lr=0.01, weight_decay=0.5, stiffness=k, ns_dtype=torch.float32)
+    views = record(optimizer)
+    weight.grad = gradient
+    optimizer.step()
+    u = gradient.double() * (0.05 + 0.95 * 0.05)
+    direction = factor * orthogonal_factor(factor * u, COEFFICIENTS, 5, 1e-7, torch.float64)
+    expected = w * (1 - 0.01 * 0.5) - adjusted_rate(0.01, None, 8, 12) * direction
+    assert torch.allclose(views[0].target.double(), expected, rtol=1e-4, atol=1e-6)
+    assert on_grid(weight)
+
+
+@pytest.mark.parametrize(("writeback", "moments"), [c[1:] for c in VALID if c[0] == "StiffnessMuon"])
+def test_one_byte_and_its_simulation_take_the_same_steps(writeback: str, moments: str) -> None:
+    stored = stored_weight(shape=(6, 32), granularity="tensor", headroom=16.0)
+    manifold = fm.FP8Manifold("E4M3", float(stored.scale), "stochastic")
+    simulated = geoopt.ManifoldParameter(value_of(stored).clone(), manifold=manifold)
+    options: dict[str, Any] = {"lr": 0.01, "writeback": writeback, "moments": moments, "seed": 3, "stiffness": 0.5}
+    one, other = StiffnessMuon([stored], **options), StiffnessMuon([simulated], **options)
+    run(one, [stored], range(6))
+    run(other, [simulated], range(6))
+    assert torch.equal(value_of(stored), value_of(simulated))
+
+
+def test_error_injection_arrives_where_nearest_rounding_stalls() -> None:
+    """Steps of a fifth of an ULP towards a target: nearest loses them all, the momentum keeps them."""
+    left = {}
+    for writeback in ("nearest", "momentum"):
+        weight = grid_weight("E4M3", (16, 16), 2.0**-5, std=0.1)
+        target = value_of(weight) + normal(16, 16, seed=9, std=0.02)
+        optimizer = StiffnessMuon([weight], lr=2e-3, weight_decay=0.0, writeback=writeback)
+        for _ in range(60):
+            weight.grad = value_of(weight) - target
+            optimizer.step()
+        left[writeback] = float((value_of(weight) - target).square().mean())
+    assert left["momentum"] < 0.5 * left["nearest"], left
+
+
+def test_adams_groups_are_stiffness_adamw() -> None:
+    def weights() -> list[Any]:
+        return [stored_weight(shape=(5, 33)), nn.Parameter(normal(7)), stored_weight(shape=(9,))]
+
+    ours, theirs = weights(), weights()
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "stiffness": 1.0, "moments": "8bit", "seed": 4}
+    one = StiffnessMuon(ours, direction="adam", compile=False, **options)
+    other = StiffnessAdamW(theirs, compile=False, **options)
+    run(one, ours, range(5))
+    run(other, theirs, range(5))
+    assert same_bits(ours, theirs)
+
+
+def test_two_bytes_a_weight() -> None:
+    """Codes, scales and momentum of a matrix, counted on the live tensors."""
+    weight = stored_weight(shape=(256, 768))
+    optimizer = StiffnessMuon([weight], lr=0.01, moments="8bit")
+    run(optimizer, [weight], range(2))
+    tensors = [weight.codes, weight.scale, weight.counter, *optimizer.state[weight].values()]
+    size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    assert size / weight.numel() <= 2.1
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+@pytest.mark.parametrize("writeback", ["stochastic", "residual4", "momentum"])
+def test_resume_is_bit_exact(writeback: str) -> None:
+    moments = "bfloat16" if writeback == "momentum" else "8bit"
+    schedule = anneal(1.0, 0.0, 8)
+
+    def start() -> tuple[list[Any], StiffnessMuon]:
+        weights: list[Any] = [stored_weight(shape=(6, 32)), nn.Parameter(normal(4, 8)), nn.Parameter(normal(5))]
+        groups = [{"params": weights[:2]}, {"params": weights[2:], "direction": "adam"}]
+        return weights, StiffnessMuon(groups, lr=0.01, writeback=writeback, moments=moments, stiffness=schedule)
+
+    weights, whole = start()
+    run(whole, weights, range(4))
+    saved, kept = through_disk(whole.state_dict()), [w.detach().clone() for w in weights]
+    run(whole, weights, range(4, 8))
+    again, resumed = start()
+    for w, value in zip(again, kept, strict=True):
+        with torch.no_grad():
+            w.copy_(value)
+    resumed.load_state_dict(saved)
+    run(resumed, again, range(4, 8))
+    assert same_bits(weights, again)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("shape", "options", "says"),
+    [
+        ((5,), {}, "no matrix.*direction='adam'"),
+        ((), {}, "no matrix"),
+        ((2, 3, 4), {}, "matrix_shape='flatten'"),
+        ((2, 3, 4, 5), {"matrix_shape": "batch"}, "matrix_shape"),
+        ((2, 3), {"matrix_shape": "rows"}, "matrix_shape"),
+        ((2, 3), {"momentum": 1.0}, "momentum"),
+        ((2, 3), {"momentum": 0.0, "moments": "8bit"}, "momentum > 0"),
+        ((2, 3), {"momentum": 0.0, "writeback": "momentum"}, "momentum > 0"),
+        ((2, 3), {"ns_steps": 100}, "ns_steps"),
+        ((2, 3), {"adjust_lr_fn": "rms"}, "adjust_lr_fn"),
+        ((2, 3), {"direction": "sgd"}, "direction"),
+        ((2, 3), {"eps": -1.0}, "eps"),
+        ((2, 3), {"ns_coefficients": (1.0, math.nan, 0.0)}, "ns_coefficients"),
+        ((2, 3), {"writeback": "momentum", "moments": "8bit"}, "8bit"),
+        ((2, 3), {"foreach": True}, "foreach"),
+    ],
+)
+def test_what_it_refuses(shape: tuple[int, ...], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        StiffnessMuon([nn.Parameter(torch.ones(shape))], **options)
+
+
+@pytest.mark.parametrize("options", [{"ns_dtype": torch.int8}, {"ns_coefficients": 3.0}, {"nesterov": 1}])
+def test_options_of_another_type(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        StiffnessMuon([nn.Parameter(torch.ones(2, 2))], **options)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_whole_step_out() -> None:
+    weights: list[Any] = [stored_weight(shape=(6, 32)), stored_weight(shape=(4, 8), seed=2)]
+    optimizer = StiffnessMuon(weights, lr=0.1, moments="8bit")
+    before = [w.codes.clone() for w in weights]
+    put(weights, 0)
+    weights[1].grad[0, 0] = math.nan
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(w.codes, b) for w, b in zip(weights, before, strict=True))
