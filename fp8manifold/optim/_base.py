@@ -361,11 +361,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             residual = unpack_nibbles(state["residual"], plan.parameter.shape)
             job.arrays["residual"] = residual.view(job.layout.dims)
         observed = self.observer is not None and job.variant.storage != "plain" and self._observes(plan.parameter)
-        view = None
-        if observed:
-            view = observed_step(plan.parameter, job, numbers)
-        else:
-            run(job, numbers, keys, compile=plan.compile)
+        view = self._step_one(plan, numbers, keys, observed=observed)
         if plan.copied is not None:
             plan.parameter.copy_(plan.copied)
         if packed:
@@ -373,6 +369,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         del job.arrays["gradient"]  # jobs outlive the step, gradients need not
         if view is not None and self.observer is not None:
             self.observer(view)
+
+    def _step_one(self, plan: Planned, numbers: Tensor, keys: Tensor, *, observed: bool) -> StepView | None:
+        """Take the step of one parameter, all arrays of whose job are there; show it where it is observed."""
+        if observed:
+            return observed_step(plan.parameter, plan.job, numbers)
+        run(plan.job, numbers, keys, compile=plan.compile)
+        return None
 
     def _observes(self, parameter: Tensor) -> bool:
         return self.observes is None or self.observes(parameter)

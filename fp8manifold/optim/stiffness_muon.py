@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._base import Parameters, Planned, check_betas, check_finite
+from fp8manifold.optim._base import Parameters, Planned
 from fp8manifold.optim._engine import Job
-from fp8manifold.optim._hyper import row
 from fp8manifold.optim._muon import along, take_muon_step
+from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._orthogonal import (
     ADJUSTMENTS,
     COEFFICIENTS,
@@ -23,7 +23,7 @@ from fp8manifold.optim._orthogonal import (
     orthogonal_factor,
     product_dtype,
 )
-from fp8manifold.optim._plan import Grid, pack_nibbles, unpack_nibbles
+from fp8manifold.optim._plan import Grid
 from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
@@ -230,29 +230,16 @@ class StiffnessMuon(StiffnessOptimizer):
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
         return numbers | shared
 
-    def _take(self, planned: list[Planned]) -> None:
+    def _step_one(self, plan: Planned, numbers: Tensor, keys: Tensor, *, observed: bool) -> StepView | None:
         """Adam's parameters as everywhere, a matrix by its own two passes."""
-        super()._take([plan for plan in planned if plan.group["direction"] == "adam"])
-        for plan in planned:
-            if plan.group["direction"] == "muon":
-                self._take_matrix(plan)
-
-    def _take_matrix(self, plan: Planned) -> None:
-        job, state, parameter = plan.job, plan.state, plan.parameter
-        device = job.arrays["gradient"].device
-        numbers = torch.tensor(row(plan.numbers, plan.dtype), dtype=torch.float64).to(device, plan.dtype)
-        if packed := job.variant.residual_bits == 4:
-            job.arrays["residual"] = unpack_nibbles(state["residual"], parameter.shape).view(job.layout.dims)
-        observed = self.observer is not None and job.variant.storage != "plain"
-        take = partial(take_muon_step, job, numbers, partial(_factor, plan.group, parameter), observed=observed)
-        view = viewed(parameter, along(job, job.arrays["gradient"]), numbers, take) if observed else take()
-        if plan.copied is not None:
-            parameter.copy_(plan.copied)
-        if packed:
-            state["residual"].copy_(pack_nibbles(job.arrays.pop("residual")))
-        del job.arrays["gradient"]  # jobs outlive the step, gradients need not
-        if isinstance(view, StepView) and self.observer is not None:
-            self.observer(view)
+        if plan.group["direction"] == "adam":
+            return super()._step_one(plan, numbers, keys, observed=observed)
+        job, factor = plan.job, partial(_factor, plan.group, plan.parameter)
+        take = partial(take_muon_step, job, numbers, factor, observed=observed)
+        if observed:
+            return viewed(plan.parameter, along(job, job.arrays["gradient"]), numbers, take)
+        take()
+        return None
 
 
 def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:
