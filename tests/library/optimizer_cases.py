@@ -199,7 +199,7 @@ def muon_groups(parameters: Any, **adam: Any) -> list[dict[str, Any]]:
         matrices = [p for p in group["params"] if p.dim() > 1]
         others = [p for p in group["params"] if p.dim() <= 1]
         made += [{"matrix_shape": "flatten", **group, "params": matrices}] if matrices else []
-        made += [{**group, "params": others, "direction": "adam", **adam}] if others else []
+        made += [{**adam, **group, "params": others, "direction": "adam"}] if others else []
     return made
 
 

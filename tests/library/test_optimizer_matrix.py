@@ -102,6 +102,8 @@ WIDTH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uin
 def averages_of(name: str, p: Tensor) -> list[str]:
     if name == "FisherNaturalGradient" and is_layer(p):
         return ["momentum_buffer"]
+    if name == "StiffnessMuon" and p.dim() > 1:
+        return ["momentum_buffer"]
     if name == "Madam" and hasattr(p, "manifold"):
         return ["exp_avg_sq"]
     return AVERAGES.get(name, ["exp_avg", "exp_avg_sq"])

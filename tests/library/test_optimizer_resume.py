@@ -178,7 +178,7 @@ def test_runs_with_schedules_groups_and_resets_resume(name: str, schedule: str) 
         return Run(lambda p: make(name, groups(p), refresh_every=7), SCHEDULERS[schedule], seed)
 
     whole = resume(f"{name}-{schedule}", begin)
-    assert isinstance(whole.optimizer.param_groups[1]["lr"], torch.Tensor)
+    assert any(isinstance(group["lr"], torch.Tensor) for group in whole.optimizer.param_groups)
 
 
 def options_of(name: str) -> dict[str, Any]:
