@@ -161,6 +161,8 @@ BYTES: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = 
     "RiemannianAdam(...)": lambda p: fm.optim.RiemannianAdam(p),
     "StiffnessSGD(...)": lambda p: fm.optim.StiffnessSGD(p),
     "StiffnessSGD(..., momentum=0)": lambda p: fm.optim.StiffnessSGD(p, momentum=0.0),
+    "StiffnessMuon(...)": lambda p: fm.optim.StiffnessMuon(p),
+    'StiffnessMuon(..., moments="8bit")': lambda p: fm.optim.StiffnessMuon(p, moments="8bit"),
     "StiffnessLion(...)": lambda p: fm.optim.StiffnessLion(p),
     'StiffnessLion(..., moments="8bit")': lambda p: fm.optim.StiffnessLion(p, moments="8bit"),
     "Madam(...)": lambda p: fm.optim.Madam(p),

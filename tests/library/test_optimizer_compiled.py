@@ -21,6 +21,7 @@ Make = Callable[[nn.Module], Any]
 OPTIMIZERS: dict[str, Make] = {
     "StiffnessAdamW": lambda m: optim.StiffnessAdamW(m.parameters(), lr=1e-2),
     "StiffnessSGD": lambda m: optim.StiffnessSGD(m.parameters(), lr=1e-2),
+    "StiffnessMuon": lambda m: optim.StiffnessMuon.for_model(m, 1e-2),
     "StiffnessLion": lambda m: optim.StiffnessLion(m.parameters(), lr=1e-3),
     "Madam": lambda m: optim.Madam(m.parameters(), lr=1e-2),
     "RiemannianAdam": lambda m: optim.RiemannianAdam(m.parameters(), lr=0.5, float_lr=1e-3),
