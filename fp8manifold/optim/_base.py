@@ -1,7 +1,6 @@
 """What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,6 +15,7 @@ from fp8manifold.optim._hyper import KEYS, row
 from fp8manifold.optim._kinds import manifold_of
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
+from fp8manifold.optim._planned import Member, Planned
 from fp8manifold.optim._skips import warn_of_skips
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._variant import RESIDUAL_BITS
@@ -23,34 +23,14 @@ from fp8manifold.optim._views import StepView, observed_step
 from fp8manifold.tensor import FP8Tensor
 
 if TYPE_CHECKING:
+    from fp8manifold.optim._in_backward import InBackward
     from fp8manifold.optim._repeated import RepeatedStep
 
-__all__ = [
-    "ManifoldOptimizer",
-    "Planned",
-]
+__all__ = ["ManifoldOptimizer"]
 
 
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 _NO_KEYS: Final = [0] * KEYS
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-
-@dataclass
-class Planned:
-    """One parameter's step, ready to be taken."""
-
-    group: dict[str, Any]
-    parameter: Tensor
-    state: dict[str, Any]
-    job: Job
-    numbers: dict[str, float]
-    dtype: torch.dtype
-    compile: bool | None
-    #: a contiguous copy of the weight, where the parameter itself is not contiguous
-    copied: Tensor | None = None
-    #: whether the job has just been made
-    is_new: bool = False
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
@@ -60,7 +40,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
         observes: says of a parameter whether the observer is called for it; None: for all.  What it is not called for
             costs what it costs unobserved.
-        skipped_steps: number of steps left out because a gradient was not finite.
+        skipped_steps: number of steps left out because a gradient was not finite: steps of all parameters, or of one
+            under :func:`step_in_backward`.
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how often a one-byte parameter that had reached the end of its range was given a wider scale.
@@ -76,6 +57,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     widened_scales: int = 0
     streams_begun: int = 0
     _repeated: "RepeatedStep | None" = None
+    _in_backward: "InBackward | None" = None
+    steps_alone = True  # a step of one parameter depends on nothing of the others
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
 
@@ -111,14 +94,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._in_backward is not None:
+            self._in_backward.finish()
+            return loss
         self._check_options()
         repeated = self._repeated
         done = None if repeated is None else repeated.done()
-        self._check_schedules(self._taken() if repeated is None or done is None else repeated.taken(done))
-        self._take_remainders()
+        members = self._members()
+        self._check_schedules(self._taken(members) if repeated is None or done is None else repeated.taken(done))
+        for group, parameter in self._everyone():
+            self._take_remainder(group, parameter)
         if repeated is not None and done is not None and repeated.take(done):
             self.skipped_in_row = 0
-        elif not self._ready():
+        elif not self._ready(members):
             self.skipped_steps += 1
             self.skipped_in_row += 1
             if self.skipped_in_row == self.warn_after:
@@ -126,29 +114,45 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         else:
             self.skipped_in_row = 0
             self._repeated = None
-            planned = self._planned()
+            planned = self._planned(members)
             self._take(planned)
             self._repeated = self._repeatable(planned)
         return loss
 
-    def _taken(self) -> list[tuple[dict[str, Any], int]]:
-        """The steps that have been taken for each parameter that has a gradient, with its group."""
-        return [
-            (group, int(self.state[p].get("step", 0)) if p in self.state else 0)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> bool:
+        """Take the step of one parameter; False, and ``skipped_steps``, where its gradient is not finite.
 
-    def _planned(self) -> list[Planned]:
-        """What this step is, with every step count advanced."""
+        The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
+        """
+        members = [(group, parameter)]
+        self._check_options()
+        self._check_schedules(self._taken(members))
+        self._take_remainder(group, parameter)
+        if not self._ready(members):
+            self.skipped_steps += 1
+            return False
+        self._take(self._planned(members))
+        return True
+
+    def _everyone(self) -> list[Member]:
+        return [(group, p) for group in self.param_groups for p in group["params"]]
+
+    def _members(self) -> list[Member]:
+        """The parameters that have a gradient, each with its group."""
+        return [(group, p) for group, p in self._everyone() if p.grad is not None]
+
+    def _taken(self, members: list[Member]) -> list[tuple[dict[str, Any], int]]:
+        """The steps that have been taken for each parameter, with its group."""
+        return [(group, int(self.state[p].get("step", 0)) if p in self.state else 0) for group, p in members]
+
+    def _planned(self, members: list[Member]) -> list[Planned]:
+        """What a step of these parameters is, with every step count advanced."""
         planned = []
-        members = [(group, p) for group in self.param_groups for p in group["params"]]
-        stepped = [(group, p) for group, p in members if p.grad is not None and p.numel()]
+        stepped = [(group, p) for group, p in members if p.numel()]
         for group, p in stepped:
             check_arrays(self.state.get(p, {}), p, group, stores_moments=self._stores_moments(p))
         is_new = any("stream" not in self.state.get(p, {}) for _, p in stepped)
-        numbers = twins(p for _, p in members) if is_new else {}
+        numbers = twins(p for _, p in self._everyone()) if is_new else {}
         for group, parameter in stepped:
             state = self._begin(group, parameter, numbers.get(parameter, 0))
             if (plan := self._plan(group, parameter, state)) is not None:
@@ -170,6 +174,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._checked[id(group)] = options_of(group)
+        if self._in_backward is not None:
+            self._in_backward.watch(group)
 
     def __getstate__(self) -> dict[str, Any]:
         """torch's part, and the counts."""
@@ -315,23 +321,21 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["since"] = done
         return state
 
-    def _take_remainders(self) -> None:
+    def _take_remainder(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take what the first rounding left into the state, before anything can be saved without it."""
-        for group in self.param_groups:
-            bits = RESIDUAL_BITS.get(group["writeback"], 0)
-            for parameter in group["params"] if bits else ():
-                if not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
-                    continue
-                state = self.state.setdefault(parameter, {})
-                if "residual" in state:  # a loaded state knows better
-                    parameter.remainder = None
-                else:
-                    state["grid"] = torch.tensor(grid_of(parameter).fields)
-                    state["residual"] = first_residual(parameter, bits)
+        bits = RESIDUAL_BITS.get(group["writeback"], 0)
+        if not bits or not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
+            return
+        state = self.state.setdefault(parameter, {})
+        if "residual" in state:  # a loaded state knows better
+            parameter.remainder = None
+        else:
+            state["grid"] = torch.tensor(grid_of(parameter).fields)
+            state["residual"] = first_residual(parameter, bits)
 
-    def _ready(self) -> bool:
-        """Whether the step may be taken; asked before anything has changed."""
-        return all_finite(self)
+    def _ready(self, members: list[Member]) -> bool:
+        """Whether the step of these may be taken; asked before anything has changed."""
+        return all_finite(self, members)
 
     def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
         """What a gradient is multiplied by before its square has to be finite."""

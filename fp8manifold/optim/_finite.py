@@ -10,15 +10,15 @@ from torch import Tensor
 __all__ = ["all_finite", "squares_are_finite", "squares_hold", "squares_sum_up"]
 
 
-def all_finite(optimizer: torch.optim.Optimizer) -> bool:
+def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], Tensor]]) -> bool:
     """One sum of squares a tensor, and an exact check only where the sum of those is not finite.
 
     Raises:
         ValueError: a sparse or complex gradient.
         FloatingPointError: a gradient is not finite and its group has ``on_nonfinite="raise"``.
     """
-    pairs = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for _, parameter in pairs:
+        assert parameter.grad is not None
         if parameter.grad.is_sparse or parameter.grad.is_complex():
             kind = "sparse" if parameter.grad.is_sparse else str(parameter.grad.dtype)
             raise ValueError(

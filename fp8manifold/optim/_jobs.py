@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8manifold._charts import Metric
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._base import ManifoldOptimizer, Planned
+from fp8manifold.optim._base import ManifoldOptimizer
 from fp8manifold.optim._engine import Job, compiles
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import bounded_ends
@@ -19,6 +19,7 @@ from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._moments import BOUNDS
 from fp8manifold.optim._options import options_of
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
+from fp8manifold.optim._planned import Member, Planned
 from fp8manifold.optim._repeated import RepeatedStep
 from fp8manifold.optim._rescale import widened
 from fp8manifold.optim._variant import Variant
@@ -40,12 +41,12 @@ class GridOptimizer(ManifoldOptimizer):
         jobs: MutableMapping[Tensor, Kept] = self.__dict__.setdefault("_kept_jobs", WeakTensorKeyDictionary())
         return jobs
 
-    def _planned(self) -> list[Planned]:
+    def _planned(self, members: list[Member]) -> list[Planned]:
         """Without what was kept of parameters that are in no group any more."""
-        members = {id(p) for group in self.param_groups for p in group["params"]}
-        for parameter in [p for p in self._jobs if id(p) not in members]:
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        for parameter in [p for p in self._jobs if id(p) not in known]:
             del self._jobs[parameter]
-        return super()._planned()
+        return super()._planned(members)
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         """The variant's fields that do not follow from storage: direction, geometry, stiffness, ...

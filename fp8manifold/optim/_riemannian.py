@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_int, check_number
-from fp8manifold.optim._base import Planned
 from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import squares_are_finite
@@ -18,6 +17,7 @@ from fp8manifold.optim._jobs import GridOptimizer
 from fp8manifold.optim._kinds import is_quantized, manifold_of
 from fp8manifold.optim._options import check_finite
 from fp8manifold.optim._plan import Grid, expanded, grid_of, stiffness_field
+from fp8manifold.optim._planned import Member, Planned
 
 __all__ = ["Riemannian", "with_l2"]
 
@@ -81,15 +81,14 @@ class Riemannian(GridOptimizer):
     def _stores_moments(self, parameter: Tensor) -> bool:
         return is_quantized(parameter)
 
-    def _ready(self) -> bool:
+    def _ready(self, members: list[Member]) -> bool:
         """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
-        if not super()._ready():
+        if not super()._ready(members):
             return False
         each = [
             squares_are_finite(group, p, self._largest_stiffness(group, p))
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None and p.numel() and is_quantized(p)
+            for group, p in members
+            if p.numel() and is_quantized(p)
         ]
         return all(each)
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fp8manifold.optim._finite import squares_hold
 
-__all__ = ["warn_of_skips"]
+__all__ = ["described", "warn_of_skips"]
 
 _SHOWN: Final = 3
 _BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
@@ -52,14 +52,14 @@ def _level_of_the_caller() -> int:
 
 def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], float]) -> list[str]:
     return [
-        _described(group, i, k)
+        described(group, i, k)
         for i, group in enumerate(optimizer.param_groups)
         for k, parameter in enumerate(group["params"])
         if parameter.grad is not None and not squares_hold(parameter.grad, factor(group, parameter))
     ]
 
 
-def _described(group: dict[str, Any], i: int, k: int) -> str:
+def described(group: dict[str, Any], i: int, k: int) -> str:
     """By name where the groups have names (``model.named_parameters()``), by position and shape always."""
     names = group.get("param_names")
     name = f"{names[k]!r}, " if names else ""

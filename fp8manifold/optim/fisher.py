@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._base import Parameters, Planned
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
@@ -19,6 +18,7 @@ from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_
 from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
+from fp8manifold.optim._planned import Member, Parameters, Planned
 from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim.stiffness_adamw import StiffnessAdamW, adam_numbers
@@ -111,6 +111,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     direction = "adam"
     preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
 
+    steps_alone = False  # the gradients of a layer's weight and bias go together
     _repeats = False  # natural gradients are new tensors in every step
 
     def __init__(
@@ -261,10 +262,10 @@ class FisherNaturalGradient(StiffnessOptimizer):
             state.update(self._metrics[parameter])
         return super()._plan(group, parameter, state)
 
-    def _ready(self) -> bool:
+    def _ready(self, members: list[Member]) -> bool:
         """Finite gradients, then natural ones of them: nothing of the state has changed when that fails."""
         self._gradients, self._metrics = {}, {}
-        if not super()._ready():
+        if not super()._ready(members):
             return False
         for group in self.param_groups:
             try:

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from fp8manifold._checks import check_number
-from fp8manifold.optim._base import Parameters
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._stiffness import StiffnessOptimizer
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._base import Parameters
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._options import check_betas, check_finite, reject_flags
 from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._riemannian import Riemannian, with_l2
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._base import Parameters, Planned
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._muon import along, take_muon_step
 from fp8manifold.optim._options import check_betas, check_finite
@@ -24,6 +23,7 @@ from fp8manifold.optim._orthogonal import (
     product_dtype,
 )
 from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._planned import Parameters, Planned
 from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_number
-from fp8manifold.optim._base import Parameters
 from fp8manifold.optim._engine import Job
 from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 

@@ -1,0 +1,260 @@
+"""Stepping in the backward pass: the numbers of an ordinary step, no gradient kept, and what cannot work refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import optim
+
+TOKENS = torch.arange(10)
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "muon": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, moments="8bit"),
+    "muon_residual8": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, writeback="residual8"),
+    "adamw": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, moments="8bit"),
+    "adamw_residual4": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, writeback="residual4"),
+    "adamw_annealed": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, stiffness=optim.anneal(1.0, 0.0, 3)),
+    "lion": lambda m: optim.StiffnessLion(m.parameters(), 1e-3),
+    "sgd": lambda m: optim.StiffnessSGD(m.parameters(), 1e-2, momentum=0.9),
+    "riemannian": lambda m: optim.RiemannianAdam(m.parameters(), 0.1, float_lr=1e-3),
+    "madam": lambda m: optim.Madam(m.parameters(), 1e-2),
+}
+
+
+def network(storage: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(10, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)]
+    model = nn.Sequential(*layers)
+    return model if storage is None else fm.quantize_model(model, "E4M3", storage=storage)
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(TOKENS).square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+
+def flat(value: Any) -> list[Any]:
+    """Everything in a state, by name, tensors as lists of numbers."""
+    if isinstance(value, dict):
+        return [part for name in sorted(value, key=str) for part in [name, *flat(value[name])]]
+    if isinstance(value, list | tuple):
+        return [part for inner in value for part in flat(inner)]
+    return [value.tolist() if isinstance(value, Tensor) else value]
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+    tensors, _ = fm.flatten_state_dict(model.state_dict())
+    return flat(tensors) + flat(optimizer.state_dict())
+
+
+@pytest.fixture
+def stepping() -> tuple[nn.Module, Any, Any]:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["muon"](model)
+    return model, optimizer, optim.step_in_backward(optimizer)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master", None])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_numbers_are_those_of_an_ordinary_step(name: str, storage: str | None) -> None:
+    ends = []
+    for in_backward in (False, True):
+        model = network(storage)
+        optimizer = OPTIMIZERS[name](model)
+        for group in optimizer.param_groups:
+            group["compile"] = False
+        if in_backward:
+            optim.step_in_backward(optimizer)
+        train(model, optimizer, 4)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_compiled_steps_and_tied_weights_and_recomputation_are_the_same() -> None:
+    ends = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(64, 512), nn.Linear(512, 64, bias=False)
+        head.weight = embedding.weight
+        body = nn.Linear(512, 512)
+        model = nn.ModuleList([embedding, body, head])
+        optimizer = optim.StiffnessMuon.for_model(model, 1e-2, others=["2"])
+        if in_backward:
+            optim.step_in_backward(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            hidden = torch.utils.checkpoint.checkpoint(body, embedding(TOKENS), use_reentrant=False)
+            head(hidden).logsumexp(1).mean().backward()
+            optimizer.step()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_a_state_saved_under_either_goes_on_under_the_other(stepping: tuple[nn.Module, Any, Any]) -> None:
+    model, optimizer, handle = stepping
+    train(model, optimizer, 2)
+    handle.remove()
+    handle.remove()
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    with optim.step_in_backward(optimizer):
+        loss(model).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    plain = network("fp8")
+    other = OPTIMIZERS["muon"](plain)
+    train(plain, other, 6)
+    assert everything(plain, other) == everything(model, optimizer)
+
+
+def test_no_gradient_outlives_its_step(stepping: tuple[nn.Module, Any, Any]) -> None:
+    model, optimizer, _ = stepping
+    alive: list[int] = []
+
+    def count(_: Tensor) -> None:
+        kept = [p.grad for p in model.parameters() if p.grad is not None]
+        alive.append(sum(type(g) is Tensor for g in kept))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)  # after the step's own
+    train(model, optimizer, 2)
+    assert alive == [0] * 2 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m, _: loss(m).backward(),
+        lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False),
+        lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+        lambda _, o: o.zero_grad(set_to_none=False),
+        lambda m, _: m[1].weight.grad.norm(),
+        lambda m, _: m[1].weight.grad.mul_(2),
+        lambda m, _: m[4].bias.grad + 1,
+    ],
+)
+def test_what_needs_gradients_that_are_gone_is_refused(
+    use: Callable[[nn.Module, Any], Any], stepping: tuple[nn.Module, Any, Any]
+) -> None:
+    model, optimizer, _ = stepping
+    train(model, optimizer, 1)
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="this gradient has been used and freed"):
+        use(model, optimizer)
+    assert everything(model, optimizer) == before
+
+
+def test_scaled_gradients_are_refused(stepping: tuple[nn.Module, Any, Any]) -> None:
+    model, optimizer, _ = stepping
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(model)).backward()
+    with pytest.raises(RuntimeError, match="scaled"):
+        scaler.step(optimizer)
+
+
+def test_a_stand_in_says_what_it_is_and_takes_no_memory(stepping: tuple[nn.Module, Any, Any]) -> None:
+    model, optimizer, _ = stepping
+    train(model, optimizer, 1)
+    gradient = model[1].weight.grad
+    assert repr(gradient) == "SpentGradient(shape=(16, 16), dtype=torch.float32)"
+    with pytest.raises(RuntimeError):
+        gradient.untyped_storage().tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+def test_a_gradient_that_is_not_finite_leaves_out_its_own_step_only(
+    bad: float, stepping: tuple[nn.Module, Any, Any]
+) -> None:
+    model, optimizer, _ = stepping
+    train(model, optimizer, 1)
+    hook = model[3].weight.register_hook(lambda g: torch.full_like(g, bad))
+    optimizer.zero_grad()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.warns(RuntimeWarning, match=r"'3.weight', shape \(16, 16\)\) is not finite: its step was left out"):
+        loss(model).backward()
+    hook.remove()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p.detach(), before[name])}
+    assert "3.weight" not in moved
+    assert {"1.weight", "5.weight"} <= moved
+    assert optimizer.skipped_steps == 1
+    assert int(optimizer.state[model[3].weight]["step"]) == 1
+
+
+def test_a_gradient_that_is_not_finite_ends_the_backward_pass_where_asked_to() -> None:
+    model = network("fp8")
+    optimizer = optim.StiffnessMuon.for_model(model, 1e-2, on_nonfinite="raise")
+    optim.step_in_backward(optimizer)
+    model[3].weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        loss(model).backward()
+
+
+def test_groups_that_come_later_are_stepped_and_parameters_that_go_are_not(
+    stepping: tuple[nn.Module, Any, Any],
+) -> None:
+    model, optimizer, _ = stepping
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
+    late.sum().backward()
+    assert bool((late < 1).all())
+    optimizer.param_groups.pop()
+    late.grad = None
+    late.sum().backward()
+    assert late.grad is not None
+    assert torch.equal(late.grad, torch.ones(3))
+    assert model[1].weight.grad is None
+
+
+def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["adamw"](model)
+    model[5].bias.requires_grad_(False)
+    optim.step_in_backward(optimizer)
+    train(model, optimizer, 1)
+    model[5].bias.requires_grad_(True)
+    optimizer.zero_grad()
+    loss(model).backward()
+    with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
+        optimizer.step()
+
+
+def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwarn: pytest.WarningsRecorder) -> None:
+    model, optimizer, _ = stepping
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 10)
+    train(model, optimizer, 1)
+    schedule.step()
+    assert not recwarn.list
+
+
+def test_what_it_cannot_be_over_is_refused(
+    stepping: tuple[nn.Module, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, handle = stepping
+    with pytest.raises(RuntimeError, match="steps in backward already"):
+        optim.step_in_backward(optimizer)
+    with pytest.raises(TypeError, match="not AdamW"):
+        optim.step_in_backward(torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not FisherNaturalGradient"):
+        optim.step_in_backward(optim.FisherNaturalGradient(model.parameters(), model, list))
+    handle.remove()
+    loss(model).backward()
+    with pytest.raises(RuntimeError, match="gradients already"):
+        optim.step_in_backward(optimizer)
+    optimizer.zero_grad()
+    optim.step_in_backward(optimizer)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="one process, and here are 2"):
+        loss(model).backward()
+    assert everything(model, optimizer) == before
