@@ -30,12 +30,18 @@ class SpentGradient(Tensor):
         """A stand-in of the parameter's shape."""
         return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # torch's signature
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Say what became of it."""
         return f"SpentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         """Refuse everything but being detached, as torch does with the gradients that it sets to None."""
         if func is torch.ops.aten.detach.default:
             return args[0]

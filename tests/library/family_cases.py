@@ -63,7 +63,7 @@ def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
     """The optimizer called ``name``; the natural gradient is taken of a network of the list's matrices."""
     kind, options = getattr(fm.optim, name), {**OPTIONS[name], "compile": False, **options}
     parameters = list(parameters)
-    if name == "StiffnessMuon":
+    if name == "StiffnessMuon" and options.get("direction") != "adam":
         return kind(muon_groups(parameters, lr=0.01), **options)
     if name != "FisherNaturalGradient":
         return kind(parameters, **options)

@@ -50,12 +50,14 @@ _SHARED: list[dict[str, Any]] = [
     {"writeback": "residual4", "moments": "bfloat16"},
     {"writeback": "nearest", "refresh_every": 2, "stabilize_every": 3, "reset_every": 4},
 ]
+_ALWAYS = {"StiffnessMuon": {"direction": "adam"}}  # their models have vectors
 _OWN: dict[str, list[dict[str, Any]]] = {
     "RiemannianAdam": [{"amsgrad": True}, {"writeback": "momentum"}, {"betas": (0.8, 0.9), "eps": 1e-6}],
     "RiemannianSGD": [{"dampening": 0.5}, {"nesterov": True}],
     "StiffnessAdamW": [{"stiffness": fm.optim.anneal(1.0, 0.0, 8)}, {"stiffness": 0.3}, {"betas": (0.8, 0.9)}],
     "StiffnessSGD": [{"dampening": 0.5}, {"nesterov": True}, {"writeback": "momentum"}],
     "StiffnessLion": [{"betas": (0.5, 0.9)}],
+    "StiffnessMuon": [{"betas": (0.8, 0.9)}, {"adam_eps": 1e-6}],
     "Madam": [{"max_direction": 2.0, "escape": 0.5}],
     "FisherNaturalGradient": [{"representation": "diagonal"}, {"representation": "ekfac"}, {"normalize": False}],
 }
@@ -67,7 +69,7 @@ def inputs_of(name: str) -> Callable[..., list[OptimizerInput]]:
     def inputs(device: Any, dtype: Any = None) -> list[OptimizerInput]:
         made = []
         for options in [*_SHARED, *_OWN[name]]:
-            kwargs = copy.deepcopy(options)
+            kwargs = copy.deepcopy(options) | _ALWAYS.get(name, {})
             if "lr" in kwargs:
                 kwargs["lr"] = kwargs["lr"] * RATES[name]["lr"]
             made.append(OptimizerInput(params=None, kwargs=kwargs, desc=", ".join(options) or "default"))
@@ -341,7 +343,7 @@ def construct(name: str, params: Any, kwargs: dict[str, Any], tensors: list[nn.P
     kind = getattr(fm.optim, name)
     rates = {k: v for k, v in RATES[name].items() if k == "float_lr"} | kwargs
     if name != "FisherNaturalGradient":
-        return kind(params, **rates)
+        return kind(params, **rates, **_ALWAYS.get(name, {}))
     layer = nn.Linear(5, 10, bias=False)
     if tensors is not None:
         layer.weight = tensors[0]
