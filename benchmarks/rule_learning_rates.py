@@ -40,6 +40,7 @@ CENTRES = {
     "stiffness_adamw": 1e-3,
     "stiffness_sgd": 1e-1,
     "stiffness_lion": 2.5e-4,
+    "stiffness_muon": 2e-3,
     "madam": 1e-2,
     "riemannian_adam": 0.5,
     "riemannian_sgd": 2e4,

@@ -19,9 +19,11 @@ ROUNDED = ("grid", "fp8")
 MANIFOLDS = (*ROUNDED, "continuous")
 #: the library's own optimizers
 OWN_OPTIMIZERS = (
-    *("stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam"),
+    *("stiffness_adamw", "stiffness_muon", "stiffness_sgd", "stiffness_lion", "madam"),
     *("riemannian_adam", "riemannian_sgd", "fisher"),
 )
+#: of these, those that step a model without a format as a peer would: their baseline on floats is their own
+ON_FLOATS = ("stiffness_muon",)
 #: those of other packages, on float weights only
 PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
 OPTIMIZERS = ("adamw", "sgd", *PEERS, *OWN_OPTIMIZERS)
@@ -139,14 +141,18 @@ class OptimizerConfig:
     )
     float_lr: float | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; null: 1e-3, for riemannian_sgd 0.1",
+        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; stiffness_muon: of what is no "
+        "hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon 4e-3",
         above=0.0,
     )
     beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
     eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
     momentum: float | None = setting(
-        None, "sgd, stiffness_sgd, riemannian_sgd, fisher: momentum; null: 0.9", minimum=0.0, below=1.0
+        None,
+        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon: momentum; null: 0.9, for stiffness_muon 0.95",
+        minimum=0.0,
+        below=1.0,
     )
     weight_decay: float | None = setting(
         None,
@@ -163,13 +169,13 @@ class OptimizerConfig:
     )
     stiffness: float | None = setting(
         None,
-        "stiffness_adamw, stiffness_sgd, stiffness_lion, fisher: exponent k at the first step; null: 1, for "
-        "stiffness_sgd 2",
+        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the first step; "
+        "null: 1, for stiffness_sgd 2, for stiffness_muon 0",
         minimum=0.0,
         maximum=4.0,
     )
     stiffness_end: float | None = setting(
-        None, "the same four: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+        None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
     )
     representation: str | None = setting(
         None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")

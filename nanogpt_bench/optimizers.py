@@ -102,6 +102,14 @@ def _stiffness_lion(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return fm.optim.StiffnessLion(groups, lr=settings.lr, **options, **_own_options(config))
 
 
+def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return Muon with AdamW's size of a step: hidden matrices at lr, what else there is by Adam at float_lr."""
+    settings = config.optimizer
+    options = {"betas": (settings.beta1, settings.beta2), "adam_eps": settings.eps, "momentum": settings.momentum}
+    options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
+    return fm.optim.StiffnessMuon.for_model(model, settings.lr, other_lr=settings.float_lr, **options)
+
+
 def _madam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     settings = config.optimizer
     groups = parameter_groups(model, settings.weight_decay or 0.0)
@@ -168,6 +176,7 @@ _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "stiffness_adamw": _stiffness_adamw,
     "stiffness_sgd": _stiffness_sgd,
     "stiffness_lion": _stiffness_lion,
+    "stiffness_muon": _stiffness_muon,
     "madam": _madam,
     "riemannian_adam": _riemannian_adam,
     "riemannian_sgd": _riemannian_sgd,

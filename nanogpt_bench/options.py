@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(PEERS, _ADAM),
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT, "stiffness": 2.0},
+    "stiffness_muon": {**_ADAM, **_EXPONENT, "stiffness": 0.0, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
     "stiffness_lion": {**_LION, **_EXPONENT},
     "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
     "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},

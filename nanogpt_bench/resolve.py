@@ -9,6 +9,7 @@ from typing import Any
 import fp8manifold as fm
 from nanogpt_bench.config import (
     MANIFOLDS,
+    ON_FLOATS,
     OWN_OPTIMIZERS,
     PEERS,
     ROUNDED,
@@ -231,10 +232,10 @@ def _check_storage(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     """Refuse an optimizer that can't step this storage, and options that this storage would ignore."""
     optimizer, storage = config.optimizer, config.model.storage
-    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS:
+    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS and optimizer.name not in ON_FLOATS:
         raise BenchError(
             f"optimizer.name: {optimizer.name!r} needs model.storage {_either(MANIFOLDS)}, not {storage!r}; "
-            f"allowed with {storage!r}: adamw, sgd"
+            f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
         )
     _check_peer(config)
     for key, storages in _NEEDS.items():

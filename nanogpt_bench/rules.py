@@ -87,6 +87,33 @@ RULES: dict[str, Rule] = {
     "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
     "residual4": _one_byte("adamw", 2e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
     "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
+    "muon": Rule(
+        "float32",
+        "stiffness_muon",
+        4e-3,
+        "float32",
+        stiffness=0.0,
+        float_lr=4e-3,
+        help="Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
+    ),
+    "muon-stochastic": _one_byte(
+        "stiffness_muon",
+        4e-3,
+        "stochastic",
+        "Muon and AdamW as under muon, stochastic rounding, 8-bit averages: two bytes a hidden weight",
+        moments="8bit",
+        stiffness=0.0,
+        float_lr=4e-3,
+    ),
+    "muon-residual8": _one_byte(
+        "stiffness_muon",
+        4e-3,
+        "residual8",
+        "muon-stochastic, but what rounding loses kept in 8 bits a weight: three bytes",
+        moments="8bit",
+        stiffness=0.0,
+        float_lr=4e-3,
+    ),
     "stiffness-k0": _one_byte(
         "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 0 (AdamW), stochastic rounding", stiffness=0.0
     ),

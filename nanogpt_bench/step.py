@@ -40,6 +40,8 @@ class Trainer:
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        #: each group's highest learning rate: embeddings may have another than matrices
+        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
         #: by how many steps the batches are ahead of the steps, after rollbacks
@@ -86,13 +88,13 @@ class Trainer:
 
     def _set_lr(self, index: int) -> float:
         settings = self.config.optimizer
-        lr = (settings.lr or 0.0) * lr_factor(settings, index, self.config.train.max_steps)
-        for group in self.optimizer.param_groups:
+        factor = lr_factor(settings, index, self.config.train.max_steps)
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             if isinstance(group["lr"], Tensor):  # an optimizer that is compiled with its learning rate as an input
-                group["lr"].fill_(lr)
+                group["lr"].fill_(peak * factor)
             else:
-                group["lr"] = lr
-        return lr
+                group["lr"] = peak * factor
+        return (settings.lr or 0.0) * factor
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)

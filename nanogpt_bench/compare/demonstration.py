@@ -7,7 +7,7 @@ from typing import Any
 
 REFERENCE = "bf16-mixed"
 # Rules tried on a format when only formats are asked for, and the format when only rules are.
-DEFAULT_RULES = ("master", "nearest", "stochastic", "riemannian", "stiffness-anneal")
+DEFAULT_RULES = ("master", "nearest", "stochastic", "riemannian", "stiffness-anneal", "muon-stochastic")
 DEFAULT_FORMATS = ("E4M3",)
 
 
@@ -19,11 +19,14 @@ class Demonstration:
     rows: tuple[tuple[str, str], ...] = (
         (REFERENCE, "none"),
         ("fp32", "none"),
+        ("muon", "none"),
         ("master", "E4M3"),
         ("nearest", "E4M3"),
         ("stochastic", "E4M3"),
         ("riemannian", "E4M3"),
         ("stiffness-anneal", "E4M3"),
+        ("muon-stochastic", "E4M3"),
+        ("muon-residual8", "E4M3"),
         ("nearest", "E7M0"),
         ("stochastic", "E7M0"),
     )

@@ -34,6 +34,8 @@ HELD = {
     "residual4": 9.5,
     "stochastic-8bit": 3.0,
     "stiffness-lion": 5.0,
+    "muon-stochastic": 2.0,
+    "muon-residual8": 3.0,
     "madam": 5.0,
     "sgd-stochastic": 5.0,
     "stiffness-sgd": 5.0,
