@@ -105,6 +105,15 @@ RULES: dict[str, Rule] = {
         stiffness=0.0,
         float_lr=4e-3,
     ),
+    "muon-nearest": _one_byte(
+        "stiffness_muon",
+        4e-3,
+        "nearest",
+        "muon-stochastic, but rounded to nearest",
+        moments="8bit",
+        stiffness=0.0,
+        float_lr=4e-3,
+    ),
     "muon-residual8": _one_byte(
         "stiffness_muon",
         4e-3,
