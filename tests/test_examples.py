@@ -21,6 +21,7 @@ CLAIMS: dict[str, Claim] = {
     "geoopt_drop_in": lambda n: n[3] < 2 and n[1] > 2 * n[3],
     "stiffness_adamw": lambda n: n[0] < n[2] < 0.02 and n[1] > 2 * n[2],
     "digits_one_byte": lambda n: min(n[0], n[2], n[4]) > 0.94 and n[5] <= 3.2 and n[3] < 9.2,
+    "muon_two_bytes": lambda n: min(n[0], n[2], n[4]) > 0.95 and n[3] <= 8.1 and n[5] <= 2.5,
     "custom_format": lambda n: n[6] < n[8] < n[4] and max(n[5], n[7], n[9]) < 0.05,
     "custom_writeback": lambda n: n[5] < 0.25 * n[1],
     "read_run_folder": lambda n: n[2] < n[1] < n[0] and all(0 < share < 1 for share in n[3:]),
@@ -32,6 +33,7 @@ CLAIMS: dict[str, Claim] = {
 # packages of extras that an example needs
 NEEDS = {
     "digits_one_byte": ["sklearn"],
+    "muon_two_bytes": ["sklearn"],
     "fisher_nngeometry": ["sklearn", "nngeometry"],
     "accelerate_digits": ["accelerate", "sklearn"],
     "finetune_per_layer": ["transformers"],
