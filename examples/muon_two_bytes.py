@@ -4,9 +4,9 @@ Muon, in two bytes a weight
 
 A small convolutional network of one's own learns scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels)
 three ways: AdamW and Muon on float32 weights, and Muon on linear layers whose weights are E4M3 numbers with no other
-copy, with a momentum of one byte.  ``for_model`` leaves what is no hidden matrix, here the head and the biases, to Adam.
+copy, with a momentum of one byte.  ``for_model`` leaves what is no hidden matrix, the head and the biases, to Adam.
 The last column counts what the run keeps for each weight of all layers, the kernels of the convolutions included, which
-stay floats: weight, scales and optimizer state.  The third run steps in the backward pass, so that no two gradients need
+stay floats: weight, scales and optimizer state.  The third run steps in the backward pass: no two gradients need
 memory at once.
 
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
