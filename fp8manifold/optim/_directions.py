@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8manifold.optim._hyper import Hyper
 
-__all__ = ["Descent", "adam", "lion", "madam", "sgd", "sqrt_exact"]
+__all__ = ["Descent", "adam", "lion", "madam", "muon", "sgd", "sqrt_exact"]
 
 
 class Descent(NamedTuple):
@@ -65,6 +65,20 @@ def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov
     buffer = averages["momentum_buffer"] * hyper["beta1"] + gradient * hyper["gain1"]
     direction = gradient + buffer * hyper["beta1"] if nesterov else buffer
     return Descent(direction, {"momentum_buffer": buffer})
+
+
+def muon(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool) -> Descent:
+    """What Muon takes the orthogonal factor of: the gradient, or its momentum.
+
+    .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
+
+    Source: Jordan et al. 2024, in torch's convention.
+    """
+    if "momentum_buffer" not in averages:
+        return Descent(gradient, {})
+    average = averages["momentum_buffer"] * hyper["beta1"] + gradient * hyper["gain1"]
+    mixed = gradient * hyper["gain1"] + average * hyper["beta1"] if nesterov else average
+    return Descent(mixed, {"momentum_buffer": average})
 
 
 def lion(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:

@@ -1,27 +1,36 @@
-"""A step of Muon in two passes over a matrix: its momentum, and the step along the orthogonal factor of that."""
+"""A step of Muon: of its momentum, and then of the weights along the orthogonal factor of that."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._engine import Job, block_noise, blocks_of, run_eager
+from fp8manifold.optim._engine import Job, block_noise, blocks_of, run, run_eager
 from fp8manifold.optim._geometry import stiffness_factor
-from fp8manifold.optim._hyper import Hyper
-from fp8manifold.optim._moments import BOUNDS, load_averages, prepare, store_averages
+from fp8manifold.optim._hyper import HYPER, Hyper
+from fp8manifold.optim._moments import BOUNDS, store_averages
 from fp8manifold.optim._step import Outcome
 from fp8manifold.optim._weights import load_weights, reciprocal_scale
 
 __all__ = ["along", "take_muon_step"]
 
 _BUFFER = "momentum_buffer"
+_STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
+_RATE: Final = HYPER.index("rate")
 
 
 def take_muon_step(
-    job: Job, numbers: Tensor, orthogonal: Callable[[Tensor], Tensor], *, observed: bool = False
+    job: Job,
+    numbers: Tensor,
+    keys: Tensor,
+    orthogonal: Callable[[Tensor], Tensor],
+    *,
+    compile: bool | None,  # noqa: A002  # torch's word
+    observed: bool = False,
 ) -> list[Outcome]:
-    """Take the step in place, eagerly.
+    """Take the step in place.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
               d = F \\, \\mathrm{factor}(F u), \\quad F = (S / S_{ref})^k
@@ -31,62 +40,68 @@ def take_muon_step(
     Args:
         job: what to step, its variant's direction ``muon``.
         numbers: a row of hyperparameters, in the dtype that is computed in.
+        keys: a row of round keys.
         orthogonal: from ``F u``, in the dims of the job's layout, to its orthogonal factor in the same.
-        observed: whether to return what each part asked for.
+        compile: True, False, or None for what pays.
+        observed: whether to return what each part asked for, for which the step is taken eagerly.
     """
-    hyper = Hyper(numbers)
     injects = job.variant.writeback == "momentum" and job.variant.storage in ("codes", "grid")
-    averages, mixed = _averaged(job, numbers, keep=injects)
+    average, mixed = _averaged(job, numbers, keys, compile, keep=injects)
+    if job.variant.stiffness != "none":
+        mixed = torch.cat([part * _stiffness(job, arrays, numbers) for arrays, part, _ in _parts(job, mixed)])
     factor = orthogonal(mixed).to(numbers.dtype)
-    outcomes = run_eager(along(job, factor), numbers, observed=observed or injects)
+    if not (observed or injects):
+        run(along(job, factor), numbers, keys, compile=compile)
+        return []
+    outcomes = run_eager(along(job, factor), numbers, observed=True)
     if injects:
-        target = torch.cat([outcome.target for outcome in outcomes])
-        _inject(job, averages, target, _ratio(mixed, factor), hyper)
+        _inject(job, average, torch.cat([outcome.target for outcome in outcomes]), _ratio(mixed, factor), numbers)
     return outcomes
 
 
-def _averaged(job: Job, numbers: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Advance the momentum; where it is to be kept, as floats beside the state. And what is to be orthogonalised."""
-    kept, mixed = [], []
-    for arrays, start in blocks_of(job):
-        average, direction, prepared = _advance(job, arrays, numbers)
-        mixed.append(direction)
-        if keep:
-            kept.append(average)
-        elif job.variant.averages:
-            _store(job, arrays, prepared, average, start)
-    return torch.cat(kept) if kept else torch.empty(0), torch.cat(mixed)
+def _averaged(
+    job: Job,
+    numbers: Tensor,
+    keys: Tensor,
+    compile: bool | None,  # noqa: A002
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Advance the momentum, where it is to be kept as floats beside the state, and give what is orthogonalised.
+
+    It is a step of a float weight of 0 by -1 along ``u``.
+    """
+    variant, arrays = job.variant, {name: job.arrays[name] for name in _STATE if name in job.arrays}
+    if variant.storage == "plain" and variant.moments == "float32":
+        return _averaged_as_torch(job, numbers)
+    if keep and variant.averages:
+        arrays[_BUFFER] = job.arrays[_BUFFER].to(numbers.dtype, copy=True)
+    alone = replace(
+        variant,
+        storage="plain",
+        writeback="nearest",
+        moments="float32" if keep else variant.moments,
+        fmt=None,
+        stiffness="none",
+        decays=False,
+    )
+    weight = torch.zeros(job.layout.dims, dtype=numbers.dtype, device=numbers.device)
+    arrays |= {"weight": weight, "gradient": job.arrays["gradient"]}
+    numbers = numbers.clone()
+    numbers[_RATE] = -1
+    first = Job(alone, job.layout, arrays, job.words, job.offset, worth_compiling=job.worth_compiling)
+    run(first, numbers, keys, compile=compile)
+    return arrays.get(_BUFFER, weight), weight
 
 
-def _advance(job: Job, arrays: dict[str, Tensor], numbers: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    variant, hyper, dtype = job.variant, Hyper(numbers), numbers.dtype
-    gradient = arrays["gradient"].to(dtype)
-    gradient = -gradient if variant.maximize else gradient
-    prepared = prepare(variant, arrays, gradient, hyper) if job.blockwise else {}
-    average = direction = gradient
-    if variant.averages:
-        before = load_averages(variant, arrays | prepared, dtype)[_BUFFER]
-        average = _mixture(job, before, gradient, hyper["beta1"], hyper["gain1"])
-        direction = _mixture(job, gradient, average, hyper["gain1"], hyper["beta1"]) if variant.nesterov else average
-    if variant.stiffness != "none":
-        direction = direction * stiffness_factor(variant, load_weights(variant, arrays, dtype), arrays, hyper)
-    return average, direction, prepared
-
-
-def _mixture(job: Job, x: Tensor, y: Tensor, of_x: Tensor, of_y: Tensor) -> Tensor:
-    """``of_x x + of_y y``; for floats with the rounding of ``torch.optim.Muon``, which bfloat16 products magnify."""
-    if job.variant.storage == "plain" and job.variant.moments == "float32":
-        return torch.lerp(x, y, of_y)
-    return x * of_x + y * of_y
-
-
-def _store(job: Job, arrays: dict[str, Tensor], prepared: dict[str, Tensor], average: Tensor, start: int) -> None:
-    noise = block_noise(job, arrays["gradient"], start).get("moments")
-    stored = store_averages(job.variant, {_BUFFER: average}, arrays | prepared, noise, None)
-    for name, value in stored.items():
-        arrays[name].copy_(value)
-    if BOUNDS[_BUFFER] in prepared:
-        arrays[BOUNDS[_BUFFER]].copy_(prepared[BOUNDS[_BUFFER]])
+def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """With the roundings of ``torch.optim.Muon``: products in bfloat16 magnify a difference in the last bit."""
+    hyper, gradient = Hyper(numbers), job.arrays["gradient"].to(numbers.dtype)
+    gradient = -gradient if job.variant.maximize else gradient
+    if not job.variant.averages:
+        return gradient, gradient
+    average = job.arrays[_BUFFER].lerp_(gradient, hyper["gain1"])
+    return average, torch.lerp(gradient, average, hyper["beta1"]) if job.variant.nesterov else average
 
 
 def along(job: Job, direction: Tensor) -> Job:
@@ -100,8 +115,13 @@ def along(job: Job, direction: Tensor) -> Job:
         moments="float32",
         writeback="stochastic" if job.variant.writeback == "momentum" else job.variant.writeback,
     )
-    arrays = {name: a for name, a in job.arrays.items() if name not in (_BUFFER, BOUNDS[_BUFFER])}
-    return Job(variant, job.layout, arrays | {"gradient": direction}, job.words, job.offset)
+    arrays = {name: a for name, a in job.arrays.items() if name not in _STATE}
+    arrays["gradient"] = direction
+    return Job(variant, job.layout, arrays, job.words, job.offset, worth_compiling=job.worth_compiling)
+
+
+def _stiffness(job: Job, arrays: dict[str, Tensor], numbers: Tensor) -> Tensor:
+    return stiffness_factor(job.variant, load_weights(job.variant, arrays, numbers.dtype), arrays, Hyper(numbers))
 
 
 def _ratio(mixed: Tensor, factor: Tensor) -> float:
@@ -109,21 +129,23 @@ def _ratio(mixed: Tensor, factor: Tensor) -> float:
     return float(mixed.double().norm() / factor.double().norm().clamp(min=1e-30))
 
 
-def _inject(job: Job, average: Tensor, target: Tensor, ratio: float, hyper: Hyper) -> None:
+def _inject(job: Job, average: Tensor, target: Tensor, ratio: float, numbers: Tensor) -> None:
     """Give what the rounding took from the weights to their momentum, as if the step were linear in it."""
-    for arrays, part, asked, start in _with_parts(job, average, target):
-        weights = load_weights(job.variant, arrays, hyper["rate"].dtype)
+    inject = ratio * Hyper(numbers)["inject"]
+    for (arrays, part, start), (_, asked, _) in zip(_parts(job, average), _parts(job, target), strict=True):
+        weights = load_weights(job.variant, arrays, numbers.dtype)
         error = (asked - weights.x) / reciprocal_scale(job.variant, arrays)
         if job.variant.stiffness != "none":
-            factor = stiffness_factor(job.variant, weights, arrays, hyper)
-            error = error / (factor * factor)
-        _store(job, arrays, {}, part - error * (ratio * hyper["inject"]), start)
+            error = error / _stiffness(job, arrays, numbers).square()
+        noise = block_noise(job, arrays["gradient"], start).get("moments")
+        stored = store_averages(job.variant, {_BUFFER: part - error * inject}, arrays, noise, None)
+        arrays[_BUFFER].copy_(stored[_BUFFER])
 
 
-def _with_parts(job: Job, *wholes: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor, int]]:
+def _parts(job: Job, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
+    """The job's arrays some rows at a time, those rows of another array, and the position of their first element."""
     row = 0
     for arrays, start in blocks_of(job):
         count = arrays["gradient"].shape[0]
-        average, target = (whole[row : row + count] for whole in wholes)
-        yield arrays, average, target, start
+        yield arrays, whole[row : row + count], start
         row += count

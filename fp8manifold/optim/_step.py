@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._directions import Descent, adam, lion, madam, sgd
+from fp8manifold.optim._directions import Descent, adam, lion, madam, muon, sgd
 from fp8manifold.optim._geometry import covector, move
 from fp8manifold.optim._hyper import Hyper
 from fp8manifold.optim._injection import with_error
@@ -68,4 +68,6 @@ def _direction(variant: Variant, gradient: Tensor, averages: dict[str, Tensor], 
         return lion(gradient, averages, hyper)
     if variant.direction == "madam":
         return madam(gradient, averages, hyper)
+    if variant.direction == "muon":
+        return muon(gradient, averages, hyper, nesterov=variant.nesterov)
     return sgd(gradient, averages, hyper, nesterov=variant.nesterov)

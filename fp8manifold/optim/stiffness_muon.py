@@ -235,7 +235,7 @@ class StiffnessMuon(StiffnessOptimizer):
         if plan.group["direction"] == "adam":
             return super()._step_one(plan, numbers, keys, observed=observed)
         job, factor = plan.job, partial(_factor, plan.group, plan.parameter)
-        take = partial(take_muon_step, job, numbers, factor, observed=observed)
+        take = partial(take_muon_step, job, numbers, keys, factor, compile=plan.compile, observed=observed)
         if observed:
             return viewed(plan.parameter, along(job, job.arrays["gradient"]), numbers, take)
         take()
