@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 import torch
@@ -12,6 +13,7 @@ from fp8manifold.optim._geometry import stiffness_factor
 from fp8manifold.optim._hyper import HYPER, Hyper
 from fp8manifold.optim._moments import BOUNDS, store_averages
 from fp8manifold.optim._step import Outcome
+from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import load_weights, reciprocal_scale
 
 __all__ = ["along", "take_muon_step"]
@@ -76,15 +78,7 @@ def _averaged(
         return _averaged_as_torch(job, numbers)
     if keep and variant.averages:
         arrays[_BUFFER] = job.arrays[_BUFFER].to(numbers.dtype, copy=True)
-    alone = replace(
-        variant,
-        storage="plain",
-        writeback="nearest",
-        moments="float32" if keep else variant.moments,
-        fmt=None,
-        stiffness="none",
-        decays=False,
-    )
+    alone = _of_the_average(replace(variant, moments="float32") if keep else variant)
     weight = torch.zeros(job.layout.dims, dtype=numbers.dtype, device=numbers.device)
     arrays |= {"weight": weight, "gradient": job.arrays["gradient"]}
     numbers = numbers.clone()
@@ -106,18 +100,22 @@ def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def along(job: Job, direction: Tensor) -> Job:
     """The job of a step along a direction that is given: SGD's of that gradient, without an average."""
-    variant = replace(
-        job.variant,
-        direction="sgd",
-        averages=False,
-        nesterov=False,
-        maximize=False,
-        moments="float32",
-        writeback="stochastic" if job.variant.writeback == "momentum" else job.variant.writeback,
-    )
+    variant = _of_the_weights(job.variant)
     arrays = {name: a for name, a in job.arrays.items() if name not in _STATE}
     arrays["gradient"] = direction
     return Job(variant, job.layout, arrays, job.words, job.offset, worth_compiling=job.worth_compiling)
+
+
+@cache
+def _of_the_average(variant: Variant) -> Variant:
+    return replace(variant, storage="plain", writeback="nearest", fmt=None, stiffness="none", decays=False)
+
+
+@cache
+def _of_the_weights(variant: Variant) -> Variant:
+    writeback = "stochastic" if variant.writeback == "momentum" else variant.writeback
+    plain = replace(variant, averages=False, nesterov=False, maximize=False, moments="float32")
+    return replace(plain, direction="sgd", writeback=writeback)
 
 
 def _stiffness(job: Job, arrays: dict[str, Tensor], numbers: Tensor) -> Tensor:
