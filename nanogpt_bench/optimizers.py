@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import MANIFOLDS, Config
+from nanogpt_bench.config import MANIFOLDS, Config, OptimizerConfig
 from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.surgery import quantized_layers
 
@@ -108,6 +108,16 @@ def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     options = {"betas": (settings.beta1, settings.beta2), "adam_eps": settings.eps, "momentum": settings.momentum}
     options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
     return fm.optim.StiffnessMuon.for_model(model, settings.lr, other_lr=settings.float_lr, **options)
+
+
+def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
+    """Return a group's highest learning rate: under Muon what is no hidden matrix has one of its own.
+
+    >>> peak_lr({"direction": "adam"}, OptimizerConfig(lr=2e-3, float_lr=4e-3)), peak_lr({}, OptimizerConfig(lr=2e-3))
+    (0.004, 0.002)
+    """
+    lr = settings.float_lr if group.get("direction") == "adam" else settings.lr
+    return lr or 0.0
 
 
 def _madam(model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from nanogpt_bench.config import Config
 from nanogpt_bench.data import Corpus, batch, eval_batches
 from nanogpt_bench.model import GPT
 from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.optimizers import build_optimizer, stiffness_at
+from nanogpt_bench.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.schedule import lr_factor
 from nanogpt_bench.start import model_shape, start_model
 from nanogpt_bench.surgery import quantize
@@ -40,8 +40,6 @@ class Trainer:
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
-        #: each group's highest learning rate: embeddings may have another than matrices
-        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
         #: by how many steps the batches are ahead of the steps, after rollbacks
@@ -89,11 +87,12 @@ class Trainer:
     def _set_lr(self, index: int) -> float:
         settings = self.config.optimizer
         factor = lr_factor(settings, index, self.config.train.max_steps)
-        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+        for group in self.optimizer.param_groups:
+            lr = peak_lr(group, settings) * factor
             if isinstance(group["lr"], Tensor):  # an optimizer that is compiled with its learning rate as an input
-                group["lr"].fill_(peak * factor)
+                group["lr"].fill_(lr)
             else:
-                group["lr"] = peak * factor
+                group["lr"] = lr
         return (settings.lr or 0.0) * factor
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:

@@ -60,7 +60,7 @@ def test_a_sweep_of_too_many_runs(tmp_path, capsys, content, words, count):
 def test_a_comparison_at_too_many_seeds(tmp_path, capsys):
     out = tmp_path / "out"
     said = refused(capsys, "compare", "--seeds", "1000000", "--out", str(out), "--formats", "E4M3")
-    assert "6 rows at --seeds 1,000,000 asks for 6,000,000 runs" in said
+    assert "7 rows at --seeds 1,000,000 asks for 7,000,000 runs" in said
     assert not out.exists()
 
 

@@ -38,15 +38,18 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 # What is planned
 
 
-def test_without_arguments_the_nine_rows_in_order():
+def test_without_arguments_the_twelve_rows_in_order():
     assert choose_rows(None, None, Demonstration()) == (
         ("bf16-mixed", "none"),
         ("fp32", "none"),
+        ("muon", "none"),
         ("master", "E4M3"),
         ("nearest", "E4M3"),
         ("stochastic", "E4M3"),
         ("riemannian", "E4M3"),
         ("stiffness-anneal", "E4M3"),
+        ("muon-stochastic", "E4M3"),
+        ("muon-residual8", "E4M3"),
         ("nearest", "E7M0"),
         ("stochastic", "E7M0"),
     )
@@ -108,13 +111,13 @@ def test_wrong_names_are_answered_with_the_nearest(formats, rules, named, sugges
 def test_seeds_and_data_are_shared_by_all_rows():
     demonstration = Demonstration()
     planned = plan_runs(demonstration.rows, demonstration, seeds=2, max_steps=50, data_dir=Path("corpus"))
-    assert len({run.name for run in planned}) == len(planned) == 18
+    assert len({run.name for run in planned}) == len(planned) == 24
     configs = [build_config(run.settings) for run in planned]
     for config in configs:
         assert config.train.max_steps == 50
         assert config.data.dir == "corpus"
         assert config.data.seed is None  # follows the run's seed
-    assert [config.seed for config in configs] == [42, 43] * 9
+    assert [config.seed for config in configs] == [42, 43] * 12
     assert len({(config.train.batch_size, config.eval.seed, config.eval.interval) for config in configs}) == 1
 
 

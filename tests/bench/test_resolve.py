@@ -91,7 +91,7 @@ def test_an_optimizer_alone_calls_for_a_grid_and_has_defaults(name: str) -> None
     assert (optimizer.writeback, optimizer.moments) == ("stochastic", "float32")
     assert optimizer.lr is not None
     assert (optimizer.stiffness is not None) is name.startswith(("stiffness", "fisher"))
-    assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher"))
+    assert (optimizer.momentum is not None) is name.endswith(("sgd", "fisher", "muon"))
     assert (optimizer.representation is not None) is (name == "fisher")
 
 

@@ -94,7 +94,7 @@ def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
     weight, group, references = model.hidden.weight, optimizer.param_groups[0], []
     for step in range(6):
         put_gradients(model, step)
-        optimizer._check_schedules(optimizer._taken())
+        optimizer._check_schedules(optimizer._taken(optimizer._members()))
         stretch = optimizer._stretch(group, weight)
         stiffness = fm.ulp(weight.dequantize() / weight.expanded_scale(), "E4M3") * weight.expanded_scale()
         optimizer.step()

@@ -54,7 +54,7 @@ def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Job, Tensor]
         if t < 2:
             optimizer.step()
     group = optimizer.param_groups[0]
-    optimizer._check_schedules(optimizer._taken())
+    optimizer._check_schedules(optimizer._taken(optimizer._members()))
     state = optimizer._begin(group, p, 0)
     plan = optimizer._plan(group, p, state)
     if plan.job.variant.residual_bits == 4:

@@ -17,7 +17,7 @@ from nanogpt_bench.observers.build import _alerts
 from nanogpt_bench.resolve import resolve
 from nanogpt_bench.rules import RULES, available_rules
 
-LOSING = {"nearest", "sgd-nearest"}
+LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
 
 
 @pytest.mark.parametrize("rule", available_rules())
