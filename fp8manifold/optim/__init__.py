@@ -1,7 +1,7 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back."""
 
 from fp8manifold.optim._compile import CompileUnavailableWarning
-from fp8manifold.optim._in_backward import step_in_backward
+from fp8manifold.optim._in_backward import InBackward, step_in_backward
 from fp8manifold.optim._schedules import anneal
 from fp8manifold.optim._views import StepView
 from fp8manifold.optim.fisher import FisherNaturalGradient
@@ -16,6 +16,7 @@ from fp8manifold.optim.wrapper import StiffnessWrapper
 __all__ = [
     "CompileUnavailableWarning",
     "FisherNaturalGradient",
+    "InBackward",
     "Madam",
     "RiemannianAdam",
     "RiemannianSGD",

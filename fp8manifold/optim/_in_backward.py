@@ -49,13 +49,24 @@ class SpentGradient(Tensor):
 
 
 class InBackward:
-    """The hooks by which an optimizer steps in the backward pass; a context manager that removes them at its end.
+    """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
+
+    A context manager that removes them at its end.
 
     Attributes:
         optimizer: whose parameters step.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> weight = fm.FP8Parameter(torch.eye(2), "E4M3")
+        >>> optimizer = fm.optim.StiffnessMuon([weight], 0.1)
+        >>> with fm.optim.step_in_backward(optimizer):
+        ...     weight.square().sum().backward()
+        >>> int(optimizer.state[weight]["step"])
+        1
     """
 
-    def __init__(self, optimizer: ManifoldOptimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self._hooks: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
         self._one_at_a_time = threading.Lock()  # devices have a thread each
@@ -116,7 +127,7 @@ class InBackward:
             parameter.grad = SpentGradient(parameter)
 
 
-def step_in_backward(optimizer: ManifoldOptimizer) -> InBackward:
+def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
     """Step each parameter as soon as its gradient is there, and free the gradient: no two need memory at once.
 
     .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i

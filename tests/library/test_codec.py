@@ -270,6 +270,7 @@ def compiled_agrees(fmt: fm.FloatFormat) -> None:
                 assert same
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 cannot shift by sizes that it takes for dynamic")
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name: str) -> None:

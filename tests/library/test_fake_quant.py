@@ -211,6 +211,7 @@ def test_integers_and_other_things_are_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- compiled
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch 2.8 compiles the backward pass to other bits")
 @pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
 def test_compiled_values_and_gradients_are_the_eager_ones() -> None:

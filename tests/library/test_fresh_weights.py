@@ -34,6 +34,8 @@ def near(p: torch.Tensor, values: torch.Tensor) -> bool:
 @pytest.mark.parametrize("std", [1e-7, 1e-3, 1e3])
 @pytest.mark.parametrize("fill", INITIALISERS.values(), ids=INITIALISERS)
 def test_initialisers_take_a_fresh_scale(fill: Any, std: float, granularity: Any) -> None:
+    if fill is INITIALISERS["trunc_normal"] and torch.__version__ < (2, 9):
+        pytest.skip("torch 2.8 writes between the first values and the last, which are rounded on the way")
     p, q = parameter(granularity=granularity, rounding="nearest"), normal(4, 64)
     with torch.no_grad():
         for w in (p, q):

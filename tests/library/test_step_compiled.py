@@ -174,6 +174,8 @@ WIDE: dict[str, Case] = {
 def test_the_bits_are_those_of_eager_steps(
     kind: str, make: Any, options: dict[str, Any], count: int, graphs: Graphs
 ) -> None:
+    if (kind, options.get("moments")) == ("StiffnessSGD", "8bit") and torch.__version__ < (2, 9):
+        pytest.skip("torch 2.8 does not compile this one: it is eager there, after a warning")
     same_steps(kind, make, options)
     assert len(graphs) == count
 

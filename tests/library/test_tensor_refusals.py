@@ -202,6 +202,7 @@ def test_data_parallel_training(storage: Any, options: dict[str, Any]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage")
 def test_a_distributed_checkpoint_is_exact(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
