@@ -53,8 +53,15 @@ class InBackward:
 
     A context manager that removes them at its end.
 
-    Attributes:
+    Args:
         optimizer: whose parameters step.
+
+    Attributes:
+        optimizer: the same.
+
+    Raises:
+        RuntimeError: in a backward pass, where there are several processes by then.
+        FloatingPointError: in a backward pass, for a gradient that is not finite, with ``on_nonfinite="raise"``.
 
     Example:
         >>> import fp8manifold as fm
@@ -99,7 +106,11 @@ class InBackward:
                 self._hooks.append((weakref.ref(parameter), hook))
 
     def finish(self) -> None:
-        """What is left for ``optimizer.step()``: nothing, unless a gradient came that no hook has seen."""
+        """What is left for ``optimizer.step()``: nothing, unless a gradient came that no hook has seen.
+
+        Raises:
+            RuntimeError: there is one.
+        """
         for group in self.optimizer.param_groups:
             for k, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and not isinstance(parameter.grad, SpentGradient):
