@@ -47,7 +47,7 @@ class MonitorConfig:
     )
     turns: int = setting(
         1,
-        "looks that share the layers: each takes one in so many, in turn, the first and the last take all; figures "
+        "looks that share the layers: each takes one in so many, in turn, the first takes all; figures "
         "over all layers are those of the latest figure of each; attention is looked at on one in so many sequences",
         minimum=1,
     )
@@ -62,6 +62,9 @@ class MonitorConfig:
     )
     dead_threshold: float = setting(1e-8, "a gradient below this is dead", above=0.0)
     dead_steps: int = setting(100, "steps in a row that make a weight dead", minimum=1)
+    dead_interval: int = setting(
+        1, "steps between two looks for dead gradients, each of which stands for all of them", minimum=1, maximum=1000
+    )
 
 
 @dataclass

@@ -50,18 +50,19 @@ class Demonstration:
             "train.max_steps": max_steps,
             "train.batch_size": self.batch_size,
             "optimizer.warmup_steps": min(100, max_steps // 10),
-            # About ten validations and twenty looks, however long the run; every layer has four or five of them.
+            # About ten validations and twenty looks, however long the run; every layer has three or four of them.
             "eval.interval": max(1, max_steps // 10),
             "eval.batches": self.eval_batches,
             "monitor.interval": max(1, max_steps // 20),
-            "monitor.turns": 8,
+            "monitor.turns": 16,
+            "monitor.dead_interval": 5,
             "runtime.threads": 1,
         }
         quantized = {
             "model.format": fmt,
             "train.precision": self.quantized_precision,
             "shadow.enabled": True,
-            "shadow.interval": max(1, max_steps // 6),
+            "shadow.interval": max(1, max_steps // 3),
         }
         return chosen if fmt == "none" else chosen | quantized
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,35 +12,60 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.model import Attention
 from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.turns import ALL, Turns
+
+_METRIC: Final = "attention/entropy"
 
 
 class AttentionEntropy(Observer):
     """Records `attention/entropy/BLOCK/HEAD` in nats every `interval` steps, with their mean and the smallest.
 
-    `forward` runs the model on one validation batch, in evaluation mode. Whatever that leaves in the model's buffers,
-    scales among them, is put back.
+    `forward` runs the model on one validation batch, in evaluation mode, as far as the last block whose turn it is.
+    Whatever that leaves in the model's buffers, scales among them, is put back.
     """
 
-    def __init__(self, forward: Callable[[], object], interval: int) -> None:
-        self._forward, self._interval = forward, interval
+    def __init__(self, forward: Callable[[], object], interval: int, turns: Turns = ALL) -> None:
+        self._forward, self._interval, self._turns = forward, interval, turns
+        self._figures = Figures({}, turns, interval)
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
         if not step.due(self._interval):
             return
         found: dict[str, Tensor] = {}
-        blocks = [module for module in step.model.modules() if isinstance(module, Attention)]
+        blocks = [(name, module) for name, module in step.model.named_modules() if isinstance(module, Attention)]
+        looked_at = [
+            (str(index), module)
+            for index, (name, module) in enumerate(blocks)
+            if self._turns.takes(step, self._interval, name.rpartition(".")[0])
+        ]
         handles = [
-            module.qkv.register_forward_hook(_measure(found, str(index), module.n_head, last=module is blocks[-1]))
-            for index, module in enumerate(blocks)
+            module.qkv.register_forward_hook(_measure(found, block, module.n_head, last=block == looked_at[-1][0]))
+            for block, module in looked_at
         ]
         try:
             with buffers_kept(step.model), suppress(_SeenAll):
-                self._forward()
+                if handles:
+                    self._forward()
         finally:
             for handle in handles:
                 handle.remove()
-        _write(step, found)
+        self._write(step, found)
+
+    def _write(self, step: Step, found: dict[str, Tensor]) -> None:
+        for block, entropies in found.items():
+            for head, entropy in enumerate(entropies.tolist()):
+                self._figures.add(_METRIC, f"{block}/{head}", float(entropy), 1)
+        self._figures.write(step)
+        if latest := self._figures.latest(_METRIC):
+            step.record["attention/entropy_min"] = min(latest)
+
+    def state(self) -> dict[str, Any]:
+        return self._figures.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._figures.load_state(state)
 
 
 class _SeenAll(Exception):  # no error: nothing that comes later in the forward pass is looked at
@@ -56,17 +82,6 @@ def _measure(found: dict[str, Tensor], block: str, heads: int, *, last: bool) ->
             raise _SeenAll
 
     return measure
-
-
-def _write(step: Step, found: dict[str, Tensor]) -> None:
-    figures = {
-        f"{block}/{head}": float(entropy)
-        for block, entropies in found.items()
-        for head, entropy in enumerate(entropies.tolist())
-    }
-    step.add("attention/entropy", figures)
-    if figures:
-        step.record["attention/entropy_min"] = min(figures.values())
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -
         capture if ranges or bits or zones else None,
         UpdateObserver(quantized, storage, consumers) if quantized and consumers else None,
         *(stall, ranges, bits, gradients, geometry, zones),
-        AttentionEntropy(lambda: trainer.look(monitor.turns), monitor.interval) if monitor.attention else None,
+        AttentionEntropy(lambda: trainer.look(monitor.turns), monitor.interval, turns) if monitor.attention else None,
         _fisher(config, trainer, shadow) if monitor.fisher else None,
         turns,
     ]

@@ -51,6 +51,10 @@ class Figures:
         self._values.clear()
         self._sizes.clear()
 
+    def latest(self, metric: str) -> list[float]:
+        """Return the latest figure of every layer that has one."""
+        return [value for value, _ in self._latest[metric].values() if value is not None]
+
     def state(self) -> dict[str, Any]:
         """Return what later figures over all layers are of; nothing where every look takes all layers."""
         return (

@@ -20,7 +20,7 @@ _FIGURES = ("l2", "linf", "snr", "zero")
 
 
 class Gradients(Observer):
-    """Records `grad/FIGURE/LAYER` every `monitor.interval` steps; runs of dead gradients are counted in every step."""
+    """Records `grad/FIGURE/LAYER` every `monitor.interval` steps; runs of dead gradients grow every `dead_interval`."""
 
     def __init__(self, layers: dict[str, nn.Linear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
         self.interval, self._turns = monitor.interval, turns
@@ -32,11 +32,14 @@ class Gradients(Observer):
     def after_backward(self, step: Step) -> None:
         if not step.at_last_micro_step:
             return
+        every = self._monitor.dead_interval
+        counted = step.number % every == 0
         for name, layer in self._layers.items():
-            if layer.weight.grad is None:
+            if layer.weight.grad is None or not (counted or self.takes(step, name)):
                 continue
             gradient = plain(layer.weight.grad)
-            self._dead[name].update(gradient)
+            if counted:
+                self._dead[name].update(gradient, every)
             if self.takes(step, name):
                 self._measure(step, name, gradient)
 

@@ -9,7 +9,7 @@ from nanogpt_bench.observers.base import Observer, Step
 
 
 class Turns(Observer):
-    """Says which layers a look takes: one in `count`, in turn; all at the first and at the last.
+    """Says which layers a look takes: one in `count`, in turn; all at the first.
 
     The names of each of `lists` are shared out in their order, neighbours together. Looks of different `intervals` are
     counted apart. A first look that meets something not finite is followed by another one. It comes after the
@@ -36,7 +36,7 @@ class Turns(Observer):
 
     def takes_all(self, step: Step, interval: int) -> bool:
         """Whether a look in this step takes all layers."""
-        return self.count == 1 or step.last or interval not in self._begun
+        return self.count == 1 or interval not in self._begun
 
     def takes(self, step: Step, interval: int, name: str) -> bool:
         """Whether what looks every `interval` steps, and at the last, looks at this layer in this one."""
