@@ -79,7 +79,7 @@ class StiffnessMuon(StiffnessOptimizer):
 
     Example:
         >>> import fp8manifold as fm, torch
-        >>> weight = fm.FP8Parameter(torch.eye(4) / 2, "E4M3")
+        >>> weight = fm.FP8Parameter(torch.eye(4) / 2, "E4M3", seed=0)
         >>> optimizer = StiffnessMuon([weight], lr=0.05, moments="8bit")
         >>> for _ in range(150):
         ...     optimizer.zero_grad()
