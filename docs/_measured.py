@@ -36,10 +36,12 @@ def table(facts: dict[str, Any]) -> str:
     rows = ([shown(cell, n) for cell, n in zip(row, decimals, strict=True)] for row in facts["rows"])
     lines = [facts["columns"], ruled, *rows]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    source = (
-        f"`{facts['command']}`, {facts['date']}, {facts['machine']}, {versions}. Ratios are to {facts['peer']}, "
-        "measured in turn in the same run: the median and, in brackets, the smallest and the largest."
-    )
+    source = f"`{facts['command']}`, {facts['date']}, {facts['machine']}, {versions}."
+    if facts["peer"]:
+        source += (
+            f" Ratios are to {facts['peer']}, measured in turn in the same run: the median and, in brackets, the "
+            "smallest and the largest."
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{source}\n"
 
 

@@ -270,6 +270,37 @@ def test_round_to_grid_from_end_to_end() -> None:
     assert "decode E4M3" in printed
 
 
+def test_muon_step_from_end_to_end() -> None:
+    printed = run("muon_step.py", "--sizes", "0.86M", "--pairs", "1", "--processes", "1", "--json")
+    rows = {row["label"]: row for row in json.loads(printed[printed.index("[{") :])}
+    assert rows["float32"]["bytes"] == pytest.approx(8.0, abs=0.01)
+    assert rows["E4M3 stochastic, 8-bit momentum"]["bytes"] < 2.1
+    assert rows["E4M3 residual8, 8-bit momentum"]["bytes"] < 3.1
+    assert all(row["ratio"][0] > 0 for row in rows.values())
+
+
+def test_training_memory_from_end_to_end() -> None:
+    printed = run("training_memory.py", "--size", "0.8M", "--json")
+    rows = {row["label"]: row for row in json.loads(printed[printed.index("[{") :])}
+    assert rows["float32, AdamW"]["peak"] == pytest.approx(16.0, abs=0.01)
+    quantised = rows["E4M3, Muon, 8-bit averages"]
+    assert quantised["kept"] < 2.2
+    assert quantised["peak"] == pytest.approx(quantised["kept"] + 4, abs=0.01)
+    stepping = rows["the same, step in backward"]
+    assert stepping["kept"] == quantised["kept"]
+    assert stepping["peak"] == pytest.approx(stepping["kept"] + stepping["largest"], abs=0.01)
+
+
+@pytest.mark.slow
+def test_gpt2_takes_less_than_two_and_a_half_bytes_a_weight() -> None:
+    printed = run("training_memory.py", "--json")
+    rows = {row["label"]: row for row in json.loads(printed[printed.index("[{") :])}
+    assert rows["float32, AdamW"]["parameters"] == 124_439_808
+    assert rows["the same, step in backward"]["kept"] < 2.4
+    assert rows["the same, step in backward"]["peak"] < 3.6
+    assert rows["the same, gradients in bfloat16"]["peak"] < 3.0
+
+
 def test_harness_overhead_from_end_to_end(
     modules: dict[str, ModuleType],
     monkeypatch: pytest.MonkeyPatch,
