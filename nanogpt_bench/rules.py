@@ -90,7 +90,7 @@ RULES: dict[str, Rule] = {
     "muon": Rule(
         "float32",
         "stiffness_muon",
-        4e-3,
+        8e-3,
         "float32",
         stiffness=0.0,
         float_lr=4e-3,
@@ -98,7 +98,7 @@ RULES: dict[str, Rule] = {
     ),
     "muon-stochastic": _one_byte(
         "stiffness_muon",
-        4e-3,
+        8e-3,
         "stochastic",
         "Muon and AdamW as under muon, stochastic rounding, 8-bit averages: two bytes a hidden weight",
         moments="8bit",
@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
     ),
     "muon-nearest": _one_byte(
         "stiffness_muon",
-        4e-3,
+        8e-3,
         "nearest",
         "muon-stochastic, but rounded to nearest",
         moments="8bit",
@@ -116,7 +116,7 @@ RULES: dict[str, Rule] = {
     ),
     "muon-residual8": _one_byte(
         "stiffness_muon",
-        4e-3,
+        8e-3,
         "residual8",
         "muon-stochastic, but what rounding loses kept in 8 bits a weight: three bytes",
         moments="8bit",
