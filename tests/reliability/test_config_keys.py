@@ -7,7 +7,8 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 import yaml
@@ -103,11 +104,9 @@ WRONG: dict[type, tuple[Any, ...]] = {
 def kinds(key: str) -> list[type]:
     """The types a setting may have."""
     hint = FIELDS[key][1]
-    return (
-        [getattr(kind, "__origin__", kind) for kind in getattr(hint, "__args__", ()) if kind is not type(None)]
-        if (getattr(hint, "__origin__", None) is None and hasattr(hint, "__args__"))
-        else [getattr(hint, "__origin__", hint)]
-    )
+    if get_origin(hint) in (Union, UnionType):
+        return [get_origin(kind) or kind for kind in get_args(hint) if kind is not type(None)]
+    return [get_origin(hint) or hint]
 
 
 def wrong_types(key: str) -> list[Any]:
