@@ -100,13 +100,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         self._check_options()
         repeated = self._repeated
         done = None if repeated is None else repeated.done()
-        members = self._members()
-        self._check_schedules(self._taken(members) if repeated is None or done is None else repeated.taken(done))
-        for group, parameter in self._everyone():
-            self._take_remainder(group, parameter)
+        taken = self._taken(self._members()) if repeated is None or done is None else repeated.taken(done)
+        self._check_schedules(taken)
+        for group in self.param_groups:
+            for parameter in group["params"] if group["writeback"] in RESIDUAL_BITS else ():
+                self._take_remainder(group, parameter)
         if repeated is not None and done is not None and repeated.take(done):
             self.skipped_in_row = 0
-        elif not self._ready(members):
+        elif not self._ready(members := self._members()):
             self.skipped_steps += 1
             self.skipped_in_row += 1
             if self.skipped_in_row == self.warn_after:

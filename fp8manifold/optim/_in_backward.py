@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ class InBackward:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self._hooks: list[tuple[weakref.ref[Tensor], RemovableHandle]] = []
+        self._hooks: list[RemovableHandle] = []
         self._one_at_a_time = threading.Lock()  # devices have a thread each
 
     def __enter__(self) -> "InBackward":
@@ -88,7 +87,7 @@ class InBackward:
 
     def remove(self) -> None:
         """Let the optimizer step as it did before; twice is once."""
-        for _, hook in self._hooks:
+        for hook in self._hooks:
             hook.remove()
         self._hooks = []
         if self.optimizer._in_backward is self:
@@ -102,8 +101,7 @@ class InBackward:
 
         for parameter in group["params"]:
             if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(take)
-                self._hooks.append((weakref.ref(parameter), hook))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     def finish(self) -> None:
         """What is left for ``optimizer.step()``: nothing, unless a gradient came that no hook has seen.
