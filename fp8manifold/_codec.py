@@ -19,6 +19,7 @@ __all__ = [
     "encode_finite",
     "encode_magnitude",
     "encode_signed",
+    "largest_bits",
 ]
 
 _MANTISSA, _BIAS = 23, 127
@@ -101,7 +102,7 @@ def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extr
 def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
     """:func:`encode_finite` of values that are not negative."""
     m = fmt.mantissa_bits + extra_bits
-    magnitude = x.view(torch.int32).clamp(max=_top(fmt))
+    magnitude = x.view(torch.int32).clamp(max=largest_bits(fmt))
     power = (magnitude & _EXPONENT_MASK).clamp(min=(_BIAS + fmt.emin) << _MANTISSA)
     fixed = draws is not None and _in_fixed_point(fmt, m)
     exponent = 2 * _BIAS + m + (RANDOM_BITS if fixed else 0)
@@ -125,7 +126,7 @@ def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Ten
     return codes if fmt.nan_code is None else torch.where(x.isnan(), fmt.nan_code, codes)
 
 
-def _top(fmt: FloatFormat) -> int:
+def largest_bits(fmt: FloatFormat) -> int:
     """float32 bits of the format's largest value."""
     field = max(fmt.max_code >> fmt.mantissa_bits, 1)
     steps = fmt.max_code - ((field - 1) << fmt.mantissa_bits)

@@ -1,6 +1,6 @@
 """Optimizers over weights that live on a grid: direction x stiffness x write-back."""
 
-from fp8manifold.optim._compile import CompileUnavailableWarning
+from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
 from fp8manifold.optim._schedules import anneal
 from fp8manifold.optim._views import StepView

@@ -12,9 +12,10 @@ from fp8manifold.optim._hyper import Hyper
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import Weights, reciprocal_scale
 
-__all__ = ["bounded_ends", "bounds", "chart_for", "covector", "move", "stiffness_factor"]
+__all__ = ["bounded_ends", "bounds", "chart_for", "covector", "end_exponents", "move", "stiffness_factor"]
 
 _LOG2_E = math.log2(math.e)
+_UNBOUNDED = 2**20  # an exponent past all others
 _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
 
 
@@ -60,16 +61,18 @@ def bounds(reference: float, damping: float, clip: float) -> tuple[float, float]
     return low, high
 
 
-def bounded_ends(fmt: FloatFormat, scale: Tensor, reference: float, damping: float, clip: float) -> dict[str, Tensor]:
-    """The exponents, in units of the scale, between which the chart's stiffness follows the format."""
+def end_exponents(reference: float, damping: float, clip: float, mantissa_bits: int) -> tuple[int, int]:
+    """The exponents, in value, of the weights between which the chart's stiffness follows the format."""
     low, high = bounds(reference, damping, clip)
+    lowest = int(math.log2(low)) + mantissa_bits if low else -_UNBOUNDED
+    return lowest, int(math.log2(high)) + mantissa_bits if math.isfinite(high) else _UNBOUNDED
+
+
+def bounded_ends(fmt: FloatFormat, scale: Tensor, low: int, high: int) -> dict[str, Tensor]:
+    """The same exponents in units of the scale, held within the format's own."""
     exponent = torch.frexp(scale).exponent - 1
-    lowest = torch.full_like(exponent, fmt.emin)
-    highest = torch.full_like(exponent, fmt.emax)
-    if low:
-        lowest = lowest.clamp(min=int(math.log2(low)) + fmt.mantissa_bits - exponent)
-    if math.isfinite(high):
-        highest = highest.clamp(max=int(math.log2(high)) + fmt.mantissa_bits - exponent)
+    lowest = (low - exponent).clamp(min=fmt.emin)
+    highest = (high - exponent).clamp(max=fmt.emax)
     return {"lowest": lowest, "highest": torch.maximum(highest, lowest)}
 
 

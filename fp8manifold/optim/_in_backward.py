@@ -9,7 +9,7 @@ import torch.distributed
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fp8manifold.optim._base import ManifoldOptimizer
+from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._skips import described
 
 __all__ = ["InBackward", "step_in_backward"]
@@ -187,7 +187,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
         raise RuntimeError("there are gradients already, which no backward pass would use: call zero_grad() first")
     _check_alone()
     handle = InBackward(optimizer)
-    optimizer._in_backward, optimizer._repeated = handle, None
+    optimizer._in_backward = handle
     for group in optimizer.param_groups:
         handle.watch(group)
     return handle

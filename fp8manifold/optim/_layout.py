@@ -44,11 +44,12 @@ class Layout:
         return min(self.dims) > 1
 
 
-def index_in(shape: torch.Size, columns: Tensor) -> Tensor:
-    """The position of every element of a view, int32; ``columns`` counts along its last dimension."""
+def index_in(shape: torch.Size, device: torch.device) -> Tensor:
+    """The position of every element of a view, int32."""
+    columns = torch.arange(shape[-1], dtype=torch.int32, device=device)
     if len(shape) == 1:
         return columns
-    rows = torch.arange(shape[0], dtype=torch.int32, device=columns.device) * shape[1]
+    rows = torch.arange(shape[0], dtype=torch.int32, device=device) * shape[1]
     return rows.unsqueeze(1) + columns
 
 

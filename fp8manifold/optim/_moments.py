@@ -12,19 +12,12 @@ from torch import Tensor
 from fp8manifold._codec import decode_magnitude, decode_with_ulp, encode_finite, encode_magnitude
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._hyper import Hyper
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._variant import BOUNDS, Variant
 
-__all__ = ["BOUNDS", "MOMENT_FORMAT", "SCALES", "load_averages", "prepare", "store_averages"]
+__all__ = ["MOMENT_FORMAT", "SCALES", "load_averages", "prepare", "store_averages"]
 
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
 """Of both averages; the second is stored as its square root, which doubles the range: 36 binades of ``v``."""
-
-BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
-"""The float32 bound of each block of an average: the same average, of the block's largest gradient.
-
-No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
-only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
-"""
 
 _FIELD, _BIAS = 23, 127
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it

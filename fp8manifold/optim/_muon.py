@@ -8,12 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._engine import Job, block_noise, blocks_of, run, run_eager
+from fp8manifold.optim._eager_step import block_noise, blocks_of, run_eager
 from fp8manifold.optim._geometry import stiffness_factor
 from fp8manifold.optim._hyper import HYPER, Hyper
-from fp8manifold.optim._moments import BOUNDS, store_averages
+from fp8manifold.optim._job import Job
+from fp8manifold.optim._moments import store_averages
+from fp8manifold.optim._run import run
 from fp8manifold.optim._step import Outcome
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.optim._weights import load_weights, reciprocal_scale
 
 __all__ = ["along", "take_muon_step"]
@@ -73,19 +75,18 @@ def _averaged(
 
     It is a step of a float weight of 0 by -1 along ``u``.
     """
-    variant, arrays = job.variant, {name: job.arrays[name] for name in _STATE if name in job.arrays}
+    variant, held = job.variant, {name: job.held[name] for name in _STATE if name in job.held}
     if variant.storage == "plain" and variant.moments == "float32":
         return _averaged_as_torch(job, numbers)
     if keep and variant.averages:
-        arrays[_BUFFER] = job.arrays[_BUFFER].to(numbers.dtype, copy=True)
+        held[_BUFFER] = job.held[_BUFFER].to(numbers.dtype, copy=True)
     alone = _of_the_average(replace(variant, moments="float32") if keep else variant)
     weight = torch.zeros(job.layout.dims, dtype=numbers.dtype, device=numbers.device)
-    arrays |= {"weight": weight, "gradient": job.arrays["gradient"]}
+    held |= {"weight": weight, "gradient": job.held["gradient"]}
     numbers = numbers.clone()
     numbers[_RATE] = -1
-    first = Job(alone, job.layout, arrays, job.words, job.offset, worth_compiling=job.worth_compiling)
-    run(first, numbers, keys, compile=compile)
-    return arrays.get(_BUFFER, weight), weight
+    run(Job(alone, job.layout, held, job.words, offset=job.offset), numbers, keys, compile=compile)
+    return held.get(_BUFFER, weight).view(job.layout.dims), weight
 
 
 def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,10 +101,8 @@ def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def along(job: Job, direction: Tensor) -> Job:
     """The job of a step along a direction that is given: SGD's of that gradient, without an average."""
-    variant = _of_the_weights(job.variant)
-    arrays = {name: a for name, a in job.arrays.items() if name not in _STATE}
-    arrays["gradient"] = direction
-    return Job(variant, job.layout, arrays, job.words, job.offset, worth_compiling=job.worth_compiling)
+    held = {name: tensor for name, tensor in job.held.items() if name not in _STATE} | {"gradient": direction.contiguous()}
+    return replace(job, variant=_of_the_weights(job.variant), held=held)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 
 __all__ = ["Member", "Parameters", "Planned"]
 
@@ -29,5 +29,3 @@ class Planned:
     compile: bool | None
     #: a contiguous copy of the weight, where the parameter itself is not contiguous
     copied: Tensor | None = None
-    #: whether the job has just been made
-    is_new: bool = False

@@ -8,7 +8,7 @@ import torch
 
 from fp8manifold._codec import encode_finite, encode_signed
 from fp8manifold._stored_scale import describe_change
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles
 from fp8manifold.optim._weights import load_weights, split_codes, unless_special

@@ -13,7 +13,7 @@ from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._geometry import bounds
-from fp8manifold.optim._jobs import GridOptimizer
+from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._kinds import is_quantized, manifold_of
 from fp8manifold.optim._options import check_finite
 from fp8manifold.optim._plan import Grid, expanded, grid_of, stiffness_field
@@ -29,7 +29,6 @@ class Riemannian(GridOptimizer):
     """Groups of mixed parameters, the bounded chart, and the write-back, shared by the two optimizers."""
 
     direction: str
-    _repeats = False  # eps is in units of S_ref
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""

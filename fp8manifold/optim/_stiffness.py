@@ -10,7 +10,7 @@ from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import log2_bounded, power_mode
-from fp8manifold.optim._jobs import GridOptimizer
+from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._kinds import manifold_of, own_manifold
 from fp8manifold.optim._options import reject_flags
 from fp8manifold.optim._plan import Grid

@@ -1,15 +1,23 @@
 """What is fixed while a parameter is stepped: everything that a compiled step is specialised for."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from functools import cached_property, lru_cache
+from typing import Any, Final, Literal
 
 from fp8manifold._charts import Metric
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["MOMENTS", "RESIDUAL_BITS", "WRITEBACKS", "Storage", "Variant"]
+__all__ = ["BOUNDS", "MOMENTS", "RESIDUAL_BITS", "WRITEBACKS", "Geometry", "Storage", "Variant", "variant_of"]
 
 WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
+
+BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
+"""The float32 bound of each block of an average: the same average, of the block's largest gradient.
+
+No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
+only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
+"""
 
 RESIDUAL_BITS: Final = {"residual8": 8, "residual4": 4}
 
@@ -39,7 +47,7 @@ class Variant:
     amsgrad: bool = False
     maximize: bool = False
 
-    @property
+    @cached_property
     def compiles(self) -> bool:
         """Whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
         if callable(self.metric) or self.metric == "log":
@@ -56,12 +64,12 @@ class Variant:
         """Whether the write-back needs random bits."""
         return self.storage in ("codes", "grid") and self.writeback != "nearest"
 
-    @property
+    @cached_property
     def draws_for_moments(self) -> bool:
         """Whether storing the averages needs random bits."""
         return self.moments != "float32" and (self.averages or self.direction in ("adam", "madam"))
 
-    @property
+    @cached_property
     def stores(self) -> tuple[str, ...]:
         """The running averages of the direction, by the names they have in the state."""
         if self.direction == "adam":
@@ -71,3 +79,22 @@ class Variant:
         if self.direction == "lion":
             return ("exp_avg",)
         return ("momentum_buffer",) if self.averages else ()
+
+    @cached_property
+    def keeps(self) -> tuple[str, ...]:
+        """What a step needs of the state as it is there: averages, their bounds, and a residual of a byte."""
+        bounds = tuple(BOUNDS[name] for name in self.stores) if self.moments == "8bit" else ()
+        return (*self.stores, *bounds, *(("residual",) if self.residual_bits == 8 else ()))
+
+
+def variant_of(**fields: Any) -> Variant:
+    """A variant; the same object for the same fields, where they can be told apart."""
+    try:
+        return _variant_of(**fields)
+    except TypeError:  # a metric that has no hash
+        return Variant(**fields)
+
+
+@lru_cache(maxsize=1024)
+def _variant_of(**fields: Any) -> Variant:
+    return Variant(**fields)

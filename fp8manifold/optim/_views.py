@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8manifold._charts import chart_of
-from fp8manifold.optim._engine import Job, run_eager
+from fp8manifold.optim._eager_step import run_eager
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._step import Outcome
 from fp8manifold.optim._weights import load_weights
 

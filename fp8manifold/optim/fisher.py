@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
 from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
@@ -112,7 +112,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
     preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
 
     steps_alone = False  # the gradients of a layer's weight and bias go together
-    _repeats = False  # natural gradients are new tensors in every step
 
     def __init__(
         self,

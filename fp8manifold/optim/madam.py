@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8manifold._checks import check_number
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._plan import Grid
 from fp8manifold.optim._planned import Parameters

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._options import check_betas, check_finite, reject_flags
 from fp8manifold.optim._plan import Grid
 from fp8manifold.optim._planned import Parameters

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fp8manifold._charts import Metric
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._schedules import Schedule

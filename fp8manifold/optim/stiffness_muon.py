@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._muon import along, take_muon_step
 from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._orthogonal import (
@@ -94,7 +94,6 @@ class StiffnessMuon(StiffnessOptimizer):
 
     direction = "muon"
     preconditioner = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
-    _repeats = False
 
     def __init__(
         self,
@@ -230,14 +229,18 @@ class StiffnessMuon(StiffnessOptimizer):
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
         return numbers | shared
 
-    def _step_one(self, plan: Planned, numbers: Tensor, keys: Tensor, *, observed: bool) -> StepView | None:
+    def _takes_more(self, plan: Planned) -> bool:
+        return plan.group["direction"] == "muon"
+
+    def _take_alone(self, plan: Planned, numbers: Tensor, keys: Tensor) -> StepView | None:
         """Adam's parameters as everywhere, a matrix by its own two passes."""
         if plan.group["direction"] == "adam":
-            return super()._step_one(plan, numbers, keys, observed=observed)
+            return super()._take_alone(plan, numbers, keys)
         job, factor = plan.job, partial(_factor, plan.group, plan.parameter)
-        take = partial(take_muon_step, job, numbers, keys, factor, compile=plan.compile, observed=observed)
-        if observed:
-            return viewed(plan.parameter, along(job, job.arrays["gradient"]), numbers, take)
+        is_observed = self._is_observed(plan)
+        take = partial(take_muon_step, job, numbers, keys, factor, compile=plan.compile, observed=is_observed)
+        if is_observed:
+            return viewed(plan.parameter, along(job, job.held["gradient"]), numbers, take)
         take()
         return None
 

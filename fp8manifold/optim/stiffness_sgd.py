@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_number
-from fp8manifold.optim._engine import Job
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._plan import Grid
 from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._schedules import Schedule

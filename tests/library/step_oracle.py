@@ -148,6 +148,8 @@ class Slow:
         squared, e4m3 = name == "exp_avg_sq", Codes(fm.FloatFormat(4, 3))
         scale = f32(2.0 ** self._scale_exponent(self.bounds[name][i // self.block], squared))
         value = f32(f32(e4m3.value(kept if squared else e4m3.signed(kept))) * scale)
+        if kept == e4m3.fmt.sign_bit:
+            value = f32(-0.0)
         return f32(value * value) if squared else value
 
     @staticmethod

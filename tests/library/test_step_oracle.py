@@ -22,6 +22,16 @@ from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
 
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])
 STEPS = 4
+PATHS = {"native": None, "eager": False}
+
+
+@pytest.fixture(params=PATHS, autouse=True)
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this module is one of each way to run a step."""
+    monkeypatch.setitem(HOW, "compile", PATHS[request.param])
+
+
+HOW: dict[str, bool | None] = {}
 #: Large enough that most weights move and some cross binades, zero and the ends.
 OPTIONS: dict[str, dict[str, Any]] = {
     "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95)},
@@ -126,7 +136,7 @@ def follow(
     kind: str, p: fm.FP8Parameter, options: dict[str, Any], steps: int = STEPS, moved: float = 0.2, **more: Any
 ) -> None:
     """Step both and compare after every step; more than a share of the weights have to move."""
-    optimizer = getattr(optim, kind)([p], compile=False, **options)
+    optimizer = getattr(optim, kind)([p], **HOW, **options)
     slow = slow_of(kind, p, options, **more)
     before = p.codes.clone()
     for t in range(steps):
@@ -255,7 +265,7 @@ def test_the_stream_of_a_parameter_and_the_seed_key_its_draws(kind: str) -> None
     """The second of two equal weights, whose gradient is the same."""
     p, twin = stored("E4M3"), stored("E4M3")
     options = OPTIONS[kind] | {"seed": 2**64 - 1, "writeback": "residual8", "moments": "bfloat16"}
-    optimizer = getattr(optim, kind)([twin, p], compile=False, **options)
+    optimizer = getattr(optim, kind)([twin, p], **HOW, **options)
     slow = slow_of(kind, p, options)
     for t in range(2):
         p.grad = twin.grad = gradient(p, t)
@@ -312,7 +322,7 @@ FLOATS = [
 def test_floats(storage: str, scale: Any, kind: str, options: dict[str, Any]) -> None:
     weight = on_manifold(stored("E4M3"), storage, scale)
     given = OPTIONS[kind] | options
-    optimizer = getattr(optim, kind)([weight], compile=False, **given)
+    optimizer = getattr(optim, kind)([weight], **HOW, **given)
     if storage == "plain" and kind == "Madam":
         given = given | {"lr": 1e-3}
     first = weight.detach().as_subclass(Tensor).view(-1).numpy().copy()

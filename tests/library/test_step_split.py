@@ -17,11 +17,13 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import anneal
-from fp8manifold.optim._engine import Job, key_row, run
 from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._hyper import row
+from fp8manifold.optim._job import Job
+from fp8manifold.optim._keys import key_row
 from fp8manifold.optim._layout import Layout
 from fp8manifold.optim._plan import unpack_nibbles
+from fp8manifold.optim._run import run
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
@@ -56,9 +58,10 @@ def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Job, Tensor]
     group = optimizer.param_groups[0]
     optimizer._check_schedules(optimizer._taken(optimizer._members()))
     state = optimizer._begin(group, p, 0)
+    state["step"] += 1
     plan = optimizer._plan(group, p, state)
     if plan.job.variant.residual_bits == 4:
-        plan.job.arrays["residual"] = unpack_nibbles(state["residual"], p.shape).view(plan.job.layout.dims)
+        plan.job.held["residual"] = unpack_nibbles(state["residual"], p.shape)
     numbers = torch.tensor(row(plan.numbers, plan.dtype), dtype=torch.float64).to(plan.dtype)
     return plan.job, numbers
 

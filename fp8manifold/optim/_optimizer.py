@@ -3,19 +3,21 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._eager import eager_only
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
-from fp8manifold.optim._engine import Job, key_row, note_changes, run, settle
 from fp8manifold.optim._finite import all_finite
-from fp8manifold.optim._hyper import KEYS, row
+from fp8manifold.optim._hyper import row
+from fp8manifold.optim._keys import key_rows
 from fp8manifold.optim._kinds import manifold_of
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
 from fp8manifold.optim._planned import Member, Planned
+from fp8manifold.optim._run import note_changes, run, run_all
 from fp8manifold.optim._skips import warn_of_skips
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._variant import RESIDUAL_BITS
@@ -24,13 +26,11 @@ from fp8manifold.tensor import FP8Tensor
 
 if TYPE_CHECKING:
     from fp8manifold.optim._in_backward import InBackward
-    from fp8manifold.optim._repeated import RepeatedStep
 
 __all__ = ["ManifoldOptimizer"]
 
 
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
-_NO_KEYS: Final = [0] * KEYS
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
@@ -56,7 +56,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     warn_after: int = 10
     widened_scales: int = 0
     streams_begun: int = 0
-    _repeated: "RepeatedStep | None" = None
     _in_backward: "InBackward | None" = None
     steps_alone = True  # a step of one parameter depends on nothing of the others
     preconditioner: frozenset[str] = frozenset()
@@ -98,26 +97,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             return loss
         self._check_options()
-        repeated = self._repeated
-        done = None if repeated is None else repeated.done()
-        taken = self._taken(self._members()) if repeated is None or done is None else repeated.taken(done)
-        self._check_schedules(taken)
+        members = self._members()
+        self._check_schedules(self._taken(members))
         for group in self.param_groups:
             for parameter in group["params"] if group["writeback"] in RESIDUAL_BITS else ():
                 self._take_remainder(group, parameter)
-        if repeated is not None and done is not None and repeated.take(done):
+        if self._ready(members):
             self.skipped_in_row = 0
-        elif not self._ready(members := self._members()):
+            self._take(self._planned(members))
+        else:
             self.skipped_steps += 1
             self.skipped_in_row += 1
             if self.skipped_in_row == self.warn_after:
                 warn_of_skips(self, self._gradient_factor)
-        else:
-            self.skipped_in_row = 0
-            self._repeated = None
-            planned = self._planned(members)
-            self._take(planned)
-            self._repeated = self._repeatable(planned)
         return loss
 
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> bool:
@@ -148,21 +140,16 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _planned(self, members: list[Member]) -> list[Planned]:
         """What a step of these parameters is, with every step count advanced."""
-        planned = []
         stepped = [(group, p) for group, p in members if p.numel()]
         for group, p in stepped:
             check_arrays(self.state.get(p, {}), p, group, stores_moments=self._stores_moments(p))
         is_new = any("stream" not in self.state.get(p, {}) for _, p in stepped)
         numbers = twins(p for _, p in self._everyone()) if is_new else {}
-        for group, parameter in stepped:
-            state = self._begin(group, parameter, numbers.get(parameter, 0))
-            if (plan := self._plan(group, parameter, state)) is not None:
-                planned.append(plan)
-        return planned
-
-    def _repeatable(self, planned: list[Planned]) -> "RepeatedStep | None":
-        """What takes the next steps if they are like this one; None where they have to be planned."""
-        return None
+        states = [self._begin(group, p, numbers.get(p, 0)) for group, p in stepped]
+        if states:
+            torch._foreach_add_([state["step"] for state in states], 1)
+        plans = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
+        return [plan for plan in plans if plan is not None]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -270,10 +257,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked_options", {})
         return checked
 
-    def _options_checked(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """The options of a group as they were when last found valid: the same object while they are the same."""
-        return self._checked[id(group)]
-
     def _stores_moments(self, parameter: Tensor) -> bool:
         """Whether ``moments`` is for this parameter."""
         return True
@@ -303,7 +286,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _begin(self, group: dict[str, Any], parameter: Tensor, twin: int) -> dict[str, Any]:
-        """The parameter's state with its step count advanced; stabilised and reset when that is due."""
+        """The parameter's state before the step; stabilised and reset when that is due."""
         state: dict[str, Any] = self.state.setdefault(parameter, {})  # somebody may have put a plain dict there
         if "step" not in state:
             state["step"] = torch.tensor(0.0, dtype=torch.float32)
@@ -313,7 +296,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
         done = int(state["step"])
-        state["step"] += 1
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
             _stabilize(parameter)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
@@ -347,48 +329,52 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _take(self, planned: list[Planned]) -> None:
         """Take the planned steps; their numbers and keys reach a device in one transfer each."""
-        if any(plan.is_new for plan in planned):
-            settle([plan.job for plan in planned])
         tables: dict[tuple[torch.device, torch.dtype], list[Planned]] = {}
         for plan in planned:
-            tables.setdefault((plan.job.arrays["gradient"].device, plan.dtype), []).append(plan)
+            tables.setdefault((plan.job.held["weight"].device, plan.dtype), []).append(plan)
         for (device, dtype), plans in tables.items():
-            numbers = torch.tensor([row(plan.numbers, dtype) for plan in plans], dtype=torch.float64).to(device, dtype)
-            keys = torch.tensor([_keys(plan.job) for plan in plans], dtype=torch.int32).to(device)
-            for plan, number_row, keys_row in zip(plans, numbers.unbind(), keys.unbind(), strict=True):
-                self._take_one(plan, number_row, keys_row)
+            table = np.array([row(plan.numbers, dtype) for plan in plans], dtype=np.float64)
+            numbers = torch.from_numpy(table).to(device, dtype)
+            keys = torch.from_numpy(key_rows([plan.job for plan in plans])).to(device)
+            self._take_together(plans, numbers, keys)
         note_changes([plan.parameter for plan in planned])
 
-    def _take_one(self, plan: Planned, numbers: Tensor, keys: Tensor) -> None:
-        job, state = plan.job, plan.state
-        packed = job.variant.residual_bits == 4
-        if packed:
-            residual = unpack_nibbles(state["residual"], plan.parameter.shape)
-            job.arrays["residual"] = residual.view(job.layout.dims)
-        observed = self.observer is not None and job.variant.storage != "plain" and self._observes(plan.parameter)
-        view = self._step_one(plan, numbers, keys, observed=observed)
-        if plan.copied is not None:
-            plan.parameter.copy_(plan.copied)
-        if packed:
-            state["residual"].copy_(pack_nibbles(job.arrays.pop("residual")))
-        del job.arrays["gradient"]  # jobs outlive the step, gradients need not
-        if view is not None and self.observer is not None:
-            self.observer(view)
+    def _take_together(self, plans: list[Planned], numbers: Tensor, keys: Tensor) -> None:
+        """Take the steps of one device and dtype: in one go, but for those that take more than a run."""
+        for plan in plans:
+            if plan.job.variant.residual_bits == 4:
+                plan.job.held["residual"] = unpack_nibbles(plan.state["residual"], plan.parameter.shape)
+        alone = [self._is_observed(plan) or self._takes_more(plan) for plan in plans]
+        together = [i for i, is_alone in enumerate(alone) if not is_alone]
+        if together:
+            everything = len(together) == len(plans)
+            rows = (numbers, keys) if everything else (numbers[together], keys[together])
+            run_all([plans[i].job for i in together], *rows, [plans[i].compile for i in together])
+        views = [self._take_alone(plan, numbers[i], keys[i]) if alone[i] else None for i, plan in enumerate(plans)]
+        for plan, view in zip(plans, views, strict=True):
+            if plan.copied is not None:
+                plan.parameter.copy_(plan.copied)
+            if plan.job.variant.residual_bits == 4:
+                plan.state["residual"].copy_(pack_nibbles(plan.job.held["residual"]))
+            if view is not None and self.observer is not None:
+                self.observer(view)
 
-    def _step_one(self, plan: Planned, numbers: Tensor, keys: Tensor, *, observed: bool) -> StepView | None:
-        """Take the step of one parameter, all arrays of whose job are there; show it where it is observed."""
-        if observed:
+    def _takes_more(self, plan: Planned) -> bool:
+        """Whether a step takes more than to run its job."""
+        return False
+
+    def _take_alone(self, plan: Planned, numbers: Tensor, keys: Tensor) -> StepView | None:
+        """Take the step of one parameter; show it where it is observed."""
+        if self._is_observed(plan):
             return observed_step(plan.parameter, plan.job, numbers)
         run(plan.job, numbers, keys, compile=plan.compile)
         return None
 
+    def _is_observed(self, plan: Planned) -> bool:
+        return self.observer is not None and plan.job.variant.storage != "plain" and self._observes(plan.parameter)
+
     def _observes(self, parameter: Tensor) -> bool:
         return self.observes is None or self.observes(parameter)
-
-
-def _keys(job: Job) -> list[int]:
-    draws = job.variant.draws_for_weight or job.variant.draws_for_moments
-    return key_row(job.words, job.offset, moments=job.variant.draws_for_moments) if draws else _NO_KEYS
 
 
 def _stabilize(parameter: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A step that repeats the last one gives the bits of one that is planned, whatever happens between two steps."""
+"""Nothing is remembered from one step to the next but what the state shows, whatever way steps are run."""
 
 import copy
 import gc
@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim._repeated import RepeatedStep
 
 OPTIMIZERS = {
     "adamw": (optim.StiffnessAdamW, {"lr": 1e-2, "weight_decay": 0.1}),
@@ -27,7 +26,11 @@ OPTIMIZERS = {
     "lion-8bit": (optim.StiffnessLion, {"lr": 1e-3, "moments": "8bit"}),
     "madam": (optim.Madam, {"lr": 1e-2}),
 }
-by_name = pytest.mark.parametrize("name", OPTIMIZERS)
+#: ``compile``: native where that was built, plain PyTorch, and torch.compile
+PATHS = {"native": None, "eager": False, "compiled": True}
+COMPILED = ("adamw", "adamw-8bit")
+CASES = [(name, path) for name in OPTIMIZERS for path in PATHS if path != "compiled" or name in COMPILED]
+by_path = pytest.mark.parametrize(("name", "path"), CASES, ids=["-".join(case) for case in CASES])
 
 
 def weights() -> list[Tensor]:
@@ -123,68 +126,47 @@ EVENTS: list[Callable[[list[Tensor], Any], None]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def never_repeats(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    def plan_always(optimizer: Any) -> None:
-        monkeypatch.setattr(optimizer, "_repeatable", lambda planned: None, raising=False)
+def forget(optimizer: Any) -> None:
+    """Take away all that is neither torch's, nor a count that ``state_dict`` has; it is no part of any result."""
+    known = {"state", "param_groups", "defaults", "skipped_steps", "skipped_in_row", "widened_scales", "streams_begun"}
+    for name in [name for name in vars(optimizer) if name not in known and not name.startswith("_optimizer_")]:
+        if name.startswith("_") and name not in torch.optim.SGD([torch.zeros(1)]).__dict__:
+            del optimizer.__dict__[name]
 
-    return plan_always
 
-
-@by_name
-@pytest.mark.parametrize("event", EVENTS, ids=lambda e: e.__name__)
-def test_repeated_is_planned(name: str, event: Callable[..., None], never_repeats: Callable[[Any], None]) -> None:
-    pairs = [build(name), build(name)]
-    never_repeats(pairs[1][1])
-    for t in range(9):
-        for parameters, optimizer in pairs:
+def compare(name: str, path: str, event: Callable[..., None] | None, steps: int, at: int, **options: Any) -> Any:
+    """The bits of plain PyTorch in an optimizer that forgets everything before each step; the two optimizers."""
+    ours = build(name, **options | {"compile": PATHS[path]})
+    plain = build(name, **options | {"compile": False})
+    for t in range(steps):
+        for parameters, optimizer in (ours, plain):
             put(parameters, t)
-            if t == 3:
+            if t == at and event is not None:
                 event(parameters, optimizer)
+            if optimizer is plain[1]:
+                forget(optimizer)
             optimizer.step()
-        assert same(everything(*pairs[0]), everything(*pairs[1])), t
-    assert pairs[0][1].skipped_steps == pairs[1][1].skipped_steps == (event in (nan_gradient, huge_gradient))
+        assert same(everything(*ours), everything(*plain)), t
+    return ours[1], plain[1]
 
 
-@by_name
-def test_most_steps_are_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = []
-    take = RepeatedStep.take
-    monkeypatch.setattr(RepeatedStep, "take", lambda self, done: taken.append(done[0].done) or take(self, done))
-    parameters, optimizer = build(name)
-    for t in range(12):
-        put(parameters, t)
-        optimizer.step()
-    assert taken == [t for t in range(12) if t % 5]
+@by_path
+@pytest.mark.parametrize("event", EVENTS, ids=lambda e: e.__name__)
+def test_the_next_step_is_one_of_an_optimizer_that_forgets(name: str, path: str, event: Callable[..., None]) -> None:
+    optimizers = compare(name, path, event, steps=9, at=3)
+    for optimizer in optimizers:
+        assert optimizer.skipped_steps == (event in (nan_gradient, huge_gradient))
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("options", [{"stabilize_every": 3}, {"reset_every": 4}, {"stiffness": lambda t: 1 / (1 + t)}])
-def test_what_is_due_is_done(options: dict[str, Any], never_repeats: Callable[[Any], None]) -> None:
-    pairs = [build("adamw", **options), build("adamw", **options)]
-    never_repeats(pairs[1][1])
-    for t in range(12):
-        for parameters, optimizer in pairs:
-            put(parameters, t)
-            optimizer.step()
-        assert same(everything(*pairs[0]), everything(*pairs[1])), t
+def test_what_is_due_is_done(options: dict[str, Any], path: str) -> None:
+    compare("adamw", path, None, steps=12, at=-1, **options)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw-8bit", "adamw-residual8"])
-def test_repeated_is_planned_compiled(name: str, never_repeats: Callable[[Any], None]) -> None:
-    pairs = [build(name, compile=True), build(name)]
-    never_repeats(pairs[1][1])
-    for t in range(9):
-        for parameters, optimizer in pairs:
-            put(parameters, t)
-            if t == 3:
-                nan_gradient(parameters, optimizer)
-            optimizer.step()
-        assert same(everything(*pairs[0]), everything(*pairs[1])), t
-    assert pairs[0][1].skipped_steps == 1
-
-
-def test_raising_on_a_repeated_step_changes_nothing() -> None:
-    parameters, optimizer = build("adamw-8bit", on_nonfinite="raise")
+@pytest.mark.parametrize("path", PATHS)
+def test_raising_changes_nothing(path: str) -> None:
+    parameters, optimizer = build("adamw-8bit", on_nonfinite="raise", compile=PATHS[path])
     for t in range(3):
         put(parameters, t)
         optimizer.step()
@@ -196,9 +178,10 @@ def test_raising_on_a_repeated_step_changes_nothing() -> None:
     assert same(everything(parameters, optimizer), before)
 
 
-def test_a_changed_weight_is_seen_by_autograd() -> None:
-    """What a graph saved is no longer there after a compiled step, repeated or not."""
-    parameters, optimizer = build("adamw", compile=True)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_changed_weight_is_seen_by_autograd(path: str) -> None:
+    """What a graph saved is no longer there after a step."""
+    parameters, optimizer = build("adamw", compile=PATHS[path])
     plain = parameters[2]
     for t in range(4):
         loss = (plain * plain).sum()
@@ -309,30 +292,11 @@ BETWEEN: list[Callable[[list[Tensor], Any], None]] = [
 ]  # fmt: skip
 
 
-def forget(optimizer: Any) -> None:
-    """Take away what an optimizer keeps beside its state, if anything."""
-    for name in ("_repeated", "_kept_jobs"):
-        optimizer.__dict__.pop(name, None)
-
-
 @pytest.mark.parametrize("event", BETWEEN, ids=lambda e: e.__name__)
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    [("adamw", False), ("adamw-8bit", False), ("sgd", False), ("adamw", True), ("adamw-8bit", True)],
-    ids=["adamw", "adamw-8bit", "sgd", "adamw-compiled", "adamw-8bit-compiled"],
-)
-def test_the_next_step_starts_from_what_the_state_holds(name: str, compiled: bool, event: Callable[..., None]) -> None:
-    """As an optimizer does that remembers nothing at all, whatever happens to its state between two steps."""
-    pairs = [build(name, compile=compiled), build(name, compile=compiled)]
-    for t in range(6):
-        for parameters, optimizer in pairs:
-            put(parameters, t)
-            if t == 3:
-                event(parameters, optimizer)
-            if optimizer is pairs[1][1]:
-                forget(optimizer)
-            optimizer.step()
-        assert same(everything(*pairs[0]), everything(*pairs[1])), t
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", [*COMPILED, "sgd"])
+def test_the_next_step_starts_from_what_the_state_holds(name: str, path: str, event: Callable[..., None]) -> None:
+    compare(name, path, event, steps=6, at=3)
 
 
 def test_the_events_matter() -> None:
@@ -359,11 +323,11 @@ def test_the_events_matter() -> None:
         (lambda value: value[:2].clone(), "of shape"),
     ],
 )
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 def test_an_average_that_cannot_be_stepped_is_refused(
-    compiled: bool, change: Callable[[Tensor], Tensor], message: str
+    path: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
-    parameters, optimizer = build("adamw", compile=compiled)
+    parameters, optimizer = build("adamw", compile=PATHS[path])
     for t in range(3):
         put(parameters, t)
         optimizer.step()
@@ -378,10 +342,10 @@ def test_an_average_that_cannot_be_stepped_is_refused(
     assert [int(optimizer.state[p]["step"]) for p in parameters] == counts
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("i", [0, 2])
-def test_a_parameter_taken_out_is_let_go(i: int, compiled: bool) -> None:
-    parameters, optimizer = build("adamw", compile=compiled)
+def test_a_parameter_taken_out_is_let_go(i: int, path: str) -> None:
+    parameters, optimizer = build("adamw", compile=PATHS[path])
     for t in range(3):
         put(parameters, t)
         optimizer.step()

@@ -1,0 +1,22 @@
+/* Counter-based random words, as fp8manifold/random_bits.py has them: a function of three round keys and a position. */
+#ifndef FP8MANIFOLD_DRAWS_H
+#define FP8MANIFOLD_DRAWS_H
+
+#include "portable.h"
+
+typedef struct {
+    uint32_t first, second, third;
+} Keys;
+
+INLINE uint32_t random_word(const Keys keys, uint32_t position)
+{
+    uint32_t x = position + keys.first;
+    x = (x ^ (x >> 17)) * 0xED5AD4BBu + keys.second;
+    x = (x ^ (x >> 11)) * 0xAC4C1B51u + keys.third;
+    return (x ^ (x >> 15)) * 0x31848BABu;
+}
+
+/* The 24 bits of a word that decide a rounding. */
+INLINE int32_t draw_of(uint32_t word) { return (int32_t)(word >> 8); }
+
+#endif

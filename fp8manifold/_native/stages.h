@@ -1,0 +1,145 @@
+/* The stages of a step, element by element: what fp8manifold/optim/_weights.py, _directions.py, _geometry.py,
+ * _moments.py and _injection.py say of whole tensors. */
+#ifndef FP8MANIFOLD_STAGES_H
+#define FP8MANIFOLD_STAGES_H
+
+#include "step.h"
+
+/* The format of averages in eight bits: E4M3. */
+static const Format MOMENT = {3, 7, -6, 8, 8, 128, 126, 0x43E00000, 1, 0, -1, 1, -1, 448.0f};
+
+/* What holds for all elements that share a scale. */
+typedef struct {
+    float scale, inverse, rate, floor;
+    Chart chart, own;
+    int exact; /* whether dividing by the scale is */
+} Local;
+
+INLINE int extra_bits(const Spec *s)
+{
+    return s->writeback == WRITE_RESIDUAL8 ? 8 : s->writeback == WRITE_RESIDUAL4 ? 4 : 0;
+}
+
+INLINE int rounds(const Spec *s) { return s->storage == CODES || s->storage == GRID; }
+
+INLINE Local local_to(const Job *j, float scale, int exact)
+{
+    const Spec *s = j->spec;
+    const Format *f = &s->format;
+    Local l = {scale, 1.0f / scale, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
+    if (s->storage == CODES)
+        l.inverse = float_of((254 * (1 << 23)) - bits_of(scale));
+    l.rate = j->hyper.rate * l.inverse;
+    l.floor = j->hyper.floor * l.inverse;
+    int exponent;
+    frexpf(scale, &exponent);
+    const int32_t lowest = most(f->emin, j->low_exponent - (exponent - 1));
+    const int32_t highest = least(f->emax, j->high_exponent - (exponent - 1));
+    l.chart = (Chart){f->mantissa_bits, lowest, most(highest, lowest)};
+    return l;
+}
+
+/* ---------------------------------------------------------------------------------------------------- weights */
+INLINE Decoded load_codes(const Format *f, int32_t code, int32_t residual, int32_t extra)
+{
+    if (!extra)
+        return decode_code(f, code);
+    const int32_t negative = -((code & f->sign_bit) >> (f->bits - 1));
+    const int32_t count = ((code & (f->sign_bit - 1)) ^ negative) - negative;
+    Decoded d = decode_signed(f, count * (1 << extra) + residual, extra);
+    d.ulp = d.ulp * (float)(1 << extra);
+    return d;
+}
+
+INLINE Decoded load_floats(const Spec *s, const Local *l, float weight, int32_t residual)
+{
+    const Format *f = &s->format;
+    if (s->storage == PLAIN)
+        return (Decoded){weight, 0};
+    float x = weight / l->scale;
+    if (s->storage == GRID && !l->exact)
+        x = round_value(f, x, 0, 0);
+    if (s->storage == GRID && extra_bits(s))
+        return load_codes(f, encode_finite(f, x, 0, 0, 0), residual, extra_bits(s));
+    return (Decoded){x, chart_stiffness(l->own, x)};
+}
+
+/* The nearest code of a finer one and what is left. */
+INLINE int32_t split_code(const Format *f, int32_t count, int32_t extra, int32_t *residual)
+{
+    const int32_t nearest = (count + (1 << (extra - 1))) >> extra;
+    *residual = count - nearest * (1 << extra);
+    return (nearest < 0 ? -nearest : nearest) | (nearest & f->sign_bit);
+}
+
+/* --------------------------------------------------------------------------------------------------- averages */
+INLINE float scale_of_bound(float bound, int root)
+{
+    const int32_t field = bits_of(bound) >> 23;
+    return float_of((root ? ((field - 125) >> 1) + 120 : most(field - 6, 1)) * (1 << 23));
+}
+
+INLINE float reciprocal(float power) { return float_of(254 * (1 << 23) - bits_of(power)); }
+
+INLINE uint16_t to_bfloat16(float x, uint32_t draw) { return (uint16_t)(((uint32_t)bits_of(x) + draw) >> 16); }
+INLINE float of_bfloat16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
+
+INLINE uint8_t to_codes(float x, float inverse, uint32_t draw)
+{
+    return (uint8_t)encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8), 1);
+}
+
+/* One that is not zero stays so, for it is divided by. */
+INLINE uint8_t root_to_codes(float root, float inverse, uint32_t draw)
+{
+    const int32_t code = encode_magnitude(&MOMENT, root * inverse, 1, (int32_t)(draw << 8), 0, 1);
+    return (uint8_t)most(code, least(bits_of(root), 1));
+}
+
+/* --------------------------------------------------------------------------------------------------- geometry */
+/* (S / S_ref)^k of a spacing in value. */
+INLINE float field_factor(const Hyper *h, int mode, float stiffness)
+{
+    if (mode == FIELD_POWER) {
+        float at = (float)((bits_of(stiffness) >> 23) - 127) - h->log_reference;
+        at = at > h->log_low ? at : h->log_low;
+        at = at < h->log_high ? at : h->log_high;
+        return exp2_exact(at * h->power);
+    }
+    const int32_t bits = bits_of(stiffness * h->inverse_reference);
+    const float ratio = float_of(least(most(bits, bits_of(h->low)), bits_of(h->high)));
+    return mode == FIELD_SQRT ? sqrtf(ratio) : mode == FIELD_SQUARE ? ratio * ratio : ratio;
+}
+
+INLINE float factor_at(const Job *j, const Local *l, float ulp, int mode)
+{
+    return field_factor(&j->hyper, mode, (j->spec->metric == METRIC_ULP ? ulp : 1.0f) * l->scale);
+}
+
+INLINE float stiffness_at(const Local *l, float x, int metric)
+{
+    return metric == METRIC_ULP ? chart_stiffness(l->chart, x) : 1.0f;
+}
+
+INLINE float move_linear(float start, float direction, float rate) { return start - direction * rate; }
+
+INLINE float move_by_factor(float x, float step, float floor)
+{
+    const float outward = sign_of(x) * step;
+    return fabsf(x) >= floor ? x * exp2_exact(outward * (float)-1.4426950408889634) : x - floor * step;
+}
+
+INLINE float move_on_chart(const Job *j, const Local *l, float start, float direction, int geometry, int metric)
+{
+    const float steps = bounded(direction * -j->hyper.rate, -0x1p24f, 0x1p24f);
+    float moved;
+    if (geometry == TANGENT) {
+        moved = start + steps * stiffness_at(l, start, metric);
+    } else {
+        moved = metric == METRIC_ULP ? chart_shift(l->chart, start, steps) : start + steps;
+        moved = steps == 0 ? start : moved;
+    }
+    return bounded(moved, -j->spec->format.largest, j->spec->format.largest);
+}
+
+#endif

@@ -1,0 +1,49 @@
+/* What a step is made of.  fp8manifold/_native/_layouts.py has the same in the same order. */
+#ifndef FP8MANIFOLD_STEP_H
+#define FP8MANIFOLD_STEP_H
+
+#include "chart.h"
+#include "draws.h"
+#include "format.h"
+
+enum { ADAM, SGD, LION, MADAM, MUON };                      /* directions */
+enum { CODES, GRID, FREE, PLAIN };                          /* storages */
+enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_RESIDUAL4, WRITE_MOMENTUM };
+enum { FLOAT32, BFLOAT16, EIGHT_BITS };                     /* moments */
+enum { LINEAR, EXPONENTIAL, TANGENT, MULTIPLICATIVE };      /* geometries */
+enum { FIELD_NONE, FIELD_LINEAR, FIELD_SQRT, FIELD_SQUARE, FIELD_POWER };
+enum { METRIC_ULP, METRIC_EUCLIDEAN };
+enum { ONE_SCALE, SCALE_A_ROW, SCALE_AN_ELEMENT };
+
+/* The numbers of a step: fp8manifold/optim/_hyper.py. */
+typedef struct {
+    float beta1, gain1, beta2, gain2, eps, rate, keep, correction, largest, inverse_reference, log_reference;
+    float low, high, log_low, log_high, power, inject, floor;
+} Hyper;
+
+/* What is fixed: fp8manifold/optim/_variant.py. */
+typedef struct {
+    int32_t direction, storage, writeback, moments, geometry, stiffness, metric;
+    int32_t decays, averages, nesterov, amsgrad, maximize;
+    Format format;
+} Spec;
+
+/* One parameter's step: a matrix of `rows` rows, each of which shares a block of the averages or a scale. */
+typedef struct {
+    const Spec *spec;
+    void *weight;            /* uint8 codes or float32 */
+    const float *gradient;
+    const float *scale;
+    int8_t *residual;
+    void *first, *second;    /* averages: float32, bfloat16 or codes */
+    float *largest;          /* AMSGrad's */
+    float *first_bound, *second_bound;
+    int64_t rows, length;
+    int32_t scales;          /* ONE_SCALE, ... */
+    int32_t repeats;         /* rows that share one scale */
+    int32_t low_exponent, high_exponent; /* in value; between them the chart's exponent follows the format's */
+    Keys weight_keys, average_keys;
+    Hyper hyper;
+} Job;
+
+#endif

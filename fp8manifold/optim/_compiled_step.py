@@ -1,0 +1,95 @@
+"""The same step through ``torch.compile``: what runs on devices without native code, and wherever it is asked for."""
+
+import types
+import warnings
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold.optim._job import Job
+from fp8manifold.optim._layout import index_in
+from fp8manifold.optim._variant import BOUNDS
+from fp8manifold.optim._step import prepare_step, step
+from fp8manifold.optim._variant import Variant
+from fp8manifold.random_bits import mix
+
+__all__ = ["CompileUnavailableWarning", "can_compile", "run_compiled"]
+
+
+class CompileUnavailableWarning(UserWarning):
+    """Steps run without ``torch.compile``: the same results, slower on some devices."""
+
+
+_functions: Final[dict[tuple[object, ...], Callable[..., None]]] = {}
+"""Compiled functions by what they were compiled for."""
+
+_failed: Final[set[tuple[object, ...]]] = set()
+"""What could not be compiled, and was warned of."""
+
+
+def can_compile(job: Job, dtype: torch.dtype) -> bool:
+    """Whether a step has the same bits compiled, and has not failed to compile."""
+    fits = job.variant.compiles and job.layout.compiles and dtype is torch.float32
+    small = job.layout.numel < 2**31 and job.offset % 2**32 + job.layout.numel <= 2**32
+    return fits and small and _key(job) not in _failed
+
+
+def run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
+    """Take the step in place; False, with nothing changed and one warning ever, where compiling fails.
+
+    Args:
+        job: what to step.
+        numbers: a row of hyperparameters.
+        keys: a row of round keys.
+    """
+    key, arrays = _key(job), job.arrays
+    if key not in _functions:
+        _functions[key] = _compiled(job.variant, tuple(arrays))
+    try:
+        _functions[key](numbers, keys, *arrays.values())
+    except Exception as error:  # whatever a compiler's absence or failure raises
+        if not _failed:
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            warnings.warn(
+                f"optimizer steps are not compiled: torch.compile failed with {type(error).__name__}: {first_line} "
+                "(compile=False silences this)",
+                CompileUnavailableWarning,
+                stacklevel=2,
+            )
+        _failed.add(key)
+        return False
+    return True
+
+
+def _key(job: Job) -> tuple[object, ...]:
+    return (job.variant, len(job.layout.dims), job.held["weight"].device.type, tuple(job.held))
+
+
+def _compiled(variant: Variant, names: tuple[str, ...]) -> Callable[..., None]:
+    """The pure step with a code object of its own: specifications that share one would exhaust its cache."""
+
+    def take_step(numbers: Tensor, keys: Tensor, *tensors: Tensor) -> None:
+        arrays = dict(zip(names, tensors, strict=True))
+        prepared = prepare_step(variant, arrays, numbers)
+        stored = step(variant, arrays | prepared, numbers, _noise(variant, arrays["gradient"], keys)).stored
+        bounds = {name: prepared[name] for name in BOUNDS.values() if name in prepared}
+        for name, value in (stored | bounds).items():
+            arrays[name].copy_(value)
+
+    code = take_step.__code__.replace(co_name=f"take_step_{len(_functions)}")
+    own = types.FunctionType(code, take_step.__globals__, code.co_name, None, take_step.__closure__)
+    function: Callable[..., None] = torch.compile(own, fullgraph=True)
+    return function
+
+
+def _noise(variant: Variant, gradient: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    if not (variant.draws_for_weight or variant.draws_for_moments):
+        return {}
+    index = index_in(gradient.shape, gradient.device)
+    noise = {}
+    for name, wanted, k in (("weight", variant.draws_for_weight, 0), ("moments", variant.draws_for_moments, 3)):
+        if wanted:
+            noise[name] = mix(index + keys[k], keys[k + 1], keys[k + 2])
+    return noise

@@ -1,0 +1,53 @@
+"""One parameter's step before it is taken: what it is, and the tensors that it reads and changes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fp8manifold.optim._geometry import bounded_ends
+from fp8manifold.optim._layout import Layout, row_view
+from fp8manifold.optim._variant import Variant
+
+__all__ = ["Job"]
+
+@dataclass
+class Job:
+    """One parameter's step: its tensors as they are kept, by name, and as views of one layout."""
+
+    variant: Variant
+    layout: Layout
+    #: ``weight`` and ``gradient``, and what the state has: averages, bounds, ``residual``; all of them contiguous
+    held: dict[str, Tensor]
+    #: seed, step and stream of the draws
+    words: tuple[int, int, int]
+    scale: Tensor | None = None
+    #: what the scale broadcasts to
+    shape: torch.Size = torch.Size(())
+    #: exponents, in value, between which a chart of the ulp follows the format
+    ends: tuple[int, int] = (0, 0)
+    #: position of the first element in a tensor that this is a part of
+    offset: int = 0
+
+    @property
+    def blockwise(self) -> bool:
+        """Whether averages are stored in blocks."""
+        return self.variant.moments == "8bit" and bool(self.variant.stores)
+
+    @cached_property
+    def arrays(self) -> dict[str, Tensor]:
+        """Everything by name, as views that broadcast against each other."""
+        dims, blocks = self.layout.dims, self.layout.block_dims
+        arrays = {name: t.view(blocks if name.endswith("_bound") else dims) for name, t in self.held.items()}
+        if self.scale is not None:
+            arrays["scale"] = row_view(self.scale, self.shape, self.layout)
+            if self.variant.geometry in ("exponential", "tangent") and self.variant.metric == "ulp":
+                assert self.variant.fmt is not None
+                arrays |= bounded_ends(self.variant.fmt, arrays["scale"], *self.ends)
+        return arrays
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """What a step changes."""
+        return [tensor for name, tensor in self.held.items() if name != "gradient"]

@@ -1,0 +1,132 @@
+"""A step in native code: of many parameters in one call, whose pointers and sizes are checked before every one."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8manifold._native import library
+from fp8manifold._native._layouts import JOB, SPEC, format_record
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._job import Job
+from fp8manifold.optim._layout import row_view
+from fp8manifold.optim._variant import BOUNDS
+from fp8manifold.optim._variant import MOMENTS, WRITEBACKS, Geometry, Storage, Variant
+
+__all__ = ["is_native", "run_native"]
+
+_DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
+_STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
+_METRICS: Final = ("ulp", "euclidean")
+_ONE, _A_ROW, _AN_ELEMENT = range(3)
+_FIRST: Final = ("exp_avg", "momentum_buffer")
+_AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+_WORTH_A_THREAD: Final = 65_536
+"""Elements for which a thread is started."""
+
+
+def is_native(job: Job, dtype: torch.dtype) -> bool:
+    """Whether native code takes this step; every step in float32 on the CPU but those that need a logarithm."""
+    variant, weight = job.variant, job.held["weight"]
+    return (
+        dtype is torch.float32
+        and weight.device.type == "cpu"
+        and weight.dtype is (torch.uint8 if variant.storage == "codes" else torch.float32)
+        and variant.compiles
+        and job.offset % 2**32 + job.layout.numel <= 2**32
+        and library() is not None
+    )
+
+
+def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[np.int32]) -> None:
+    """Take the steps in place.
+
+    Args:
+        jobs: what to step; none of them shares memory with another.
+        numbers: a row of hyperparameters each.
+        keys: a row of round keys each.
+    """
+    kernels = library()
+    assert kernels is not None
+    records = np.zeros(len(jobs), dtype=JOB)
+    kept: list[object] = []
+    pointers, sizes, facts = [], [], []
+    for job in jobs:
+        rows, length, kind, scale = _matrix(job)
+        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
+        kept += [spec, gradient, scale]
+        pointers.append([spec.ctypes.data, *_addresses(job, gradient, scale)])
+        sizes.append((rows, length))
+        facts.append((kind, job.layout.repeats, *job.ends))
+    records["pointers"], records["facts"], records["keys"], records["hyper"] = pointers, facts, keys, numbers
+    records["rows"], records["length"] = zip(*sizes, strict=True)
+    threads = min(torch.get_num_threads(), sum(r * n for r, n in sizes) // _WORTH_A_THREAD + 1)
+    kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(jobs), threads)
+
+
+def _matrix(job: Job) -> tuple[int, int, int, Tensor | None]:
+    """Rows and length of what is stepped, how the scale goes with them, and the scale."""
+    layout, scale = job.layout, job.scale
+    rows, length = layout.dims if len(layout.dims) == 2 else (1, layout.dims[0])
+    if scale is None or not layout.row_dims:
+        return (rows, length, _ONE, scale) if job.blockwise else (1, rows * length, _ONE, scale)
+    if layout.row_dims == layout.dims:
+        return rows, length, _AN_ELEMENT, row_view(scale, job.shape, layout).contiguous()
+    return rows, length, _A_ROW, scale.contiguous()
+
+
+def _addresses(job: Job, gradient: Tensor, scale: Tensor | None) -> list[int]:
+    """Where everything lies, 0 for what there is not; of the right dtype, size and layout, or nothing is stepped."""
+    held, numel, variant = job.held, job.layout.numel, job.variant
+    blocks = numel // job.layout.dims[-1]
+    average = _AVERAGES[variant.moments]
+    stores = variant.stores
+    first = next((name for name in _FIRST if name in stores), None)
+    second = "exp_avg_sq" if "exp_avg_sq" in stores else None
+    return [
+        _address(held["weight"], torch.uint8 if variant.storage == "codes" else torch.float32, numel),
+        _address(gradient, torch.float32, numel),
+        0 if scale is None else _address(scale, torch.float32, scale.numel()),
+        _address(held["residual"], torch.int8, numel) if variant.residual_bits else 0,
+        0 if first is None else _address(held[first], average, numel),
+        0 if second is None else _address(held[second], average, numel),
+        _address(held["max_exp_avg_sq"], torch.float32, numel) if "max_exp_avg_sq" in stores else 0,
+        0 if first is None or not job.blockwise else _address(held[BOUNDS[first]], torch.float32, blocks),
+        0 if second is None or not job.blockwise else _address(held[BOUNDS[second]], torch.float32, blocks),
+    ]
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
+    if tensor.dtype is not dtype or tensor.numel() != numel or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise RuntimeError(
+            f"a step needs {numel} contiguous elements of {dtype} on the CPU: here are {tensor.numel()} of "
+            f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+        )
+    return tensor.data_ptr()
+
+
+@lru_cache(maxsize=1024)
+def _specification(variant: Variant) -> NDArray[np.void]:
+    """A variant as C knows it: one record."""
+    record = np.zeros(1, dtype=SPEC)
+    record[0] = (
+        _DIRECTIONS.index(variant.direction),
+        get_args(Storage).index(variant.storage),
+        WRITEBACKS.index(variant.writeback),
+        MOMENTS.index(variant.moments),
+        get_args(Geometry).index(variant.geometry),
+        _STIFFNESSES.index(variant.stiffness),
+        _METRICS.index(variant.metric) if variant.fmt is not None else 0,
+        variant.decays,
+        variant.averages,
+        variant.nesterov,
+        variant.amsgrad,
+        variant.maximize,
+        format_record(variant.fmt or FloatFormat(4, 3))[0],
+    )
+    return record

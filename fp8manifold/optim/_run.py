@@ -1,0 +1,59 @@
+"""Running a step the fastest way that is right where it runs: native, compiled or eager, with the same bits."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8manifold._eager import eager_only
+from fp8manifold.optim._compiled_step import can_compile, run_compiled
+from fp8manifold.optim._eager_step import run_eager
+from fp8manifold.optim._job import Job
+from fp8manifold.optim._native_step import is_native, run_native
+
+__all__ = ["note_changes", "run", "run_all"]
+
+
+@eager_only  # compiled code is called as it is
+def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> None:  # noqa: A002  # torch's word
+    """Take one step in place.
+
+    Args:
+        job: what to step.
+        numbers: a row of hyperparameters in the dtype that is computed in.
+        keys: a row of round keys, int32.
+        compile: True for ``torch.compile``, False for plain PyTorch, None for the fastest.
+    """
+    run_all([job], numbers.unsqueeze(0), keys.unsqueeze(0), [compile])
+
+
+@eager_only
+def run_all(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, wanted: Sequence[bool | None]) -> None:
+    """Take many steps in place, those that native code takes in one call.
+
+    Args:
+        jobs: what to step.
+        numbers: a row of hyperparameters each, on the jobs' device.
+        keys: a row of round keys each, on the jobs' device.
+        wanted: each one's ``compile``.
+    """
+    dtype = numbers.dtype
+    native = [i for i, (job, c) in enumerate(zip(jobs, wanted, strict=True)) if c is None and is_native(job, dtype)]
+    if len(native) == len(jobs):
+        run_native(jobs, numbers.numpy(), keys.numpy())
+    elif native:
+        run_native([jobs[i] for i in native], numbers[native].numpy(), keys[native].numpy())
+    for i in sorted(set(range(len(jobs))) - set(native)):
+        _run_without_native(jobs[i], numbers[i], keys[i], wanted[i])
+    note_changes([tensor for job in jobs for tensor in job.changed])
+
+
+def note_changes(tensors: Sequence[Tensor]) -> None:
+    """Native and compiled code, and codes, change behind autograd's back: say so, for it refuses what it had saved."""
+    torch.autograd.graph.increment_version(tensors)
+
+
+def _run_without_native(job: Job, numbers: Tensor, keys: Tensor, wanted: bool | None) -> None:
+    compiles = wanted or (wanted is None and numbers.device.type != "cpu")
+    if not (compiles and can_compile(job, numbers.dtype) and run_compiled(job, numbers, keys)):
+        run_eager(job, numbers)
