@@ -1,7 +1,7 @@
 """What is fixed while a parameter is stepped: everything that a compiled step is specialised for."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from fp8manifold._charts import Metric
@@ -47,7 +47,7 @@ class Variant:
     amsgrad: bool = False
     maximize: bool = False
 
-    @cached_property
+    @property
     def compiles(self) -> bool:
         """Whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
         if callable(self.metric) or self.metric == "log":
@@ -64,12 +64,12 @@ class Variant:
         """Whether the write-back needs random bits."""
         return self.storage in ("codes", "grid") and self.writeback != "nearest"
 
-    @cached_property
+    @property
     def draws_for_moments(self) -> bool:
         """Whether storing the averages needs random bits."""
         return self.moments != "float32" and (self.averages or self.direction in ("adam", "madam"))
 
-    @cached_property
+    @property
     def stores(self) -> tuple[str, ...]:
         """The running averages of the direction, by the names they have in the state."""
         if self.direction == "adam":
@@ -80,7 +80,7 @@ class Variant:
             return ("exp_avg",)
         return ("momentum_buffer",) if self.averages else ()
 
-    @cached_property
+    @property
     def keeps(self) -> tuple[str, ...]:
         """What a step needs of the state as it is there: averages, their bounds, and a residual of a byte."""
         bounds = tuple(BOUNDS[name] for name in self.stores) if self.moments == "8bit" else ()
