@@ -164,7 +164,8 @@ def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
 
 def round_key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
     """:func:`round_keys` of many words (seed, step, stream, ``*more``) at position 0: one row of three keys each."""
-    mixed = np.array([_prefix(words) for words in prefixes], dtype=np.uint64)
+    known = {words: _prefix(words) for words in set(prefixes)}
+    mixed = np.array([known[words] for words in prefixes], dtype=np.uint64)
     for word in (streams, *more, 0):
         mixed = _mix64_array(np.bitwise_xor(mixed, np.asarray(word, dtype=np.uint64)))
     low, high = _mix64_array(mixed).astype(np.uint32), (mixed >> np.uint64(32)).astype(np.uint32)

@@ -71,9 +71,8 @@ INLINE int32_t encode_magnitude(
     const int32_t below = power >> (23 - m);
     int32_t whole;
     if (!stochastic) {
-        whole = (int32_t)rintf(steps);
-        if (m == 0) /* one value a binade: the even code is that of an even exponent field */
-            whole -= (steps == 1.5f) & ((below + lowest) & 1);
+        /* without mantissa bits there is one value a binade: the even code is that of an even exponent field */
+        whole = (int32_t)rintf(steps) - ((m == 0) & (steps == 1.5f) & ((below + lowest) & 1));
     } else if (fixed) {
         whole = ((int32_t)ceilf(steps) + (draw ^ 0xFFFFFF)) >> 24;
     } else {
@@ -97,6 +96,21 @@ INLINE int32_t encode_signed(const Format *f, float x, int stochastic, int32_t d
     const int32_t bits = bits_of(x), negative = bits >> 31;
     const int32_t code = encode_magnitude(f, float_of(bits & 0x7FFFFFFF), stochastic, draw, extra_bits, fixed);
     return (code ^ negative) - negative;
+}
+
+/* A format of which nothing has to be asked in a loop: the usual one, with mantissa bits and a -0, and NaN, if there is
+ * any, above the largest code. */
+INLINE int is_usual(const Format *f)
+{
+    return f->signed_zero && !f->coarse && f->mantissa_bits > 0 && f->one_nan < 0 &&
+           in_fixed_point(f, f->mantissa_bits);
+}
+
+/* The same format, in which a compiler sees that it is. */
+INLINE Format usual_format(const Format *f)
+{
+    return (Format){f->mantissa_bits, f->bias, f->emin, f->emax, f->bits, f->sign_bit, f->max_code, f->top,
+                    1, 0, -1, f->many_nans, f->inf_code, f->largest};
 }
 
 INLINE int is_special(const Format *f, int32_t code)

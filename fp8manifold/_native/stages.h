@@ -15,6 +15,9 @@ typedef struct {
     int exact; /* whether dividing by the scale is */
 } Local;
 
+/* Of a power of two. */
+INLINE float reciprocal(float power) { return float_of(254 * (1 << 23) - bits_of(power)); }
+
 INLINE int extra_bits(const Spec *s)
 {
     return s->writeback == WRITE_RESIDUAL8 ? 8 : s->writeback == WRITE_RESIDUAL4 ? 4 : 0;
@@ -26,16 +29,19 @@ INLINE Local local_to(const Job *j, float scale, int exact)
 {
     const Spec *s = j->spec;
     const Format *f = &s->format;
-    Local l = {scale, 1.0f / scale, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
-    if (s->storage == CODES)
-        l.inverse = float_of((254 * (1 << 23)) - bits_of(scale));
+    Local l = {scale, 1.0f, 0, 0, {0, 0, 0}, {f->mantissa_bits, f->emin, f->emax}, exact};
+    if (s->storage == PLAIN)
+        return l;
+    l.inverse = s->storage == CODES ? reciprocal(scale) : 1.0f / scale;
     l.rate = j->hyper.rate * l.inverse;
     l.floor = j->hyper.floor * l.inverse;
-    int exponent;
-    frexpf(scale, &exponent);
-    const int32_t lowest = most(f->emin, j->low_exponent - (exponent - 1));
-    const int32_t highest = least(f->emax, j->high_exponent - (exponent - 1));
-    l.chart = (Chart){f->mantissa_bits, lowest, most(highest, lowest)};
+    if (s->geometry == EXPONENTIAL || s->geometry == TANGENT) {
+        int exponent;
+        frexpf(scale, &exponent);
+        const int32_t lowest = most(f->emin, j->low_exponent - (exponent - 1));
+        const int32_t highest = least(f->emax, j->high_exponent - (exponent - 1));
+        l.chart = (Chart){f->mantissa_bits, lowest, most(highest, lowest)};
+    }
     return l;
 }
 
@@ -79,21 +85,19 @@ INLINE float scale_of_bound(float bound, int root)
     return float_of((root ? ((field - 125) >> 1) + 120 : most(field - 6, 1)) * (1 << 23));
 }
 
-INLINE float reciprocal(float power) { return float_of(254 * (1 << 23) - bits_of(power)); }
-
 INLINE uint16_t to_bfloat16(float x, uint32_t draw) { return (uint16_t)(((uint32_t)bits_of(x) + draw) >> 16); }
 INLINE float of_bfloat16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
 
-INLINE uint8_t to_codes(float x, float inverse, uint32_t draw)
+INLINE int32_t to_codes(float x, float inverse, uint32_t draw)
 {
-    return (uint8_t)encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8), 1);
+    return encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8), 1);
 }
 
 /* One that is not zero stays so, for it is divided by. */
-INLINE uint8_t root_to_codes(float root, float inverse, uint32_t draw)
+INLINE int32_t root_to_codes(float root, float inverse, uint32_t draw)
 {
     const int32_t code = encode_magnitude(&MOMENT, root * inverse, 1, (int32_t)(draw << 8), 0, 1);
-    return (uint8_t)most(code, least(bits_of(root), 1));
+    return most(code, least(bits_of(root), 1));
 }
 
 /* --------------------------------------------------------------------------------------------------- geometry */

@@ -9,6 +9,16 @@
         __VA_ARGS__ \
     }
 
+/* A loop for each value of what is the same for all elements, so that no vector carries the choice. */
+#define LOOP_FOR(flag, ...) \
+    if (flag) { \
+        enum { FLAG = 1 }; \
+        LOOP(__VA_ARGS__) \
+    } else { \
+        enum { FLAG = 0 }; \
+        LOOP(__VA_ARGS__) \
+    }
+
 /* Some elements of a row, as they pass from stage to stage. */
 typedef struct {
     int n;
@@ -16,6 +26,7 @@ typedef struct {
     float x[TILE], ulp[TILE], gradient[TILE], direction[TILE], target[TILE], after[TILE];
     float first[TILE], second[TILE], root[TILE], denominator[TILE];
     uint32_t words[TILE];
+    int32_t codes[TILE], rest[TILE], first_codes[TILE], second_codes[TILE];
 } Tile;
 
 /* The scales of a block's averages, before and after the step. */
@@ -24,10 +35,10 @@ typedef struct {
 } Block;
 
 /* ------------------------------------------------------------------------------------------------------ weights */
-INLINE void load_weights(const Job *j, const Local *l, Tile *t)
+CLONED static void load_weights(const Job *j, const Local *l, Tile *t)
 {
-    const Spec *s = j->spec;
-    const Format *f = &s->format;
+    const Spec spec = *j->spec, *s = &spec;
+    const Format *f = &spec.format;
     const int n = t->n;
     const uint8_t *codes = (const uint8_t *)j->weight + t->at;
     const float *floats = (const float *)j->weight + t->at;
@@ -45,28 +56,30 @@ INLINE void load_weights(const Job *j, const Local *l, Tile *t)
         LOOP(w = load_floats(s, l, floats[i], residual ? residual[i] : 0); t->x[i] = w.value; t->ulp[i] = w.ulp;)
 }
 
-INLINE void store_with_residual(const Job *j, const Local *l, Tile *t, int extra)
+CLONED static void store_with_residual(const Job *j, const Local *l, Tile *t, int extra)
 {
-    const Format *f = &j->spec->format;
+    const Format format = j->spec->format, *f = &format;
+    const float scale = l->scale;
     const int n = t->n, fixed = in_fixed_point(f, f->mantissa_bits + extra);
     uint8_t *codes = (uint8_t *)j->weight + t->at;
     float *floats = (float *)j->weight + t->at;
     int8_t *residual = j->residual + t->at;
     int32_t count, left, code;
-    if (j->spec->storage == CODES)
-        LOOP(count = encode_signed(f, t->target[i], 1, draw_of(t->words[i]), extra, fixed);
-             code = split_code(f, count, extra, &left); residual[i] = (int8_t)left;
-             codes[i] = (uint8_t)(is_special(f, codes[i]) ? codes[i] : code);)
-    else
-        LOOP(count = encode_signed(f, t->target[i], 1, draw_of(t->words[i]), extra, fixed);
-             code = split_code(f, count, extra, &left); residual[i] = (int8_t)left;
-             floats[i] = isnan(floats[i]) ? floats[i] : decode_code(f, code).value * l->scale;)
+    if (j->spec->storage == CODES) {
+        LOOP_FOR(fixed, count = encode_signed(f, t->target[i], 1, draw_of(t->words[i]), extra, FLAG);
+                 code = split_code(f, count, extra, &left); residual[i] = (int8_t)left;
+                 codes[i] = (uint8_t)(is_special(f, codes[i]) ? codes[i] : code);)
+    } else {
+        LOOP_FOR(fixed, count = encode_signed(f, t->target[i], 1, draw_of(t->words[i]), extra, FLAG);
+                 code = split_code(f, count, extra, &left); residual[i] = (int8_t)left;
+                 floats[i] = isnan(floats[i]) ? floats[i] : decode_code(f, code).value * scale;)
+    }
 }
 
-INLINE void store_weights(const Job *j, const Local *l, Tile *t)
+CLONED static void store_weights(const Job *j, const Local *l, Tile *t)
 {
-    const Spec *s = j->spec;
-    const Format *f = &s->format;
+    const Spec spec = *j->spec, *s = &spec;
+    const Format *f = &spec.format;
     const int n = t->n, stochastic = s->writeback != WRITE_NEAREST, fixed = in_fixed_point(f, f->mantissa_bits);
     uint8_t *codes = (uint8_t *)j->weight + t->at;
     float *floats = (float *)j->weight + t->at;
@@ -82,14 +95,14 @@ INLINE void store_weights(const Job *j, const Local *l, Tile *t)
     } else if (s->writeback == WRITE_RESIDUAL4) {
         store_with_residual(j, l, t, 4);
     } else if (s->storage == GRID) {
-        LOOP(y = round_value(f, t->target[i], stochastic, stochastic ? draw_of(t->words[i]) : 0); t->after[i] = y;
-             floats[i] = y * l->scale;)
+        LOOP_FOR(stochastic, y = round_value(f, t->target[i], FLAG, FLAG ? draw_of(t->words[i]) : 0);
+                 t->after[i] = y; floats[i] = y * l->scale;)
     } else if (s->writeback == WRITE_MOMENTUM) {
-        LOOP(code = encode_finite(f, t->target[i], 1, draw_of(t->words[i]), fixed);
+        LOOP_FOR(fixed, code = encode_finite(f, t->target[i], 1, draw_of(t->words[i]), FLAG);
              t->after[i] = decode_code(f, code).value;
              codes[i] = (uint8_t)(is_special(f, codes[i]) ? codes[i] : code);)
     } else if (stochastic) {
-        LOOP(code = encode_finite(f, t->target[i], 1, draw_of(t->words[i]), fixed);
+        LOOP_FOR(fixed, code = encode_finite(f, t->target[i], 1, draw_of(t->words[i]), FLAG);
              codes[i] = (uint8_t)(is_special(f, codes[i]) ? codes[i] : code);)
     } else {
         LOOP(code = encode_finite(f, t->target[i], 0, 0, 0);
@@ -99,7 +112,7 @@ INLINE void store_weights(const Job *j, const Local *l, Tile *t)
 
 /* ----------------------------------------------------------------------------------------------------- gradient */
 /* With respect to the coordinates that the direction is taken in. */
-INLINE void load_gradient(const Job *j, const Local *l, Tile *t)
+CLONED static void load_gradient(const Job *j, const Local *l, Tile *t)
 {
     const Spec *s = j->spec;
     const int n = t->n;
@@ -113,7 +126,7 @@ INLINE void load_gradient(const Job *j, const Local *l, Tile *t)
 }
 
 /* ----------------------------------------------------------------------------------------------------- averages */
-INLINE void load_averages(const Job *j, const Block *b, Tile *t)
+CLONED static void load_averages(const Job *j, const Block *b, Tile *t)
 {
     const int n = t->n, moments = j->spec->moments;
     float root;
@@ -139,11 +152,9 @@ INLINE void load_averages(const Job *j, const Block *b, Tile *t)
     }
 }
 
-INLINE void store_averages(const Job *j, const Block *b, Tile *t)
+CLONED static void store_averages(const Job *j, const Block *b, Tile *t)
 {
     const int n = t->n, moments = j->spec->moments, shift = j->first ? 16 : 0;
-    if (moments != FLOAT32)
-        LOOP(t->words[i] = random_word(j->average_keys, (uint32_t)(t->at + i));)
     if (j->first && moments == FLOAT32) {
         float *a = (float *)j->first + t->at;
         LOOP(a[i] = t->first[i];)
@@ -167,13 +178,13 @@ INLINE void store_averages(const Job *j, const Block *b, Tile *t)
 }
 
 /* ---------------------------------------------------------------------------------------------------- directions */
-INLINE void adam(const Job *j, Tile *t)
+CLONED static void adam(const Job *j, Tile *t)
 {
-    const Hyper *h = &j->hyper;
+    const Hyper hyper = j->hyper, *h = &hyper;
     const int n = t->n;
     float *largest = j->largest ? j->largest + t->at : NULL;
-    LOOP(t->first[i] = t->first[i] * h->beta1 + t->gradient[i] * h->gain1;
-         t->second[i] = t->second[i] * h->beta2 + t->gradient[i] * h->gain2 * t->gradient[i];
+    LOOP(t->first[i] = t->first[i] * h->beta1 + t->gradient[i] * h->gain1;)
+    LOOP(t->second[i] = t->second[i] * h->beta2 + t->gradient[i] * h->gain2 * t->gradient[i];
          t->root[i] = sqrtf(t->second[i]);)
     if (largest)
         LOOP(largest[i] = largest[i] > t->second[i] ? largest[i] : t->second[i];
@@ -184,9 +195,9 @@ INLINE void adam(const Job *j, Tile *t)
 }
 
 /* The gradient or its momentum; Muon's adds the gradient in the share that the momentum takes of it. */
-INLINE void sgd(const Job *j, Tile *t)
+CLONED static void sgd(const Job *j, Tile *t)
 {
-    const Hyper *h = &j->hyper;
+    const Hyper hyper = j->hyper, *h = &hyper;
     const int n = t->n;
     if (!j->first) {
         LOOP(t->direction[i] = t->gradient[i];)
@@ -201,9 +212,9 @@ INLINE void sgd(const Job *j, Tile *t)
         LOOP(t->direction[i] = t->gradient[i] + t->first[i] * h->beta1;)
 }
 
-INLINE void lion(const Job *j, Tile *t)
+CLONED static void lion(const Job *j, Tile *t)
 {
-    const Hyper *h = &j->hyper;
+    const Hyper hyper = j->hyper, *h = &hyper;
     const int n = t->n;
     float mixed;
     LOOP(mixed = t->first[i] * h->beta1 + t->gradient[i] * h->gain1;
@@ -211,9 +222,9 @@ INLINE void lion(const Job *j, Tile *t)
          t->first[i] = t->first[i] * h->beta2 + t->gradient[i] * h->gain2;)
 }
 
-INLINE void madam(const Job *j, Tile *t)
+CLONED static void madam(const Job *j, Tile *t)
 {
-    const Hyper *h = &j->hyper;
+    const Hyper hyper = j->hyper, *h = &hyper;
     const int n = t->n;
     LOOP(t->second[i] = t->second[i] * h->beta2 + t->gradient[i] * h->gain2 * t->gradient[i];
          t->root[i] = sqrtf(t->second[i]);
@@ -224,9 +235,13 @@ INLINE void madam(const Job *j, Tile *t)
 #define MOVED(mode) \
     LOOP(t->target[i] = move_linear(t->x[i] * keep, t->direction[i] * factor_at(j, l, t->ulp[i], mode), l->rate);)
 
-INLINE void move(const Job *j, const Local *l, Tile *t)
+CLONED static void move(const Job *job, const Local *local, Tile *t)
 {
-    const Spec *s = j->spec;
+    const Spec spec = *job->spec, *s = &spec;
+    const Local its_local = *local, *l = &its_local;
+    Job its_job = *job;
+    its_job.spec = &spec;
+    const Job *j = &its_job;
     const int n = t->n, mode = s->stiffness, metric = s->metric;
     const float keep = s->decays ? j->hyper.keep : 1.0f;
     if (s->storage == PLAIN)
@@ -252,32 +267,152 @@ INLINE void move(const Job *j, const Local *l, Tile *t)
 }
 
 /* What the rounding took from the weights goes into the first average. */
-INLINE void inject(const Job *j, const Local *l, Tile *t)
+CLONED static void inject(const Job *job, const Local *local, Tile *t)
+{
+    const Spec spec = *job->spec, *s = &spec;
+    const Local its_local = *local, *l = &its_local;
+    Job its_job = *job;
+    its_job.spec = &spec;
+    const Job *j = &its_job;
+    const int n = t->n;
+    const float share = j->hyper.inject;
+    float *error = t->after;
+    if (s->geometry == LINEAR)
+        LOOP(error[i] = (t->target[i] - t->after[i]) / l->inverse;)
+    else if (s->metric == METRIC_ULP)
+        LOOP(error[i] = chart_forward(l->chart, t->target[i]) - chart_forward(l->chart, t->after[i]);)
+    else
+        LOOP(error[i] = t->target[i] - t->after[i];)
+    if (s->geometry == LINEAR && s->stiffness == FIELD_LINEAR)
+        LOOP(error[i] = error[i] / factor_at(j, l, t->ulp[i], FIELD_LINEAR);)
+    else if (s->geometry == LINEAR && s->stiffness)
+        LOOP(error[i] = error[i] / factor_at(j, l, t->ulp[i], s->stiffness);)
+    if (s->direction == ADAM)
+        LOOP(error[i] = error[i] * t->denominator[i];)
+    LOOP(t->first[i] = t->first[i] - error[i] * share;)
+}
+
+/* -------------------------------------------------------------------------------------------------- in one loop */
+/* Adam over codes, the stages of an element one after another: what most people run, in a third of the time. */
+INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *t, int writeback, int moments,
+                            int stiffness)
+{
+    const Format format = usual_format(&j->spec->format), *f = &format;
+    const Hyper hyper = j->hyper, *h = &hyper;
+    const Keys weight_keys = j->weight_keys, average_keys = j->average_keys;
+    const int extra = writeback == WRITE_RESIDUAL8 ? 8 : 0, n = t->n;
+    const uint32_t at = (uint32_t)t->at;
+    const float gain1 = j->spec->maximize ? -h->gain1 : h->gain1, keep = j->spec->decays ? h->keep : 1.0f;
+    const float scale = l->scale, rate = l->rate;
+    const float first_scale = b->first, second_scale = b->second;
+    const float first_inverse = b->first_inverse, second_inverse = b->second_inverse;
+    uint8_t *codes = (uint8_t *)j->weight + t->at;
+    int8_t *residual = j->residual + t->at;
+    uint8_t *first_codes = (uint8_t *)j->first + t->at, *second_codes = (uint8_t *)j->second + t->at;
+    const float *restrict gradient = j->gradient + t->at;
+    float *restrict first = (float *)j->first + t->at, *restrict second = (float *)j->second + t->at;
+    /* bytes are widened and narrowed in loops of their own: in one with floats, vectors of four sizes crowd each other */
+    int32_t *restrict code = t->codes, *restrict rest = t->rest;
+    int32_t *restrict first_code = t->first_codes, *restrict second_code = t->second_codes;
+    LOOP(code[i] = codes[i];)
+    if (extra)
+        LOOP(rest[i] = residual[i];)
+    if (moments == EIGHT_BITS)
+        LOOP(first_code[i] = first_codes[i]; second_code[i] = second_codes[i];)
+    for (int i = 0; i < n; i++) {
+        const int32_t old = code[i];
+        const Decoded w = load_codes(f, old, extra ? rest[i] : 0, extra);
+        const float g = gradient[i];
+        float m, v, root;
+        if (moments == EIGHT_BITS) {
+            m = decode_code(&MOMENT, first_code[i]).value * first_scale;
+            root = decode_magnitude(&MOMENT, second_code[i], 0).value * second_scale;
+            v = root * root;
+        } else {
+            m = first[i];
+            v = second[i];
+        }
+        m = m * h->beta1 + g * gain1;
+        v = v * h->beta2 + g * h->gain2 * g;
+        root = sqrtf(v);
+        float direction = m / (root + h->eps);
+        if (stiffness)
+            direction = direction * field_factor(h, FIELD_LINEAR, w.ulp * scale);
+        const float target = move_linear(w.value * keep, direction, rate);
+        const int32_t draw = writeback ? draw_of(random_word(weight_keys, at + (uint32_t)i)) : 0;
+        int32_t new;
+        if (extra)
+            new = split_code(f, encode_signed(f, target, 1, draw, extra, 0), extra, &rest[i]);
+        else
+            new = encode_finite(f, target, writeback, draw, 1);
+        code[i] = new;
+        if (moments == EIGHT_BITS) {
+            const uint32_t word = random_word(average_keys, at + (uint32_t)i);
+            first_code[i] = to_codes(m, first_inverse, word & 0xFFFF);
+            second_code[i] = root_to_codes(root, second_inverse, word >> 16);
+        } else {
+            first[i] = m;
+            second[i] = v;
+        }
+    }
+    const uint8_t without_sign = (uint8_t)(f->sign_bit - 1), top = (uint8_t)(f->many_nans ? f->max_code : 255);
+    LOOP(codes[i] = (uint8_t)(codes[i] & without_sign) > top ? codes[i] : (uint8_t)code[i];)
+    if (extra)
+        LOOP(residual[i] = (int8_t)rest[i];)
+    if (moments == EIGHT_BITS)
+        LOOP(first_codes[i] = (uint8_t)first_code[i]; second_codes[i] = (uint8_t)second_code[i];)
+}
+
+typedef void (*InOneLoop)(const Job *, const Local *, const Block *, Tile *);
+
+#define IN_ONE_LOOP(name, writeback, moments, stiffness) \
+    CLONED static void name(const Job *j, const Local *l, const Block *b, Tile *t) \
+    { \
+        adam_over_codes(j, l, b, t, writeback, moments, stiffness); \
+    }
+
+IN_ONE_LOOP(adam_nearest, WRITE_NEAREST, FLOAT32, FIELD_NONE)
+IN_ONE_LOOP(adam_stochastic, WRITE_STOCHASTIC, FLOAT32, FIELD_NONE)
+IN_ONE_LOOP(adam_residual, WRITE_RESIDUAL8, FLOAT32, FIELD_NONE)
+IN_ONE_LOOP(adam_nearest_field, WRITE_NEAREST, FLOAT32, FIELD_LINEAR)
+IN_ONE_LOOP(adam_stochastic_field, WRITE_STOCHASTIC, FLOAT32, FIELD_LINEAR)
+IN_ONE_LOOP(adam_residual_field, WRITE_RESIDUAL8, FLOAT32, FIELD_LINEAR)
+IN_ONE_LOOP(adam8_nearest, WRITE_NEAREST, EIGHT_BITS, FIELD_NONE)
+IN_ONE_LOOP(adam8_stochastic, WRITE_STOCHASTIC, EIGHT_BITS, FIELD_NONE)
+IN_ONE_LOOP(adam8_residual, WRITE_RESIDUAL8, EIGHT_BITS, FIELD_NONE)
+IN_ONE_LOOP(adam8_nearest_field, WRITE_NEAREST, EIGHT_BITS, FIELD_LINEAR)
+IN_ONE_LOOP(adam8_stochastic_field, WRITE_STOCHASTIC, EIGHT_BITS, FIELD_LINEAR)
+IN_ONE_LOOP(adam8_residual_field, WRITE_RESIDUAL8, EIGHT_BITS, FIELD_LINEAR)
+
+/* By moments, stiffness and write-back. */
+static const InOneLoop ADAMS[2][2][3] = {
+    {{adam_nearest, adam_stochastic, adam_residual}, {adam_nearest_field, adam_stochastic_field, adam_residual_field}},
+    {{adam8_nearest, adam8_stochastic, adam8_residual},
+     {adam8_nearest_field, adam8_stochastic_field, adam8_residual_field}},
+};
+
+/* The loop that takes all of a step, where there is one. */
+static InOneLoop in_one_loop(const Job *j)
 {
     const Spec *s = j->spec;
-    const int n = t->n;
-    float error;
-    for (int i = 0; i < n; i++) {
-        if (s->geometry == LINEAR) {
-            error = (t->target[i] - t->after[i]) / l->inverse;
-            if (s->stiffness)
-                error = error / factor_at(j, l, t->ulp[i], s->stiffness);
-        } else if (s->metric == METRIC_ULP) {
-            error = chart_forward(l->chart, t->target[i]) - chart_forward(l->chart, t->after[i]);
-        } else {
-            error = t->target[i] - t->after[i];
-        }
-        if (s->direction == ADAM)
-            error = error * t->denominator[i];
-        t->first[i] = t->first[i] - error * j->hyper.inject;
-    }
+    if (s->direction != ADAM || s->storage != CODES || s->geometry != LINEAR || s->metric != METRIC_ULP ||
+        s->moments == BFLOAT16 || s->stiffness > FIELD_LINEAR || s->writeback > WRITE_RESIDUAL8 || j->largest ||
+        !is_usual(&s->format))
+        return NULL;
+    return ADAMS[s->moments == EIGHT_BITS][s->stiffness][s->writeback];
 }
 
 /* --------------------------------------------------------------------------------------------------------- tiles */
-CLONED static void take_tile(const Job *j, const Local *l, const Block *b, Tile *t)
+CLONED static void draw_words(const Keys *given, Tile *t)
+{
+    const Keys keys = *given;
+    const int n = t->n;
+    LOOP(t->words[i] = random_word(keys, (uint32_t)(t->at + i));)
+}
+
+static void take_tile(const Job *j, const Local *l, const Block *b, Tile *t)
 {
     const Spec *s = j->spec;
-    const int n = t->n;
     load_weights(j, l, t);
     load_gradient(j, l, t);
     load_averages(j, b, t);
@@ -291,25 +426,31 @@ CLONED static void take_tile(const Job *j, const Local *l, const Block *b, Tile 
         sgd(j, t);
     move(j, l, t);
     if (rounds(s) && s->writeback != WRITE_NEAREST)
-        LOOP(t->words[i] = random_word(j->weight_keys, (uint32_t)(t->at + i));)
+        draw_words(&j->weight_keys, t);
     store_weights(j, l, t);
     if (rounds(s) && s->writeback == WRITE_MOMENTUM)
         inject(j, l, t);
+    if (s->moments != FLOAT32)
+        draw_words(&j->average_keys, t);
     store_averages(j, b, t);
 }
 
-/* The largest gradient of a tile. */
-CLONED static float largest_of(const Job *j, const Local *l, Tile *t)
+/* The bits of the largest magnitude. */
+CLONED static int32_t largest_bits(const float *x, int n)
 {
-    const int n = t->n;
-    float largest = 0;
-    if (j->spec->geometry == EXPONENTIAL || j->spec->geometry == TANGENT)
-        load_weights(j, l, t);
-    load_gradient(j, l, t);
-    int32_t most_bits = 0;
-    LOOP(most_bits = most(most_bits, bits_of(t->gradient[i]) & 0x7FFFFFFF);)
-    largest = float_of(most_bits);
+    int32_t largest = 0;
+    LOOP(largest = most(largest, bits_of(x[i]) & 0x7FFFFFFF);)
     return largest;
+}
+
+/* The largest gradient of a tile, with respect to the coordinates that the direction is taken in. */
+static float largest_of(const Job *j, const Local *l, Tile *t)
+{
+    if (j->spec->geometry == LINEAR || j->spec->geometry == MULTIPLICATIVE)
+        return float_of(largest_bits(j->gradient + t->at, t->n));
+    load_weights(j, l, t);
+    load_gradient(j, l, t);
+    return float_of(largest_bits(t->gradient, t->n));
 }
 
 /* Advance the bounds of a row's averages. */
@@ -358,6 +499,7 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
 {
     const int each = j->scales == SCALE_AN_ELEMENT, in_blocks = j->first_bound || j->second_bound;
     const int64_t first = row * j->length;
+    const InOneLoop loop = in_one_loop(j);
     Block block = {1, 1, 1, 1};
     Local l = local_at(j, row, first, exact);
     float largest = 0;
@@ -369,7 +511,7 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
             if (each)
                 l = local_at(j, row, at, exact);
             if (pass == 1) {
-                take_tile(j, &l, &block, t);
+                (loop ? loop : take_tile)(j, &l, &block, t);
                 continue;
             }
             const float here = largest_of(j, &l, t);

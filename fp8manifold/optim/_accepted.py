@@ -19,6 +19,7 @@ __all__ = ["check_arrays", "check_entry", "check_parameters", "check_state"]
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BESIDE: Final = ("residual", "avg_bound", "sq_bound")
 _PER_WEIGHT: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_KEPT: Final = (*_PER_WEIGHT, *_BESIDE)
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
@@ -94,24 +95,26 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
         group: the options.
         stores_moments: whether ``moments`` is for this parameter.
     """
-    shape = tuple(parameter.shape)
-    for name in (*_PER_WEIGHT, *_BESIDE):
-        if name not in state:
-            continue
+    kept = [name for name in _KEPT if name in state]
+    for name in kept:
         value = state[name]
         if not isinstance(value, Tensor):
-            raise ValueError(f"the state of a parameter of shape {shape} has {name}={value!r}: a tensor is needed")
+            raise ValueError(f"{_state_of(parameter)} has {name}={value!r}: a tensor is needed")
         if name in _PER_WEIGHT and value.shape != parameter.shape:
-            raise ValueError(f"the state of a parameter of shape {shape} has {name} of shape {tuple(value.shape)}")
+            raise ValueError(f"{_state_of(parameter)} has {name} of shape {tuple(value.shape)}")
         if value.device != parameter.device:
             raise ValueError(
-                f"the state of a parameter of shape {shape} has {name} on {value.device}, but the parameter is on "
-                f"{parameter.device}: move both to one device"
+                f"{_state_of(parameter)} has {name} on {value.device}, but the parameter is on {parameter.device}: "
+                "move both to one device"
             )
         if not value.is_contiguous():
             state[name] = value.contiguous()
-    if any(name in state for name in (*_PER_WEIGHT, "residual")):
+    if kept:
         check_entry(state, parameter, group, stores_moments=stores_moments)
+
+
+def _state_of(parameter: Tensor) -> str:
+    return f"the state of a parameter of shape {tuple(parameter.shape)}"
 
 
 def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
@@ -128,14 +131,14 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
     for name in _PER_WEIGHT:
         if name in entry and entry[name].dtype != dtype:
             raise ValueError(
-                f"the state of a parameter of shape {tuple(parameter.shape)} has {name} in {entry[name].dtype}, but "
+                f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
                 f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
             )
     bits = RESIDUAL_BITS.get(group["writeback"], 0)
     kept_in = {8: torch.int8, 4: torch.uint8}
     if bits and "residual" in entry and entry["residual"].dtype != kept_in[bits]:
         raise ValueError(
-            f"the state of a parameter of shape {tuple(parameter.shape)} has a residual in {entry['residual'].dtype}, "
+            f"{_state_of(parameter)} has a residual in {entry['residual'].dtype}, "
             f"but writeback={group['writeback']!r} keeps it in {kept_in[bits]}: its width can't change over a run"
         )
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8manifold.optim._native_step import sum_of_squares
+
 __all__ = ["all_finite", "squares_are_finite", "squares_hold", "squares_sum_up"]
 
 
@@ -33,10 +35,12 @@ def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any
 
 def squares_sum_up(parameters: Sequence[Tensor]) -> bool:
     """Whether the squares of all gradients have a finite sum: then all of them are finite."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    native = [g for g in gradients if type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()]
+    if len(native) == len(gradients) and (total := sum_of_squares(native)) is not None:
+        return math.isfinite(total)
     sums: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None
+    for gradient in gradients:
         sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
     return all(math.isfinite(torch.stack(each).sum()) for each in sums.values())
 

@@ -81,7 +81,8 @@ class GridOptimizer(ManifoldOptimizer):
         held = {"weight": grid.weight} | {name: state[name] for name in variant.keeps}
         job = Job(variant, layout, held, words, grid.scale, parameter.shape)
         if grid.fmt is not None:
-            state.setdefault("grid", torch.tensor(grid.fields))
+            if "grid" not in state:
+                state["grid"] = torch.tensor(grid.fields)
             if variant.geometry in ("exponential", "tangent") and variant.metric == "ulp":
                 bounds = (state["reference"], group["damping"], group["clip"])
                 job.ends = end_exponents(*bounds, grid.fmt.mantissa_bits)

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["FIELD", "HYPER", "KEYS", "Hyper", "row"]
+__all__ = ["HYPER", "KEYS", "Hyper", "row"]
 
 HYPER: Final = (
     "beta1",  # decay of the first average
@@ -29,8 +29,7 @@ HYPER: Final = (
     "floor",  # magnitude below which a multiplicative step becomes additive
 )
 _POSITION: Final = {name: i for i, name in enumerate(HYPER)}
-FIELD: Final = ("inverse_reference", "log_reference", "floor")
-"""Those that follow from S_ref: a parameter's own, and the same until its field is looked at anew."""
+_EPS: Final = _POSITION["eps"]
 
 KEYS: Final = 6
 """int32 words a row of keys holds: three round keys for the weights' draws, three for the averages'."""
@@ -52,6 +51,8 @@ def row(values: Mapping[str, float], dtype: torch.dtype) -> list[float]:
 
     A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
     """
-    numbers = [values.get(name, 0.0) for name in HYPER]
-    numbers[_POSITION["eps"]] = max(numbers[_POSITION["eps"]], torch.finfo(dtype).tiny)
+    numbers = [0.0] * len(HYPER)
+    for name, value in values.items():
+        numbers[_POSITION[name]] = value
+    numbers[_EPS] = max(numbers[_EPS], torch.finfo(dtype).tiny)
     return numbers

@@ -18,7 +18,7 @@ from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._variant import MOMENTS, WRITEBACKS, Geometry, Storage, Variant
 
-__all__ = ["is_native", "run_native"]
+__all__ = ["is_native", "run_native", "sum_of_squares"]
 
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
@@ -69,6 +69,16 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(jobs), threads)
 
 
+def sum_of_squares(gradients: Sequence[Tensor]) -> float | None:
+    """Of all elements of contiguous float32 tensors on the CPU, in float32; None where there is no native code."""
+    kernels = library()
+    if kernels is None:
+        return None
+    places = np.array([(g.data_ptr(), g.numel()) for g in gradients], dtype=np.uint64).reshape(-1, 2).T.copy()
+    addresses, sizes = (ctypes.c_void_p(row.ctypes.data) for row in places)
+    return float(kernels.fp8manifold_squares(addresses, sizes, len(gradients)))
+
+
 def _matrix(job: Job) -> tuple[int, int, int, Tensor | None]:
     """Rows and length of what is stepped, how the scale goes with them, and the scale."""
     layout, scale = job.layout, job.scale
@@ -102,7 +112,7 @@ def _addresses(job: Job, gradient: Tensor, scale: Tensor | None) -> list[int]:
 
 
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
-    if tensor.dtype is not dtype or tensor.numel() != numel or not tensor.is_contiguous() or not tensor.is_cpu:
+    if not (tensor.dtype is dtype and tensor.numel() == numel and tensor.is_contiguous() and tensor.is_cpu):
         raise RuntimeError(
             f"a step needs {numel} contiguous elements of {dtype} on the CPU: here are {tensor.numel()} of "
             f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"

@@ -32,7 +32,7 @@ __all__ = [
 STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Grid:
     """What a step has to know of where a parameter lives; ``fmt`` is None for an ordinary one."""
 
@@ -58,8 +58,11 @@ class Grid:
 
     @property
     def scale_is_power_of_two(self) -> bool:
-        """Whether dividing by the scale is exact."""
-        return self.scale is None or bool((torch.frexp(self.scale).mantissa == 0.5).all())
+        """Whether dividing by the scale is exact, as it is by those of codes."""
+        if self.storage in ("codes", "plain"):
+            return True
+        assert self.scale is not None
+        return bool((torch.frexp(self.scale).mantissa == 0.5).all())
 
     def layout(self, *, blocks: bool) -> Layout:
         """The view it is stepped in."""
@@ -108,6 +111,8 @@ def grid_of(parameter: Tensor) -> Grid:
 
 def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[str, Any]) -> None:
     """Add what the variant keeps and the state lacks."""
+    if all(map(state.__contains__, variant.keeps)) and variant.residual_bits != 4:
+        return
     shape, device = parameter.shape, parameter.device
     dtype = STORED[variant.moments] or working_dtype(parameter)
     for name in variant.stores:

@@ -1,6 +1,6 @@
 """What is fixed while a parameter is stepped: everything that a compiled step is specialised for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -47,31 +47,36 @@ class Variant:
     amsgrad: bool = False
     maximize: bool = False
 
-    @property
-    def compiles(self) -> bool:
-        """Whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
-        if callable(self.metric) or self.metric == "log":
-            return False
-        return self.stiffness != "power" or self.scale_is_power_of_two
+    #: bits of the ULP residual kept beside the code
+    residual_bits: int = field(init=False, compare=False, repr=False)
+    #: whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``
+    compiles: bool = field(init=False, compare=False, repr=False)
+    #: whether the write-back needs random bits
+    draws_for_weight: bool = field(init=False, compare=False, repr=False)
+    #: whether storing the averages needs random bits
+    draws_for_moments: bool = field(init=False, compare=False, repr=False)
+    #: the running averages of the direction, by the names they have in the state
+    stores: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    #: what a step needs of the state as it is there: averages, their bounds, and a residual of a byte
+    keeps: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def residual_bits(self) -> int:
-        """Bits of the ULP residual kept beside the code."""
-        return RESIDUAL_BITS.get(self.writeback, 0)
+    def __post_init__(self) -> None:
+        """Draw the conclusions once: they are asked for in every step."""
+        bits, stores = RESIDUAL_BITS.get(self.writeback, 0), self._stores()
+        bounds = tuple(BOUNDS[name] for name in stores) if self.moments == "8bit" else ()
+        is_plain_power = self.stiffness == "power" and not self.scale_is_power_of_two
+        conclusions = {
+            "residual_bits": bits,
+            "compiles": not (callable(self.metric) or self.metric == "log" or is_plain_power),
+            "draws_for_weight": self.storage in ("codes", "grid") and self.writeback != "nearest",
+            "draws_for_moments": self.moments != "float32" and bool(stores),
+            "stores": stores,
+            "keeps": (*stores, *bounds, *(("residual",) if bits == 8 else ())),
+        }
+        for name, value in conclusions.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def draws_for_weight(self) -> bool:
-        """Whether the write-back needs random bits."""
-        return self.storage in ("codes", "grid") and self.writeback != "nearest"
-
-    @property
-    def draws_for_moments(self) -> bool:
-        """Whether storing the averages needs random bits."""
-        return self.moments != "float32" and (self.averages or self.direction in ("adam", "madam"))
-
-    @property
-    def stores(self) -> tuple[str, ...]:
-        """The running averages of the direction, by the names they have in the state."""
+    def _stores(self) -> tuple[str, ...]:
         if self.direction == "adam":
             return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
         if self.direction == "madam":
@@ -79,12 +84,6 @@ class Variant:
         if self.direction == "lion":
             return ("exp_avg",)
         return ("momentum_buffer",) if self.averages else ()
-
-    @property
-    def keeps(self) -> tuple[str, ...]:
-        """What a step needs of the state as it is there: averages, their bounds, and a residual of a byte."""
-        bounds = tuple(BOUNDS[name] for name in self.stores) if self.moments == "8bit" else ()
-        return (*self.stores, *bounds, *(("residual",) if self.residual_bits == 8 else ()))
 
 
 def variant_of(**fields: Any) -> Variant:
