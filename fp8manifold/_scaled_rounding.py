@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8manifold._blocks import BLOCK, runs_in_blocks
 from fp8manifold._float_bits import check_holds, working_dtype
+from fp8manifold._native._arrays import rounded
 from fp8manifold._rounding import round_block
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import draw_range
@@ -50,12 +51,16 @@ def _walk(
     shape = x.shape
     if blocks:
         x, scale = x.reshape(-1, BLOCK_SIZE), scale.reshape(-1, 1)
-    draws = _draws(x, rounding, key)
     rows = _rows_of(x, scale)
+    if rows is not None and rounding in ("nearest", "stochastic"):
+        native = rounded(x, fmt, key if rounding == "stochastic" else None, scale=scale, rescale=rescale)
+        if native is not None:
+            return native.view(shape)
+    draws = _draws(x, rounding, key)
     if rows is None or not runs_in_blocks(x.device, x.numel()):
         units = x.to(work) / scale
-        rounded = round_block(units.reshape(-1), fmt, rounding, "saturate", draws(0, x.numel())).view(x.shape)
-        return (rounded * scale if rescale else rounded).view(shape)
+        values = round_block(units.reshape(-1), fmt, rounding, "saturate", draws(0, x.numel())).view(x.shape)
+        return (values * scale if rescale else values).view(shape)
     out = torch.empty(x.numel(), dtype=work, device=x.device)
     _by_pieces(x.reshape(rows, -1), scale.reshape(-1, 1), out.view(rows, -1), fmt, rounding, draws, rescale)
     return out.view(shape)

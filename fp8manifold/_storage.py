@@ -8,6 +8,7 @@ from torch import Tensor
 from fp8manifold._blocks import BLOCK
 from fp8manifold._codec import decode_bits, encode_bits
 from fp8manifold._fake import has_values
+from fp8manifold._native._arrays import decoded
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, encode, to_chart
 from fp8manifold.random_bits import named_word
@@ -52,6 +53,8 @@ def dequantize_codes(
     """
     if is_traced(codes) or torch.compiler.is_compiling():
         return (decode_bits(codes, fmt) * expand_scale(scale, block_size, codes.shape)).to(dtype)
+    if (native := decoded(codes, fmt, dtype, scale)) is not None:
+        return native
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if out.numel():
         groups = scale.numel()

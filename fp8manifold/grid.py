@@ -10,6 +10,7 @@ from fp8manifold._blocks import blockwise
 from fp8manifold._charts import UlpChart, within
 from fp8manifold._checks import check_choice
 from fp8manifold._float_bits import binade, check_holds, float_bits, working_dtype
+from fp8manifold._native._arrays import Key, decoded, encoded, rounded
 from fp8manifold._rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import check_words, draw_range
@@ -107,6 +108,10 @@ def round_to_grid(
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
     draws = _draws(x, seed, step, stream, offset, bits) if rounding == "stochastic" else _no_draws
+    if bits is None and _saturates(fmt, rounding, overflow):
+        key = None if rounding == "nearest" else (seed or 0, step, stream)
+        if (native := rounded(x, fmt, key, offset)) is not None:
+            return native
 
     def block(part: Tensor, start: int, out: Tensor | None) -> Tensor:
         fits = out is not None and out.dtype == work
@@ -152,6 +157,10 @@ def encode(
     Source: OCP FP8 specification 1.0; IEEE P3109, for the codes.
     """
     fmt = as_format(fmt)
+    if (rounding == "nearest" or seed is not None) and bits is None and _saturates(fmt, rounding, overflow):
+        native = _native_codes(x, fmt, None if rounding == "nearest" else (seed or 0, step, stream), offset)
+        if native is not None:
+            return native
     y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits)
     has_nan = torch.compiler.is_compiling() or bool(y.sum().isnan())  # one pass, where a mask would cost four
     if fmt.nan_code is None and has_nan and (count := int(y.isnan().sum())):
@@ -192,6 +201,8 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel() and int(codes.max()) >= 2 * fmt.sign_bit:
         raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")
+    if (native := decoded(codes, fmt, dtype)) is not None:
+        return native
     table = _decode_table(fmt, dtype, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
@@ -282,6 +293,21 @@ def _draws(
     check_words(seed=seed, step=step, stream=stream, offset=offset)
     words = (seed, step, stream)
     return lambda start, size: draw_range(offset + start, size, words, x.device)
+
+
+def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
+    """Whether native code has this way to round."""
+    return rounding in ("nearest", "stochastic") and (overflow == "saturate" or fmt.layout == "finite")
+
+
+def _native_codes(x: Tensor, fmt: FloatFormat, key: Key | None, offset: int) -> Tensor | None:
+    """None too where a NaN could be that has no code: it is counted elsewhere."""
+    if not isinstance(x, Tensor) or x.dtype is not torch.float32 or torch.compiler.is_compiling():
+        return None
+    check_words(offset=offset, **({} if key is None else dict(zip(("seed", "step", "stream"), key, strict=True))))
+    if fmt.nan_code is None and not bool(x.sum().isfinite()):
+        return None
+    return encoded(x, fmt, key, offset)
 
 
 def _no_draws(start: int, size: int) -> None:

@@ -47,6 +47,9 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     kernels.fp8manifold_step.restype = None
     kernels.fp8manifold_squares.argtypes = (pointer, pointer, size)
     kernels.fp8manifold_squares.restype = ctypes.c_float
+    for function in (kernels.fp8manifold_decode, kernels.fp8manifold_round, kernels.fp8manifold_encode):
+        function.argtypes = (pointer, number)
+        function.restype = None
     kernels.fp8manifold_sizes.argtypes = (number,)
     kernels.fp8manifold_sizes.restype = size
     return kernels

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from fp8manifold._codec import largest_bits
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["FORMAT", "JOB", "SPEC", "format_record"]
+__all__ = ["ARRAY", "FORMAT", "JOB", "SPEC", "format_record"]
 
 FORMAT: Final = np.dtype(
     [
@@ -38,6 +38,22 @@ JOB: Final = np.dtype(
         ("facts", np.int32, 4),  # scales, repeats, low_exponent, high_exponent
         ("keys", np.int32, 6),
         ("hyper", np.float32, 18),
+    ],
+    align=True,
+)
+
+
+ARRAY: Final = np.dtype(
+    [
+        ("format", FORMAT),
+        ("from", np.uint64),
+        ("to", np.uint64),
+        ("scale", np.uint64),
+        ("rows", np.int64),
+        ("length", np.int64),
+        *[(name, np.int32) for name in ("shared", "stochastic", "rescale", "bfloat16", "nan_code", "padding")],
+        ("keys", np.int32, 3),
+        ("position", np.int32),
     ],
     align=True,
 )

@@ -288,8 +288,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _begin(self, group: dict[str, Any], parameter: Tensor, twin: int) -> dict[str, Any]:
         """The parameter's state before the step; stabilised and reset when that is due."""
         state: dict[str, Any] = self.state.setdefault(parameter, {})  # somebody may have put a plain dict there
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+        if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
+            state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
         if "stream" not in state:
             draws = group["moments"] != "float32"
             alone = sum(len(each["params"]) for each in self.param_groups) == 1

@@ -1,0 +1,135 @@
+"""Decoding, rounding and encoding whole arrays in native code: None where that is not to be had."""
+
+import ctypes
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8manifold._native import library
+from fp8manifold._native._layouts import ARRAY, format_record
+from fp8manifold.formats import FloatFormat
+from fp8manifold.random_bits import round_keys, signed_word
+
+__all__ = ["decoded", "encoded", "rounded"]
+
+_WORTH_A_THREAD: Final = 65_536
+_OUT: Final = (torch.float32, torch.bfloat16)
+
+Key = tuple[int, int, int]
+
+
+def decoded(
+    codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32, scale: Tensor | None = None
+) -> Tensor | None:
+    """``scale * decode(codes)``.
+
+    Args:
+        codes: uint8.
+        fmt: their format.
+        dtype: float32 or bfloat16, to nearest.
+        scale: float32, one in all or one for each of equal runs of ``codes``.
+    """
+    if dtype not in _OUT or codes.dtype is not torch.uint8:
+        return None
+    return _made("fp8manifold_decode", codes, fmt, dtype, scale, bfloat16=dtype is torch.bfloat16)
+
+
+def rounded(
+    x: Tensor,
+    fmt: FloatFormat,
+    key: Key | None = None,
+    offset: int = 0,
+    scale: Tensor | None = None,
+    *,
+    rescale: bool = True,
+) -> Tensor | None:
+    """``scale * round(x / scale)``, saturating: to nearest, or stochastically under a key.
+
+    Args:
+        x: float32.
+        fmt: the format.
+        key: seed, step and stream of the draws; None rounds to nearest.
+        offset: position of the first element.
+        scale: float32, one in all or one for each of equal runs of ``x``; None for 1.
+        rescale: whether what has been divided by the scale is multiplied by it again.
+    """
+    if x.dtype is not torch.float32:
+        return None
+    return _made("fp8manifold_round", x, fmt, torch.float32, scale, key, offset, rescale=rescale)
+
+
+def encoded(x: Tensor, fmt: FloatFormat, key: Key | None = None, offset: int = 0) -> Tensor | None:
+    """The codes of ``x``, saturating; NaN has the format's code for it, or that of zero where there is none.
+
+    Args:
+        x: float32.
+        fmt: the format.
+        key: seed, step and stream of the draws; None rounds to nearest.
+        offset: position of the first element.
+    """
+    if x.dtype is not torch.float32:
+        return None
+    return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
+
+
+def _made(
+    function: str,
+    given: Tensor,
+    fmt: FloatFormat,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    key: Key | None = None,
+    offset: int = 0,
+    *,
+    rescale: bool = False,
+    bfloat16: bool = False,
+) -> Tensor | None:
+    high, low = divmod(offset, 2**32)
+    if not _is_plain(given) or not given.numel() or low + given.numel() > 2**32:
+        return None
+    given = given.detach().contiguous()
+    out = torch.empty(given.shape, dtype=dtype)
+    kernels = library()
+    if type(out) is not Tensor or out.device.type != "cpu" or kernels is None:
+        return None
+    scale = None if scale is None else scale.detach().contiguous()
+    rows = 1 if scale is None else scale.numel()
+    length, rest = divmod(given.numel(), rows)
+    if rest or (scale is not None and not (_is_plain(scale) and scale.dtype is torch.float32)):
+        return None
+    first, second, third = (0, 0, 0) if key is None else round_keys(key, high)
+    record = np.zeros(1, dtype=ARRAY)
+    record[0] = (
+        format_record(fmt)[0],
+        given.data_ptr(),
+        out.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        rows,
+        length,
+        rows == 1,
+        key is not None,
+        rescale,
+        bfloat16,
+        fmt.nan_code or 0,
+        0,
+        (first, second, third),
+        signed_word(low),
+    )
+    threads = min(torch.get_num_threads(), given.numel() // _WORTH_A_THREAD + 1)
+    getattr(kernels, function)(ctypes.c_void_p(record.ctypes.data), threads)
+    return out
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if torch.jit.is_tracing():
+        return False
+    try:
+        x.data_ptr()
+    except RuntimeError:  # of vmap and the other transforms
+        return False
+    return True
