@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any, Final, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8manifold._called_whole import forbid_fused_operators, over_nested
 from fp8manifold._checks import check_choice, check_number
+from fp8manifold._codes_linear import linear
 from fp8manifold._fake import has_values
 from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
 from fp8manifold._grid_weight import (
@@ -162,7 +162,7 @@ class QuantizedLinear(nn.Linear):
         of_weight = None if self._defers else self._rounded("weight_gradient", draw)
         backward = self._rounded("activation_gradient", draw), of_weight
         if not torch.is_grad_enabled() or backward == (None, None):
-            return F.linear(quantized, weight, self.bias)
+            return linear(quantized, weight, self.bias)
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
     def quantized_input(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from fp8manifold._native._layouts import ARRAY, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import round_keys, signed_word
 
-__all__ = ["decoded", "encoded", "rounded"]
+__all__ = ["decoded", "encoded", "is_plain", "rounded"]
 
 _WORTH_A_THREAD: Final = 65_536
 _OUT: Final = (torch.float32, torch.bfloat16)
@@ -87,7 +87,7 @@ def _made(
     bfloat16: bool = False,
 ) -> Tensor | None:
     high, low = divmod(offset, 2**32)
-    if not _is_plain(given) or not given.numel() or low + given.numel() > 2**32:
+    if not is_plain(given) or not given.numel() or low + given.numel() > 2**32:
         return None
     given = given.detach().contiguous()
     out = torch.empty(given.shape, dtype=dtype)
@@ -97,7 +97,7 @@ def _made(
     scale = None if scale is None else scale.detach().contiguous()
     rows = 1 if scale is None else scale.numel()
     length, rest = divmod(given.numel(), rows)
-    if rest or (scale is not None and not (_is_plain(scale) and scale.dtype is torch.float32)):
+    if rest or (scale is not None and not (is_plain(scale) and scale.dtype is torch.float32)):
         return None
     first, second, third = (0, 0, 0) if key is None else round_keys(key, high)
     record = np.zeros(1, dtype=ARRAY)
@@ -122,7 +122,7 @@ def _made(
     return out
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
