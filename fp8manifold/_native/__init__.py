@@ -50,6 +50,9 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
     for function in (kernels.fp8manifold_decode, kernels.fp8manifold_round, kernels.fp8manifold_encode):
         function.argtypes = (pointer, number)
         function.restype = None
+    kernels.fp8manifold_content.argtypes = (pointer, size, pointer)
+    kernels.fp8manifold_content.restype = ctypes.c_uint64
+    kernels.fp8manifold_array_size.restype = size
     kernels.fp8manifold_sizes.argtypes = (number,)
     kernels.fp8manifold_sizes.restype = size
     return kernels

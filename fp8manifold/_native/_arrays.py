@@ -12,7 +12,7 @@ from fp8manifold._native._layouts import ARRAY, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import round_keys, signed_word
 
-__all__ = ["decoded", "encoded", "is_plain", "rounded"]
+__all__ = ["content", "decoded", "encoded", "is_plain", "rounded", "spacings"]
 
 _WORTH_A_THREAD: Final = 65_536
 _OUT: Final = (torch.float32, torch.bfloat16)
@@ -34,6 +34,17 @@ def decoded(
     if dtype not in _OUT or codes.dtype is not torch.uint8:
         return None
     return _made("fp8manifold_decode", codes, fmt, dtype, scale, bfloat16=dtype is torch.bfloat16)
+
+
+def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
+    """``scale * ulp(decode(codes))``, float32.
+
+    Args:
+        codes: uint8.
+        fmt: their format.
+        scale: float32, one in all or one for each of equal runs of ``codes``.
+    """
+    return _made("fp8manifold_decode", codes, fmt, torch.float32, scale, spacing=True)
 
 
 def rounded(
@@ -74,6 +85,21 @@ def encoded(x: Tensor, fmt: FloatFormat, key: Key | None = None, offset: int = 0
     return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
 
 
+def content(x: Tensor, key: Key) -> int | None:
+    """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words drawn by position.
+
+    Args:
+        x: float32.
+        key: of ``r``.
+    """
+    kernels = library()
+    if kernels is None or x.dtype is not torch.float32 or x.numel() >= 2**32 or not is_plain(x):
+        return None
+    flat = x.detach().contiguous()
+    words = np.array(round_keys(key, 0), dtype=np.int32)
+    return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), words.ctypes.data))
+
+
 def _made(
     function: str,
     given: Tensor,
@@ -85,6 +111,7 @@ def _made(
     *,
     rescale: bool = False,
     bfloat16: bool = False,
+    spacing: bool = False,
 ) -> Tensor | None:
     high, low = divmod(offset, 2**32)
     if not is_plain(given) or not given.numel() or low + given.numel() > 2**32:
@@ -113,7 +140,7 @@ def _made(
         rescale,
         bfloat16,
         fmt.nan_code or 0,
-        0,
+        spacing,
         (first, second, third),
         signed_word(low),
     )

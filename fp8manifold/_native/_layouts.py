@@ -51,7 +51,7 @@ ARRAY: Final = np.dtype(
         ("scale", np.uint64),
         ("rows", np.int64),
         ("length", np.int64),
-        *[(name, np.int32) for name in ("shared", "stochastic", "rescale", "bfloat16", "nan_code", "padding")],
+        *[(name, np.int32) for name in ("shared", "stochastic", "rescale", "bfloat16", "nan_code", "spacing")],
         ("keys", np.int32, 3),
         ("position", np.int32),
     ],

@@ -16,8 +16,8 @@ typedef struct {
     int64_t rows, length;
     int32_t shared;     /* whether all rows share one scale */
     int32_t stochastic, rescale, bfloat16;
-    int32_t nan_code;   /* -1 where there is none */
-    int32_t padding;
+    int32_t nan_code;   /* what a NaN is encoded as */
+    int32_t spacing;    /* decode: give the spacing at the values, and not these */
     Keys keys;
     uint32_t position;  /* of the first element */
 } Array;
@@ -62,11 +62,16 @@ INLINE uint16_t nearest_bfloat16(float x)
 /* From this many elements on a table of all codes is faster than arithmetic: a load each, and not two dozen operations. */
 #define WORTH_A_TABLE 1024
 
-CLONED static void fill_table(const Format *given, float scale, float *restrict table)
+CLONED static void fill_table(const Array *a, float scale, float *restrict table)
 {
-    const Format format = *given;
-    for (int32_t code = 0; code < 256; code++)
-        table[code] = any_value(&format, code & (2 * format.sign_bit - 1)) * scale;
+    const Format format = a->format;
+    const int32_t all = 2 * format.sign_bit - 1;
+    if (a->spacing)
+        for (int32_t code = 0; code < 256; code++)
+            table[code] = decode_code(&format, code & all).ulp * scale;
+    else
+        for (int32_t code = 0; code < 256; code++)
+            table[code] = any_value(&format, code & all) * scale;
 }
 
 /* Not with gathers, which take longer than single loads. */
@@ -78,9 +83,9 @@ SCALAR static void look_up(const uint8_t *restrict codes, const float *restrict 
 
 CLONED static void decode_piece(const Array *a, int64_t at, int n, float scale)
 {
-    if (n >= WORTH_A_TABLE) {
+    if (n >= WORTH_A_TABLE || a->spacing) {
         float table[256];
-        fill_table(&a->format, scale, table);
+        fill_table(a, scale, table);
         look_up((const uint8_t *)a->from + at, table, (float *)a->to + at, n);
         return;
     }
@@ -187,5 +192,16 @@ EXPORT void fp8manifold_encode(const Array *a, int threads)
     const int fixed = in_fixed_point(&a->format, a->format.mantissa_bits);
     run(a, !a->stochastic ? encode_nearest : fixed ? encode_stochastic_fixed : encode_stochastic, threads);
 }
+
+/* sum(bits_i r_i) mod 2^64 of float32 bits and the words drawn at their positions, both as signed numbers. */
+CLONED static uint64_t content_of(const int32_t *bits, int64_t n, Keys keys)
+{
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < n; i++)
+        sum += (uint64_t)(int64_t)bits[i] * (uint64_t)(int64_t)(int32_t)random_word(keys, (uint32_t)i);
+    return sum;
+}
+
+EXPORT uint64_t fp8manifold_content(const int32_t *bits, int64_t n, const Keys *keys) { return content_of(bits, n, *keys); }
 
 EXPORT int64_t fp8manifold_array_size(void) { return (int64_t)sizeof(Array); }

@@ -9,6 +9,7 @@ from torch import Tensor
 from fp8manifold._charts import Metric, chart_of
 from fp8manifold._codec import decode_bits, decode_with_ulp
 from fp8manifold._float_bits import working_dtype
+from fp8manifold._native._arrays import spacings
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
@@ -138,6 +139,8 @@ def stiffness_field(grid: Grid, metric: Metric) -> Tensor:
     assert grid.fmt is not None
     assert grid.scale is not None
     if grid.storage == "codes" and metric == "ulp":
+        if (native := spacings(grid.weight, grid.fmt, grid.scale)) is not None:
+            return native
         stiffness = decode_with_ulp(grid.weight, grid.fmt)[1]
     else:
         stiffness = chart_of(grid.fmt, metric).stiffness(_values_of(grid))

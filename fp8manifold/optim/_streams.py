@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
 from fp8manifold._eager import eager_only
+from fp8manifold._native._arrays import content
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.random_bits import mixed_word, word_range
@@ -97,6 +98,8 @@ def content_word(x: Tensor, key: tuple[int, int, int]) -> int:
         x: float tensor of any shape; positions count in row-major order.
         key: of ``r``.
     """
+    if (native := content(x, key)) is not None:
+        return native
     total = 0
     flat = x.reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])

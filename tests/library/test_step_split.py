@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -48,6 +49,15 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+HOW: dict[str, bool | None] = {"compile": False}
+
+
+@pytest.fixture(params={"native": None, "eager": False}, autouse=True)
+def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this module is one of each way to run a step."""
+    monkeypatch.setitem(HOW, "compile", {"native": None, "eager": False}[request.param])
+
+
 def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Job, Tensor]:
     """The job and the numbers of the third step."""
     optimizer = getattr(optim, kind)([p], compile=False, seed=2**40 + 1, **options)
@@ -73,8 +83,10 @@ def copied(job: Job) -> dict[str, Tensor]:
 def stepped(job: Job, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: int, numbers: Tensor) -> None:
     """Take the step of a part, whose first element has a position in the whole."""
     rows = (dims[0], *job.layout.row_dims[1:]) if job.layout.row_dims else ()
-    part = Job(job.variant, Layout(dims, rows), arrays, job.words, offset)
-    run(part, numbers, torch.tensor(key_row(job.words, offset), dtype=torch.int32), compile=False)
+    held = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
+    shape = torch.Size(dims)
+    part = Job(job.variant, Layout(dims, rows), held, job.words, arrays["scale"], shape, job.ends, offset)
+    run(part, numbers, torch.tensor(key_row(job.words, offset), dtype=torch.int32), compile=HOW["compile"])
 
 
 def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:
@@ -123,12 +135,12 @@ def test_positions_beyond_32_bits() -> None:
 
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
-    from fp8manifold.optim import _engine
+    from fp8manifold.optim import _eager_step
 
     for kind, options in CASES.values():
         results = []
         for block in (1, 70, 1 << 20):
-            monkeypatch.setattr(_engine, "BLOCK", block)
+            monkeypatch.setattr(_eager_step, "BLOCK", block)
             p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
             job, numbers = third_step(kind, p, options)
             results.append(copied(job) | {"after": same_in_parts(job, numbers, [4])["weight"]})
@@ -180,6 +192,6 @@ def test_draws_differ_by_seed_and_by_step(kind: str, options: dict[str, Any]) ->
     job, numbers = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
     first = same_in_parts(job, numbers, [])
     for words in ((job.words[0] + 1, *job.words[1:]), (job.words[0], job.words[1] + 1, 0), (*job.words[:2], 1)):
-        other = Job(job.variant, job.layout, job.arrays, words)
+        other = replace(job, words=words)
         second = same_in_parts(other, numbers, [])
         assert any(not torch.equal(first[name], second[name]) for name in first)
