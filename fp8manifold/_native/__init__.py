@@ -5,6 +5,7 @@ runs eager, and one :class:`NativeUnavailableWarning` says so.
 """
 
 import ctypes
+import hashlib
 import warnings
 from functools import cache
 from pathlib import Path
@@ -19,17 +20,16 @@ class NativeUnavailableWarning(UserWarning):
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, with the types of its functions; None where there is none."""
-    folder = Path(__file__).parent
-    found = [path for pattern in ("_kernels*.so", "_kernels*.pyd", "_kernels*.dylib") for path in folder.glob(pattern)]
-    reason = "it was not built"
-    for path in sorted(found):
-        try:
-            return _with_types(ctypes.CDLL(str(path)))
-        except (OSError, AttributeError) as error:
-            reason = str(error).splitlines()[0]
+    path = Path(__file__).with_name("_kernels.so")
+    reason = "it was not built, for want of a C compiler" if not path.exists() else "it was built from other sources"
+    try:
+        if path.exists() and _sources_of(kernels := ctypes.CDLL(str(path))) == _digest(path.parent):
+            return _with_types(kernels)
+    except (OSError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
     warnings.warn(
-        f"fp8manifold's native code is not available ({reason}): steps and rounding run eager, with the same results, "
-        "several times slower; install the package where there is a C compiler to have it",
+        f"fp8manifold's native code is not available ({reason}): steps and rounding run without it, with the same "
+        "results, several times slower; install the package again where there is a C compiler",
         NativeUnavailableWarning,
         stacklevel=2,
     )
@@ -52,7 +52,17 @@ def _with_types(kernels: ctypes.CDLL) -> ctypes.CDLL:
         function.restype = None
     kernels.fp8manifold_content.argtypes = (pointer, size, pointer)
     kernels.fp8manifold_content.restype = ctypes.c_uint64
-    kernels.fp8manifold_array_size.restype = size
-    kernels.fp8manifold_sizes.argtypes = (number,)
-    kernels.fp8manifold_sizes.restype = size
     return kernels
+
+
+def _sources_of(kernels: ctypes.CDLL) -> str:
+    kernels.fp8manifold_sources.restype = ctypes.c_char_p
+    return str(kernels.fp8manifold_sources().decode())
+
+
+def _digest(folder: Path) -> str:
+    """What a library of the sources in a folder says of itself; see ``hatch_build.py``."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.[ch]")):
+        found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
+    return found.hexdigest()[:16]

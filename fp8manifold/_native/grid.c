@@ -203,5 +203,3 @@ CLONED static uint64_t content_of(const int32_t *bits, int64_t n, Keys keys)
 }
 
 EXPORT uint64_t fp8manifold_content(const int32_t *bits, int64_t n, const Keys *keys) { return content_of(bits, n, *keys); }
-
-EXPORT int64_t fp8manifold_array_size(void) { return (int64_t)sizeof(Array); }

@@ -1,6 +1,11 @@
-/* Build tools for Python expect this function of a module; the library is loaded by ctypes and never imported. */
+/* What the library says of itself. */
 #include "portable.h"
 
-EXPORT void *PyInit__kernels(void);
+#ifndef SOURCES
+#define SOURCES "unknown"
+#endif
 
-void *PyInit__kernels(void) { return 0; }
+/* A digest of the sources it was built from. */
+EXPORT const char *fp8manifold_sources(void);
+
+const char *fp8manifold_sources(void) { return SOURCES; }

@@ -1,7 +1,7 @@
 /* The stages of a step, element by element: what fp8manifold/optim/_weights.py, _directions.py, _geometry.py,
  * _moments.py and _injection.py say of whole tensors. */
-#ifndef FP8MANIFOLD_STAGES_H
-#define FP8MANIFOLD_STAGES_H
+#ifndef FP8MANIFOLD_ELEMENTS_H
+#define FP8MANIFOLD_ELEMENTS_H
 
 #include "step.h"
 

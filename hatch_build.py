@@ -1,0 +1,88 @@
+"""Builds the native code of ``fp8manifold/_native`` where there is a C compiler; everything works without it, slower.
+
+The library is loaded by ctypes and knows nothing of Python, so that one wheel a platform serves every version.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = "fp8manifold/_native"
+#: no fused multiplications, no fast arithmetic: the bits are those of the eager stages
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden")
+
+
+class NativeBuildHook(BuildHookInterface):
+    """Compiles the library into the package's folder, and marks the wheel as one of this platform."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build before the files of a wheel are collected; a source distribution has the sources alone."""
+        if self.target_name != "wheel":
+            return
+        built = build(Path(self.root) / FOLDER, self.app.display_warning)
+        if built is None:
+            return
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["artifacts"].append(f"{FOLDER}/{built.name}")
+
+
+def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path | None:
+    """The library built from a folder's sources; None, with a word, where that is not possible.
+
+    Args:
+        folder: where the sources are and the library goes.
+        say: what takes the word.
+        flags: for the compiler, after its usual ones.
+    """
+    target = folder / "_kernels.so"
+    target.unlink(missing_ok=True)
+    compiler = compiler_of(os.environ)
+    if compiler is None:
+        say("fp8manifold: no C compiler was found, so that steps and rounding run without native code")
+        return None
+    sources = sorted(str(path) for path in folder.glob("*.c"))
+    wide = ("-mprefer-vector-width=512",) if _takes(compiler, "-mprefer-vector-width=512") else ()
+    command = [
+        *(*compiler, *FLAGS, *wide, "-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags),
+        *("-o", str(target), *sources, "-lm", *(() if sys.platform == "win32" else ("-lpthread",))),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        say(f"fp8manifold: the native code could not be built ({compiler[0]}: {lines[0]}); everything runs without it")
+        return None
+    return target
+
+
+def compiler_of(environment: Any) -> list[str] | None:
+    """The C compiler as a command: that of CC, or the first of the usual ones."""
+    asked = environment.get("CC", "").split()
+    if asked:
+        return asked if shutil.which(asked[0]) else None
+    return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+
+
+def digest(folder: Path) -> str:
+    """What the library was built from, by which it is known again when it is loaded."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.[ch]")):
+        found.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n"))
+    return found.hexdigest()[:16]
+
+
+def _takes(compiler: list[str], flag: str) -> bool:
+    command = [*compiler, flag, "-Werror", "-x", "c", "-fsyntax-only", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    sys.exit(build(Path(__file__).parent / FOLDER) is None)
