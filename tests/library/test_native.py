@@ -1,0 +1,319 @@
+"""Native code has the bits of plain PyTorch, checks what it is given, and is missed by nobody where it is not built."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import normal
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold._native import _arrays, _layouts, is_available
+from fp8manifold._scaled_rounding import rounded_at
+from fp8manifold._storage import dequantize_codes
+from fp8manifold.optim import _native_step
+from fp8manifold.optim._streams import content_word
+
+FOLDER = Path(_layouts.__file__).parent
+ROOT = FOLDER.parent.parent
+FORMATS = (
+    *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),
+    *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
+)
+formats = pytest.mark.parametrize("name", FORMATS)
+needs_native = pytest.mark.skipif(not is_available(), reason="the native code was not built: there is no C compiler")
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call a function as where there is no native code."""
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(_arrays, "library", lambda: None)
+            patch.setattr(_native_step, "library", lambda: None)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def any_floats(n: int, seed: int) -> torch.Tensor:
+    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among them."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
+    patterns[:6] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, 1])
+    near = normal(n, seed=seed) * torch.exp2(normal(n, seed=seed + 1).mul(4).round())
+    return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
+    """The same bits; NaN is NaN."""
+    assert ours.dtype == expected.dtype
+    assert ours.shape == expected.shape
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
+    equal = ours.view(integer) == expected.view(integer)
+    return bool((equal | (ours.isnan() & expected.isnan()) if ours.is_floating_point() else equal).all())
+
+
+@needs_native
+@formats
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("n", [1, 17, 100_003])
+def test_rounding_and_codes(name: str, rounding: Any, n: int, plain: Any) -> None:
+    x = any_floats(max(n, 6), 3)[:n]
+    options = {} if rounding == "nearest" else {"seed": 2**63, "step": 7, "stream": 2**40, "offset": 2**32 - 5 * n}
+    assert same(fm.round_to_grid(x, name, rounding, **options), plain(fm.round_to_grid, x, name, rounding, **options))
+    numbers = x[~x.isnan()] if fm.FloatFormat.from_string(name).nan_code is None else x
+    assert same(fm.encode(numbers, name, rounding, **options), plain(fm.encode, numbers, name, rounding, **options))
+
+
+@needs_native
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.uint8).repeat(20)
+    for n in (1, len(codes), 37):
+        assert same(fm.decode(codes[:n], fmt, dtype), plain(fm.decode, codes[:n], fmt, dtype))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["E4M3", "E7M0", "E5M2"])
+@pytest.mark.parametrize(("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)])
+def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plain: Any) -> None:
+    fmt = fm.FloatFormat.from_string(name)
+    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    scales = torch.exp2(normal(*scale, seed=2).mul(5).round())
+    for dtype in (torch.float32, torch.bfloat16):
+        arguments = (codes, scales, fmt, dtype, block)
+        assert same(dequantize_codes(*arguments), plain(dequantize_codes, *arguments))
+
+
+@needs_native
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("scale", [(), (9, 1)])
+def test_scaled_rounding(rounding: str, scale: Any, plain: Any) -> None:
+    x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
+    arguments = (x, scales, fm.FloatFormat(4, 3), rounding, (1, 2, 3))
+    assert same(rounded_at(*arguments, blocks=False), plain(rounded_at, *arguments, blocks=False))
+
+
+@needs_native
+def test_the_word_of_a_content(plain: Any) -> None:
+    for n in (0, 1, 1000, 200_001):
+        x = any_floats(max(n, 6), n)[:n]
+        assert content_word(x, (1, 2, 3)) == plain(content_word, x, (1, 2, 3))
+
+
+@needs_native
+@pytest.mark.parametrize("storage", ["fp8", "grid"])
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+def test_threads_change_nothing(storage: str, moments: str) -> None:
+    results = []
+    for threads in (1, 2, 5):
+        model = torch.nn.Sequential(torch.nn.Linear(700, 300), torch.nn.Linear(300, 701), torch.nn.Linear(5, 3))
+        for i, p in enumerate(model.parameters()):
+            p.data = normal(*p.shape, seed=i, std=0.1)
+        fm.quantize_model(model, "E4M3", storage=storage, seed=1)
+        optimizer = optim.StiffnessAdamW(model.parameters(), lr=1e-2, moments=moments)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads)
+            for t in range(3):
+                for i, p in enumerate(model.parameters()):
+                    p.grad = normal(*p.shape, seed=100 * t + i)
+                optimizer.step()
+        finally:
+            torch.set_num_threads(before)
+        results.append([p.detach().clone().float() for p in model.parameters()])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x.double(),
+        lambda x: x.flatten()[:-1],
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: torch.empty_like(x, device="meta"),
+    ],
+    ids=["dtype", "size", "strides", "device"],
+)
+def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
+    p = torch.nn.Parameter(normal(6, 10))
+    p.grad = normal(6, 10)
+    optimizer = optim.StiffnessAdamW([p], lr=0.1)
+    optimizer.step()
+    plans = []
+    optimizer._take = plans.extend
+    optimizer.step()
+    job = plans[0].job
+    job.held["exp_avg"] = wrong(job.held["exp_avg"])
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match="a step needs 60 contiguous elements of torch.float32 on the CPU"):
+        _native_step.run_native([job], np.zeros((1, 18), np.float32), np.zeros((1, 6), np.int32))
+    assert torch.equal(p, before)
+
+
+def test_records_have_the_fields_of_the_structures() -> None:
+    """Names and order of what C reads; sizes follow from them."""
+    for header, structure, record in (("format.h", "Format", _layouts.FORMAT), ("step.h", "Spec", _layouts.SPEC)):
+        text = re.sub(r"/\*.*?\*/", "", (FOLDER / header).read_text(), flags=re.DOTALL)
+        body = text[: text.index(f"}} {structure};")].rpartition("typedef struct {")[2]
+        declared = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+        assert tuple(declared) == record.names
+
+
+# ------------------------------------------------------------------------------------------- building and lacking it
+def build_hook() -> ModuleType:
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def sources(tmp_path: Path) -> Path:
+    """A copy of the C files alone."""
+    for path in FOLDER.glob("*.[ch]"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+needs_sources = pytest.mark.skipif(not (ROOT / "hatch_build.py").exists(), reason="an installed package has no build")
+
+
+@needs_sources
+@pytest.mark.parametrize(
+    ("compiler", "word"), [("/nowhere/cc", "no C compiler was found"), ("false", "could not be built (false: exit code 1)")]
+)
+def test_a_build_that_fails_says_so_and_goes_on(
+    compiler: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    said: list[str] = []
+    assert build_hook().build(sources(tmp_path), said.append) is None
+    assert len(said) == 1
+    assert word in said[0]
+    assert not (tmp_path / "_kernels.so").exists()
+
+
+STEPS = """
+import warnings, torch, fp8manifold as fm
+from fp8manifold import _native
+from pathlib import Path
+import sys
+if sys.argv[1] != "here":
+    _native.__file__ = str(Path(sys.argv[1]) / "__init__.py")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.set_num_threads(1)
+    w = [fm.FP8Parameter(torch.randn(s, generator=torch.Generator().manual_seed(i)) * 0.1, f, granularity="channel",
+         seed=i) for i, (s, f) in enumerate([((33, 70), "E4M3"), ((5, 7), "E7M0"), ((3, 64), "E5M2")])]
+    for kind, options in [("StiffnessAdamW", {}), ("StiffnessAdamW", {"moments": "8bit", "writeback": "residual8"}),
+                          ("RiemannianAdam", {"lr": 1.0, "writeback": "momentum"}), ("StiffnessLion", {}),
+                          ("Madam", {"moments": "bfloat16"}), ("StiffnessSGD", {"lr": 0.1})]:
+        o = getattr(fm.optim, kind)(w, **options)
+        for t in range(3):
+            for p in w:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
+            o.step()
+    fm.round_to_grid(torch.randn(1001), "E5M2", "stochastic", seed=1)
+    missing = [c for c in caught if c.category is _native.NativeUnavailableWarning]
+print(_native.is_available(), len(missing), *[str(c.message).split("(")[1].split(")")[0] for c in missing])
+print(sum(int(p.codes.long().sum()) for p in w))
+"""
+
+
+def run_steps(folder: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, folder],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()
+
+
+def test_without_native_code_there_is_one_warning_and_the_same_result(tmp_path: Path) -> None:
+    found = run_steps(str(tmp_path))
+    assert found[0] == "False 1 it was not built, for want of a C compiler"
+    if is_available():
+        here = run_steps("here")
+        assert here[0] == "True 0"
+        assert here[1] == found[1]
+
+
+@needs_native
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
+    folder = sources(tmp_path)
+    (folder / "_kernels.so").write_bytes((FOLDER / "_kernels.so").read_bytes())
+    (folder / "step.c").write_text((folder / "step.c").read_text() + "\n")
+    assert run_steps(str(folder))[0] == "False 1 it was built from other sources"
+    (folder / "_kernels.so").write_bytes(b"no library")
+    assert run_steps(str(folder))[0].startswith("False 1 ")
+
+
+@pytest.mark.slow
+@needs_sources
+@needs_native
+def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
+    """Built with the sanitizers of addresses and of undefined behaviour, the first error of which ends the process."""
+    if shutil.which("gcc") is None:
+        pytest.skip("the sanitizers of gcc are what is asked")
+    ask = ["gcc", "-print-file-name=libasan.so", "-print-file-name=libstdc++.so"]
+    found = [subprocess.run([ask[0], name], capture_output=True, text=True, check=True).stdout.strip() for name in ask[1:]]
+    if not all(map(os.path.isabs, found)):
+        pytest.skip("there is no sanitizer here")
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DONE_CLONE", "-g", "-O1")
+    assert build_hook().build(sources(tmp_path), print, flags) is not None
+    result = run_steps(str(tmp_path), LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0", CC="gcc")
+    assert result[0] == "True 0"
+    assert result[1] == run_steps("here")[1]
+
+
+@pytest.mark.slow
+@needs_sources
+def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_path: Path) -> None:
+    """The wheel is one of the platform and of any Python where there is a compiler, and one of any platform else."""
+    pytest.importorskip("hatchling")
+
+    def hatch(target: str, cwd: Path, **environment: str) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(tmp_path / "dist")]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return max((tmp_path / "dist").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+    sdist = hatch("sdist", ROOT)
+    subprocess.run(["tar", "xzf", str(sdist), "-C", str(tmp_path)], check=True)
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert not list(unpacked.rglob("_kernels*"))
+    without = hatch("wheel", unpacked, CC="/nowhere/cc")
+    assert without.name.endswith("-py3-none-any.whl")
+    names = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(without)], capture_output=True, text=True, check=True)
+    assert "_kernels" not in names.stdout
+    assert "step.c" in names.stdout
+    if is_available():
+        wheel = hatch("wheel", unpacked)
+        assert "-py3-none-" in wheel.name
+        assert not wheel.name.endswith("-any.whl")
+        names = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True, check=True)
+        assert "_kernels.so" in names.stdout
