@@ -2,6 +2,7 @@
 
 from fp8manifold import _geoopt_import, monitor, ops, optim  # noqa: F401
 from fp8manifold._layer_spec import LayerSpec
+from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold._operands import OperandSpec
 from fp8manifold._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold._scalers import Scale
@@ -26,6 +27,7 @@ __all__ = [
     "FP8Tensor",
     "FloatFormat",
     "LayerSpec",
+    "NativeUnavailableWarning",
     "OperandSpec",
     "QuantizationReport",
     "QuantizedLinear",

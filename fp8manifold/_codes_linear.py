@@ -37,9 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
     """Whether nobody looks on who has to see the operator itself: a tracer, a transform, forward mode."""
-    return (
-        is_plain(x) and is_plain(weight.codes) and x.dim() > 1 and torch.autograd.forward_ad._current_level < 0
-    )
+    return is_plain(x) and is_plain(weight.codes) and x.dim() > 1 and torch.autograd.forward_ad._current_level < 0
 
 
 class _CodesLinear(torch.autograd.Function):

@@ -186,8 +186,7 @@ class OptimizerConfig:
     )
     compile: bool = setting(
         False,
-        "the library's optimizers: compile their step, with the same result; takes some ten seconds and pays in long "
-        "runs of models from about ten million parameters",
+        "the library's optimizers: take their steps through torch.compile and not in native code, with the same result",
     )
     schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES)
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0)

@@ -66,7 +66,12 @@ def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
     written = {} if settings.writeback is None else {"writeback": settings.writeback}
-    return {"moments": settings.moments or "float32", "seed": config.seed, "compile": settings.compile or None, **written}
+    return {
+        "moments": settings.moments or "float32",
+        "seed": config.seed,
+        "compile": settings.compile or None,
+        **written,
+    }
 
 
 def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ __all__ = ["NativeUnavailableWarning", "is_available", "library"]
 
 
 class NativeUnavailableWarning(UserWarning):
-    """Steps, decoding and rounding run eager: the same results, several times slower."""
+    """Steps, decoding and rounding run without native code: the same results, several times slower."""
 
 
 @cache

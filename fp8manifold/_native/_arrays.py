@@ -153,7 +153,7 @@ def is_plain(x: Tensor) -> bool:
     """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:  # of torch.jit.trace, which would take the result for a constant
         return False
     try:
         x.data_ptr()

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import index_in
-from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._step import prepare_step, step
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.random_bits import mix
 
 __all__ = ["CompileUnavailableWarning", "can_compile", "run_compiled"]

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from fp8manifold._blocks import BLOCK
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._keys import FOR_MOMENTS
-from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._step import Outcome, prepare_step, step
+from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.random_bits import word_range
 
 __all__ = ["block_noise", "blocks_of", "run_eager"]

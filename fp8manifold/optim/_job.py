@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from fp8manifold.optim._geometry import bounded_ends
@@ -11,6 +10,7 @@ from fp8manifold.optim._layout import Layout, row_view
 from fp8manifold.optim._variant import Variant
 
 __all__ = ["Job"]
+
 
 @dataclass
 class Job:
@@ -24,7 +24,7 @@ class Job:
     words: tuple[int, int, int]
     scale: Tensor | None = None
     #: what the scale broadcasts to
-    shape: torch.Size = torch.Size(())
+    shape: tuple[int, ...] = ()
     #: exponents, in value, between which a chart of the ulp follows the format
     ends: tuple[int, int] = (0, 0)
     #: position of the first element in a tensor that this is a part of

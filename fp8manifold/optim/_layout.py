@@ -53,7 +53,7 @@ def index_in(shape: torch.Size, device: torch.device) -> Tensor:
     return rows.unsqueeze(1) + columns
 
 
-def row_view(scale: Tensor, shape: torch.Size, layout: Layout) -> Tensor:
+def row_view(scale: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
     """What there is one of for a scale, for the rows of a view."""
     if layout.row_dims == layout.dims and scale.numel() != layout.numel:
         scale = scale.expand(shape)

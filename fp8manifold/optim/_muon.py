@@ -101,7 +101,9 @@ def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def along(job: Job, direction: Tensor) -> Job:
     """The job of a step along a direction that is given: SGD's of that gradient, without an average."""
-    held = {name: tensor for name, tensor in job.held.items() if name not in _STATE} | {"gradient": direction.contiguous()}
+    held = {name: tensor for name, tensor in job.held.items() if name not in _STATE} | {
+        "gradient": direction.contiguous()
+    }
     return replace(job, variant=_of_the_weights(job.variant), held=held)
 
 

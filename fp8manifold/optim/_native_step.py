@@ -15,8 +15,7 @@ from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import row_view
-from fp8manifold.optim._variant import BOUNDS
-from fp8manifold.optim._variant import MOMENTS, WRITEBACKS, Geometry, Storage, Variant
+from fp8manifold.optim._variant import BOUNDS, MOMENTS, WRITEBACKS, Geometry, Storage, Variant
 
 __all__ = ["is_native", "run_native", "sum_of_squares"]
 

@@ -14,8 +14,7 @@ from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._layout import Layout, layout_of
-from fp8manifold.optim._variant import BOUNDS
-from fp8manifold.optim._variant import Storage, Variant
+from fp8manifold.optim._variant import BOUNDS, Storage, Variant
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [

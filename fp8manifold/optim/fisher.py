@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._job import Job
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
 from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
+from fp8manifold.optim._job import Job
 from fp8manifold.optim._options import check_betas, check_finite
 from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
 from fp8manifold.optim._planned import Member, Parameters, Planned

@@ -230,7 +230,7 @@ class StiffnessMuon(StiffnessOptimizer):
         return numbers | shared
 
     def _takes_more(self, plan: Planned) -> bool:
-        return plan.group["direction"] == "muon"
+        return bool(plan.group["direction"] == "muon")
 
     def _take_alone(self, plan: Planned, numbers: Tensor, keys: Tensor) -> StepView | None:
         """Adam's parameters as everywhere, a matrix by its own two passes."""

@@ -90,7 +90,9 @@ def test_all_codes(name: str, dtype: torch.dtype, plain: Any) -> None:
 
 @needs_native
 @pytest.mark.parametrize("name", ["E4M3", "E7M0", "E5M2"])
-@pytest.mark.parametrize(("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)])
+@pytest.mark.parametrize(
+    ("shape", "scale", "block"), [((7, 33), (), None), ((7, 2048), (7, 1), None), ((3, 96), (3, 3), 32)]
+)
 def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plain: Any) -> None:
     fmt = fm.FloatFormat.from_string(name)
     codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
@@ -163,7 +165,7 @@ def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
     job = plans[0].job
     job.held["exp_avg"] = wrong(job.held["exp_avg"])
     before = p.detach().clone()
-    with pytest.raises(RuntimeError, match="a step needs 60 contiguous elements of torch.float32 on the CPU"):
+    with pytest.raises(RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"):
         _native_step.run_native([job], np.zeros((1, 18), np.float32), np.zeros((1, 6), np.int32))
     assert torch.equal(p, before)
 
@@ -200,7 +202,8 @@ needs_sources = pytest.mark.skipif(not (ROOT / "hatch_build.py").exists(), reaso
 
 @needs_sources
 @pytest.mark.parametrize(
-    ("compiler", "word"), [("/nowhere/cc", "no C compiler was found"), ("false", "could not be built (false: exit code 1)")]
+    ("compiler", "word"),
+    [("/nowhere/cc", "no C compiler was found"), ("false", "could not be built (false: exit code 1)")],
 )
 def test_a_build_that_fails_says_so_and_goes_on(
     compiler: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,7 +283,9 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
     if shutil.which("gcc") is None:
         pytest.skip("the sanitizers of gcc are what is asked")
     ask = ["gcc", "-print-file-name=libasan.so", "-print-file-name=libstdc++.so"]
-    found = [subprocess.run([ask[0], name], capture_output=True, text=True, check=True).stdout.strip() for name in ask[1:]]
+    found = [
+        subprocess.run([ask[0], name], capture_output=True, text=True, check=True).stdout.strip() for name in ask[1:]
+    ]
     if not all(map(os.path.isabs, found)):
         pytest.skip("there is no sanitizer here")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DONE_CLONE", "-g", "-O1")
@@ -298,7 +303,9 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
 
     def hatch(target: str, cwd: Path, **environment: str) -> Path:
         command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(tmp_path / "dist")]
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment, check=False)
+        done = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment, check=False
+        )
         assert done.returncode == 0, done.stderr
         return max((tmp_path / "dist").iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
@@ -308,12 +315,16 @@ def test_a_source_distribution_builds_a_wheel_with_and_without_a_compiler(tmp_pa
     assert not list(unpacked.rglob("_kernels*"))
     without = hatch("wheel", unpacked, CC="/nowhere/cc")
     assert without.name.endswith("-py3-none-any.whl")
-    names = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(without)], capture_output=True, text=True, check=True)
+    names = subprocess.run(
+        [sys.executable, "-m", "zipfile", "-l", str(without)], capture_output=True, text=True, check=True
+    )
     assert "_kernels" not in names.stdout
     assert "step.c" in names.stdout
     if is_available():
         wheel = hatch("wheel", unpacked)
         assert "-py3-none-" in wheel.name
         assert not wheel.name.endswith("-any.whl")
-        names = subprocess.run([sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True, check=True)
+        names = subprocess.run(
+            [sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True, check=True
+        )
         assert "_kernels.so" in names.stdout
