@@ -207,12 +207,12 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "torchao-8bit": torchao("torchao AdamW8bit, float32 weights", "AdamW8bit"),
     "bitsandbytes-8bit": Contender("peer", "bitsandbytes AdamW8bit, float32 weights", bitsandbytes_8bit),
     "stiffness-adamw": stiffness_adamw(
-        "stochastic, float32 moments", goals={("cpu", "10M"): 1.6, ("cuda", "124M"): 0.6}
+        "stochastic, float32 moments", goals={("cpu", "10M"): 1.3, ("cuda", "124M"): 0.6}
     ),
     "stiffness-adamw-bfloat16": stiffness_adamw("stochastic, bfloat16 moments", moments="bfloat16"),
-    "stiffness-adamw-8bit": stiffness_adamw("stochastic, 8-bit moments", goals={("cpu", "10M"): 3.0}, moments="8bit"),
+    "stiffness-adamw-8bit": stiffness_adamw("stochastic, 8-bit moments", goals={("cpu", "10M"): 2.0}, moments="8bit"),
     "stiffness-adamw-residual8": stiffness_adamw(
-        "residual8, float32 moments", goals={("cpu", "10M"): 2.0}, writeback="residual8"
+        "residual8, float32 moments", goals={("cpu", "10M"): 1.6}, writeback="residual8"
     ),
     "stiffness-adamw-residual8-8bit": stiffness_adamw(
         "residual8, 8-bit moments", writeback="residual8", moments="8bit"

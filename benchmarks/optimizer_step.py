@@ -8,7 +8,7 @@ same weights and gradients; the ratio is the median over the pairs, on the CPU o
 the median of the processes with the smallest and the largest.  Our own steps include the check that every gradient is
 finite.  Bytes are those of the live tensors after the steps and ``zero_grad``: parameters, state and whatever else the
 optimizer holds, gradients it does not let go included.
-The first step includes compilation: the first process begins with an empty compiler cache, the others find it filled.
+The first step includes what is looked at once: every weight's spacing, and the words that key its random bits.
 
 A peer that is not installed is left out with a word; anything else that goes wrong is printed, and the exit code is 1.
 """

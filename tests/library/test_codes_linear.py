@@ -1,0 +1,101 @@
+"""The product of a layer with a weight in codes: that of torch's dispatcher, values and gradients, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import _codes_linear
+
+
+def layer(features: int, dtype: torch.dtype, *, bias: bool, granularity: Any = "channel") -> nn.Module:
+    linear = nn.Linear(features, 48, bias=bias)
+    linear.weight.data = normal(48, features, seed=1, std=0.1)
+    return fm.quantize_model(nn.Sequential(linear.to(dtype)), "E4M3", storage="fp8", granularity=granularity, seed=1)
+
+
+def passes(model: nn.Module, x: Tensor, *, autocast: bool) -> list[Tensor]:
+    """Output and all gradients."""
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", enabled=autocast, dtype=torch.bfloat16):
+        y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.fixture
+def dispatched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Do something by torch's dispatcher."""
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(_codes_linear, "_is_simple", lambda x, weight: False)
+            return function(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 32), (1, 32), (2, 7, 64), (12, 64, 96), (0, 32), (32,)])
+def test_the_bits_are_those_of_the_dispatcher(
+    shape: tuple[int, ...], dtype: torch.dtype, bias: bool, autocast: bool, dispatched: Any
+) -> None:
+    model = layer(shape[-1], dtype, bias=bias)
+    other = copy.deepcopy(model)
+    x = normal(*shape, seed=2).to(dtype)
+    ours = passes(model, x, autocast=autocast)
+    expected = dispatched(passes, other, x, autocast=autocast)
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "block"])
+def test_other_scales(granularity: str, dispatched: Any) -> None:
+    model = layer(64, torch.float32, bias=True, granularity=granularity)
+    other, x = copy.deepcopy(model), normal(3, 64, seed=2)
+    pairs = zip(passes(model, x, autocast=False), dispatched(passes, other, x, autocast=False), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_autograd_keeps_the_codes_and_sees_them_change() -> None:
+    model = layer(64, torch.float32, bias=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        model(normal(4, 64))
+    assert [x for x in kept if x.shape == (48, 64) and not isinstance(x, fm.FP8Tensor)] == []
+    assert any(isinstance(x, fm.FP8Tensor) for x in kept)
+    loss = model(normal(4, 64)).sum()
+    model[0].weight.rescale_(model[0].weight.scale * 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_second_derivatives_have_the_weight_in_them(dispatched: Any) -> None:
+    def second(model: nn.Module) -> Tensor:
+        x = normal(3, 64, seed=2).requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        return model[0].weight.grad
+
+    model = layer(64, torch.float32, bias=True)
+    assert torch.allclose(second(model), dispatched(second, copy.deepcopy(model)))
+
+
+def test_who_looks_on_sees_torchs_operator() -> None:
+    """Transforms and forward mode have their own ways through the dispatcher."""
+    model, x = layer(64, torch.float32, bias=True), normal(3, 64, seed=2)
+    plain = model(x)
+    assert torch.allclose(torch.func.vmap(model)(x.unsqueeze(0))[0], plain)
+    jacobian = torch.func.jacrev(model)(x[:1])
+    assert torch.allclose(jacobian[0, :, 0], model[0].weight.dequantize())
+    _, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    assert torch.allclose(tangent, model[0].weight.dequantize().sum(1).expand(3, -1), atol=1e-5)
