@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8manifold._native._arrays import is_plain
+from fp8manifold._storage import dequantize_codes
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["linear"]
@@ -40,13 +41,17 @@ def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
     return is_plain(x) and is_plain(weight.codes) and x.dim() > 1 and torch.autograd.forward_ad._current_level < 0
 
 
+def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize_codes(weight.codes, weight.scale, weight.format, dtype, weight.block_size)
+
+
 class _CodesLinear(torch.autograd.Function):
     """In the dtype of ``x``, into which decoding is exact."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FP8Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.decoded(x.dtype), bias)
+        return F.linear(x, _values(weight, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,7 +59,7 @@ class _CodesLinear(torch.autograd.Function):
         rows, gradient = x.reshape(-1, x.shape[-1]), gradients[0].reshape(-1, gradients[0].shape[-1])
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:  # a second derivative needs the weight itself
-            values = weight.to(x.dtype) if torch.is_grad_enabled() else weight.decoded(x.dtype)
+            values = weight.to(x.dtype) if torch.is_grad_enabled() else _values(weight, x.dtype)
             of_x = (gradient @ values).view(x.shape)
         if ctx.needs_input_grad[1]:
             of_weight = (gradient.t() @ rows).to(weight.dtype)

@@ -276,11 +276,7 @@ class FP8Tensor(EncodedTensor):
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor of the apparent dtype; not differentiable."""
-        return self.decoded(self.dtype)
-
-    def decoded(self, dtype: torch.dtype) -> Tensor:
-        """The values as a plain tensor of float32 or bfloat16, either of them exact."""
-        return dequantize_codes(self.codes, self.scale, self.format, dtype, self.block_size)
+        return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.

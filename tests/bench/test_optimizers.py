@@ -79,7 +79,7 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them(name: str, built
     assert type(optimizer) is built
     for group in optimizer.param_groups:
         assert [group[key] for key in ("lr", "writeback", "moments", "seed", "compile")] == [
-            *(0.5, "residual8", "bfloat16", 7, False)
+            *(0.5, "residual8", "bfloat16", 7, None)
         ]
 
 
