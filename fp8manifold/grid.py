@@ -157,8 +157,10 @@ def encode(
     Source: OCP FP8 specification 1.0; IEEE P3109, for the codes.
     """
     fmt = as_format(fmt)
+    check_choice("rounding", rounding, ROUNDINGS)
+    check_choice("overflow", overflow, OVERFLOWS)
     if (rounding == "nearest" or seed is not None) and bits is None and _saturates(fmt, rounding, overflow):
-        native = _native_codes(x, fmt, None if rounding == "nearest" else (seed or 0, step, stream), offset)
+        native = _native_codes(x, fmt, None if seed is None or rounding == "nearest" else (seed, step, stream), offset)
         if native is not None:
             return native
     y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits)
@@ -304,7 +306,8 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: Key | None, offset: int) -> 
     """None too where a NaN could be that has no code: it is counted elsewhere."""
     if not isinstance(x, Tensor) or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return None
-    check_words(offset=offset, **({} if key is None else dict(zip(("seed", "step", "stream"), key, strict=True))))
+    if key is not None:
+        check_words(seed=key[0], step=key[1], stream=key[2], offset=offset)
     if fmt.nan_code is None and not bool(x.sum().isfinite()):
         return None
     return encoded(x, fmt, key, offset)

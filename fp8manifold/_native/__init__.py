@@ -9,8 +9,13 @@ import hashlib
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Final
 
-__all__ = ["NativeUnavailableWarning", "is_available", "library"]
+import torch
+
+__all__ = ["NativeUnavailableWarning", "is_available", "library", "threads_for"]
+
+_WORTH_A_THREAD: Final = 65_536
 
 
 class NativeUnavailableWarning(UserWarning):
@@ -34,6 +39,11 @@ def library() -> ctypes.CDLL | None:
         stacklevel=2,
     )
     return None
+
+
+def threads_for(elements: int) -> int:
+    """How many of torch's threads are worth starting over that many elements."""
+    return min(torch.get_num_threads(), elements // _WORTH_A_THREAD + 1)
 
 
 def is_available() -> bool:

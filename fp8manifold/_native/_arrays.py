@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8manifold._native import library
+from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import ARRAY, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import round_keys, signed_word
 
 __all__ = ["content", "decoded", "encoded", "is_plain", "rounded", "spacings"]
 
-_WORTH_A_THREAD: Final = 65_536
 _OUT: Final = (torch.float32, torch.bfloat16)
 
 Key = tuple[int, int, int]
@@ -95,7 +94,7 @@ def content(x: Tensor, key: Key) -> int | None:
     kernels = library()
     if kernels is None or x.dtype is not torch.float32 or x.numel() >= 2**32 or not is_plain(x):
         return None
-    flat = x.detach().contiguous()
+    flat = x.detach().contiguous().resolve_neg()
     words = np.array(round_keys(key, 0), dtype=np.int32)
     return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), words.ctypes.data))
 
@@ -116,7 +115,7 @@ def _made(
     high, low = divmod(offset, 2**32)
     if not is_plain(given) or not given.numel() or low + given.numel() > 2**32:
         return None
-    given = given.detach().contiguous()
+    given = given.detach().contiguous().resolve_neg()
     out = torch.empty(given.shape, dtype=dtype)
     kernels = library()
     if type(out) is not Tensor or out.device.type != "cpu" or kernels is None:
@@ -144,8 +143,7 @@ def _made(
         (first, second, third),
         signed_word(low),
     )
-    threads = min(torch.get_num_threads(), given.numel() // _WORTH_A_THREAD + 1)
-    getattr(kernels, function)(ctypes.c_void_p(record.ctypes.data), threads)
+    getattr(kernels, function)(ctypes.c_void_p(record.ctypes.data), threads_for(given.numel()))
     return out
 
 
@@ -153,7 +151,7 @@ def is_plain(x: Tensor) -> bool:
     """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    if torch._C._get_tracing_state() is not None:  # of torch.jit.trace, which would take the result for a constant
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # what is read now would be a constant
         return False
     try:
         x.data_ptr()

@@ -23,7 +23,7 @@ FORMAT: Final = np.dtype(
 SPEC: Final = np.dtype(
     [
         *[(name, np.int32) for name in ("direction", "storage", "writeback", "moments", "geometry", "stiffness")],
-        *[(name, np.int32) for name in ("metric", "decays", "averages", "nesterov", "amsgrad", "maximize")],
+        *[(name, np.int32) for name in ("metric", "decays", "nesterov", "maximize")],
         ("format", FORMAT),
     ],
     align=True,

@@ -18,8 +18,6 @@ typedef struct {
     float largest;
 } Format;
 
-enum { NEAREST, STOCHASTIC };
-
 typedef struct {
     float value, ulp;
 } Decoded;

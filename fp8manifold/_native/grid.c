@@ -22,6 +22,8 @@ typedef struct {
     uint32_t position;  /* of the first element */
 } Array;
 
+_Static_assert(sizeof(Array) == 136, "the size of ARRAY in _layouts.py");
+
 /* Some elements that share a scale. */
 typedef void (*Piece)(const Array *a, int64_t at, int n, float scale);
 
@@ -74,8 +76,7 @@ CLONED static void fill_table(const Array *a, float scale, float *restrict table
             table[code] = any_value(&format, code & all) * scale;
 }
 
-/* Not with gathers, which take longer than single loads. */
-SCALAR static void look_up(const uint8_t *restrict codes, const float *restrict table, float *restrict out, int n)
+static void look_up(const uint8_t *restrict codes, const float *restrict table, float *restrict out, int n)
 {
     for (int i = 0; i < n; i++)
         out[i] = table[codes[i]];

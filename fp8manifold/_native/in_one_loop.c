@@ -1,10 +1,9 @@
-/* What most people run, with the stages of an element one after another in one loop: the same stages, a third of the
- * time, for nothing is put down between them. */
+/* What most people run in one loop: the same stages of an element one after another, with nothing put down between. */
 #include <stddef.h>
 
 #include "tile.h"
 
-/* Adam over codes, the stages of an element one after another: what most people run, in a third of the time. */
+/* Adam over codes. */
 INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *t, int writeback, int moments,
                             int stiffness)
 {

@@ -21,12 +21,6 @@
 #define CLONED
 #endif
 
-#if defined(__GNUC__) && !defined(__clang__)
-#define SCALAR __attribute__((noinline, optimize("no-tree-vectorize", "unroll-loops")))
-#else
-#define SCALAR
-#endif
-
 /* Elements a stage passes on at a time: few enough that all of a tile's arrays stay in the first-level cache. */
 #define TILE 512
 

@@ -24,7 +24,7 @@ typedef struct {
 /* What is fixed: fp8manifold/optim/_variant.py. */
 typedef struct {
     int32_t direction, storage, writeback, moments, geometry, stiffness, metric;
-    int32_t decays, averages, nesterov, amsgrad, maximize;
+    int32_t decays, nesterov, maximize;
     Format format;
 } Spec;
 
@@ -45,5 +45,9 @@ typedef struct {
     Keys weight_keys, average_keys;
     Hyper hyper;
 } Job;
+
+/* As NumPy lays them out; a platform that differs is not built for. */
+_Static_assert(sizeof(Spec) == 96, "the size of SPEC in _layouts.py");
+_Static_assert(sizeof(Job) == 208, "the size of JOB in _layouts.py");
 
 #endif

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import index_in
-from fp8manifold.optim._step import prepare_step, step
-from fp8manifold.optim._variant import BOUNDS, Variant
+from fp8manifold.optim._step import step
+from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
 __all__ = ["CompileUnavailableWarning", "can_compile", "run_compiled"]
@@ -71,10 +71,8 @@ def _compiled(variant: Variant, names: tuple[str, ...]) -> Callable[..., None]:
 
     def take_step(numbers: Tensor, keys: Tensor, *tensors: Tensor) -> None:
         arrays = dict(zip(names, tensors, strict=True))
-        prepared = prepare_step(variant, arrays, numbers)
-        stored = step(variant, arrays | prepared, numbers, _noise(variant, arrays["gradient"], keys)).stored
-        bounds = {name: prepared[name] for name in BOUNDS.values() if name in prepared}
-        for name, value in (stored | bounds).items():
+        noise = _noise(variant, arrays["gradient"], keys)
+        for name, value in step(variant, arrays, numbers, noise).stored.items():
             arrays[name].copy_(value)
 
     code = take_step.__code__.replace(co_name=f"take_step_{len(_functions)}")

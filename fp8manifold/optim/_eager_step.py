@@ -7,8 +7,7 @@ from torch import Tensor
 from fp8manifold._blocks import BLOCK
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._keys import FOR_MOMENTS
-from fp8manifold.optim._step import Outcome, prepare_step, step
-from fp8manifold.optim._variant import BOUNDS
+from fp8manifold.optim._step import Outcome, step
 from fp8manifold.random_bits import word_range
 
 __all__ = ["block_noise", "blocks_of", "run_eager"]
@@ -24,10 +23,8 @@ def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outc
     """
     outcomes = []
     for arrays, start in blocks_of(job):
-        prepared = prepare_step(job.variant, arrays, numbers)
-        outcome = step(job.variant, arrays | prepared, numbers, block_noise(job, arrays["gradient"], start))
-        bounds = {name: prepared[name] for name in BOUNDS.values() if name in prepared}
-        for name, value in (outcome.stored | bounds).items():
+        outcome = step(job.variant, arrays, numbers, block_noise(job, arrays["gradient"], start))
+        for name, value in outcome.stored.items():
             arrays[name].copy_(value)
         if observed:
             outcomes.append(outcome)

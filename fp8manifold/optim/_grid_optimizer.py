@@ -34,10 +34,6 @@ class GridOptimizer(ManifoldOptimizer):
         """The row of hyperparameters of this step."""
         raise NotImplementedError
 
-    def _kind(self, parameter: Tensor) -> object:
-        """What else the traits of a parameter depend on, besides its group and storage."""
-        return None
-
     def _metric(self, group: dict[str, Any], grid: Grid) -> Metric:
         """The metric whose field S_ref is the mean of."""
         metric: Metric = group["metric"]

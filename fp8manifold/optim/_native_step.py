@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold._native import library
+from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._job import Job
@@ -25,8 +25,6 @@ _METRICS: Final = ("ulp", "euclidean")
 _ONE, _A_ROW, _AN_ELEMENT = range(3)
 _FIRST: Final = ("exp_avg", "momentum_buffer")
 _AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
-_WORTH_A_THREAD: Final = 65_536
-"""Elements for which a thread is started."""
 
 
 def is_native(job: Job, dtype: torch.dtype) -> bool:
@@ -57,14 +55,14 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     pointers, sizes, facts = [], [], []
     for job in jobs:
         rows, length, kind, scale = _matrix(job)
-        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
+        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32).resolve_neg()
         kept += [spec, gradient, scale]
         pointers.append([spec.ctypes.data, *_addresses(job, gradient, scale)])
         sizes.append((rows, length))
         facts.append((kind, job.layout.repeats, *job.ends))
     records["pointers"], records["facts"], records["keys"], records["hyper"] = pointers, facts, keys, numbers
     records["rows"], records["length"] = zip(*sizes, strict=True)
-    threads = min(torch.get_num_threads(), sum(r * n for r, n in sizes) // _WORTH_A_THREAD + 1)
+    threads = threads_for(sum(job.layout.numel for job in jobs))
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(jobs), threads)
 
 
@@ -132,9 +130,7 @@ def _specification(variant: Variant) -> NDArray[np.void]:
         _STIFFNESSES.index(variant.stiffness),
         _METRICS.index(variant.metric) if variant.fmt is not None else 0,
         variant.decays,
-        variant.averages,
         variant.nesterov,
-        variant.amsgrad,
         variant.maximize,
         format_record(variant.fmt or FloatFormat(4, 3))[0],
     )

@@ -14,7 +14,6 @@ from fp8manifold.optim._native_step import is_native, run_native
 __all__ = ["note_changes", "run", "run_all"]
 
 
-@eager_only  # compiled code is called as it is
 def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> None:  # noqa: A002  # torch's word
     """Take one step in place.
 
@@ -27,7 +26,7 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
     run_all([job], numbers.unsqueeze(0), keys.unsqueeze(0), [compile])
 
 
-@eager_only
+@eager_only  # compiled code is called as it is
 def run_all(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, wanted: Sequence[bool | None]) -> None:
     """Take many steps in place, those that native code takes in one call.
 

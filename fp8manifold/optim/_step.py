@@ -9,11 +9,11 @@ from fp8manifold.optim._directions import Descent, adam, lion, madam, muon, sgd
 from fp8manifold.optim._geometry import covector, move
 from fp8manifold.optim._hyper import Hyper
 from fp8manifold.optim._injection import with_error
-from fp8manifold.optim._moments import load_averages, prepare, store_averages
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._moments import SCALES, load_averages, prepare, store_averages
+from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.optim._weights import Weights, load_weights, store_weights
 
-__all__ = ["Outcome", "prepare_step", "step"]
+__all__ = ["Outcome", "step"]
 
 
 class Outcome(NamedTuple):
@@ -30,13 +30,19 @@ def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: di
 
     Args:
         variant: what is stepped and how.
-        arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other.
+        arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other; rows of
+            them are whole blocks of 8-bit averages.
         numbers: one row of :data:`HYPER`, in the dtype that is computed in.
         noise: 32-bit random words: ``weight`` for the write-back, ``moments`` for the averages.
     """
     hyper = Hyper(numbers)
     weights = load_weights(variant, arrays, numbers.dtype)
     gradient = _gradient(variant, weights, arrays, numbers.dtype)
+    bounds = {}
+    if variant.moments == "8bit" and variant.stores:
+        prepared = prepare(variant, arrays, gradient, hyper)
+        bounds = {BOUNDS[name]: prepared[BOUNDS[name]] for name in variant.stores}
+        arrays = arrays | {name: prepared[name] for name in SCALES if name in prepared}
     descent = _direction(variant, gradient, load_averages(variant, arrays, numbers.dtype), hyper)
     target = move(variant, weights, descent.direction, arrays, hyper)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if variant.draws_for_weight else None
@@ -45,15 +51,7 @@ def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: di
     if variant.writeback == "momentum" and variant.storage in ("codes", "grid"):
         averages = with_error(variant, descent, weights, target, after, arrays, hyper)
     kept = store_averages(variant, averages, arrays, noise.get("moments"), descent.root)
-    return Outcome(stored | kept, weights, target, descent.direction)
-
-
-def prepare_step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor) -> dict[str, Tensor]:
-    """What a step needs to know of whole blocks beforehand; nothing where averages are not stored in blocks."""
-    if variant.moments != "8bit" or not variant.stores:
-        return {}
-    weights = load_weights(variant, arrays, numbers.dtype)
-    return prepare(variant, arrays, _gradient(variant, weights, arrays, numbers.dtype), Hyper(numbers))
+    return Outcome(stored | kept | bounds, weights, target, descent.direction)
 
 
 def _gradient(variant: Variant, weights: Weights, arrays: dict[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -225,9 +225,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     # What the base asks for
 
-    def _kind(self, parameter: Tensor) -> object:
-        return parameter in self._gradients
-
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         traits = super()._traits(group, parameter, grid)
         if parameter not in self._gradients:

@@ -177,6 +177,39 @@ def test_records_have_the_fields_of_the_structures() -> None:
         body = text[: text.index(f"}} {structure};")].rpartition("typedef struct {")[2]
         declared = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
         assert tuple(declared) == record.names
+    sizes = {"Spec": _layouts.SPEC, "Job": _layouts.JOB, "Array": _layouts.ARRAY}
+    text = (FOLDER / "step.h").read_text() + (FOLDER / "grid.c").read_text()
+    asserted = dict(re.findall(r"_Static_assert\(sizeof\((\w+)\) == (\d+)", text))
+    assert asserted == {name: str(record.itemsize) for name, record in sizes.items()}
+
+
+def test_options_are_read_before_native_code_is_asked() -> None:
+    x = normal(5)
+    for function in (fm.encode, fm.round_to_grid):
+        with pytest.raises(ValueError, match="overflow='wrap'"):
+            function(x, "E3M4", overflow="wrap")
+        with pytest.raises(ValueError, match="rounding='odd'"):
+            function(x, "E3M4", "odd")
+        with pytest.raises(ValueError, match="needs seed"):
+            function(x, "E3M4", "stochastic")
+        with pytest.raises(ValueError, match="offset=-1 is out of range"):
+            function(x, "E3M4", "stochastic", seed=1, offset=-1)
+        assert torch.equal(function(x, "E3M4", offset=-1), function(x, "E3M4"))
+
+
+def test_a_view_that_is_negated_later_is_negated() -> None:
+    """``torch.conj(z).imag`` shares the memory of ``z`` and has a bit that says so."""
+    z = torch.complex(normal(40, seed=1), normal(40, seed=2))
+    view = torch.empty(40).copy_(z.imag)._neg_view()
+    assert view.is_neg()
+    assert torch.equal(fm.round_to_grid(view, "E4M3"), fm.round_to_grid(-z.imag, "E4M3"))
+    steps = []
+    for gradient in (view, -z.imag.clone()):
+        p = fm.FP8Parameter(normal(40, seed=3), "E4M3", seed=0)
+        p.grad = gradient
+        optim.StiffnessAdamW([p], lr=0.1).step()
+        steps.append(p.codes)
+    assert torch.equal(*steps)
 
 
 # ------------------------------------------------------------------------------------------- building and lacking it
