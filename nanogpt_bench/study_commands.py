@@ -40,7 +40,7 @@ def add_compare(commands: Any) -> Any:
         "compare",
         help="train formats x rules on one corpus and report (the main job)",
         description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
-        "arguments: a demonstration on the standard library's prose, two to six minutes on two CPU cores, with an\n"
+        "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
         "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
         "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
         "which, where that is not all.",
