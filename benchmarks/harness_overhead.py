@@ -34,16 +34,16 @@ import torch
 from _forms import add_form_options, text_table
 from _record import add_option, record
 
-from nanogpt_bench.anomaly import Sentry
 from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.config import Config
-from nanogpt_bench.corpus import prepare_stdlib
-from nanogpt_bench.data import Corpus, load_corpus
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.shipped import find_config
-from nanogpt_bench.step import Trainer, initial_model
-from nanogpt_bench.train import Progress, run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data import prepare_stdlib
+from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.step.anomalies import Sentry
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer, initial_model
+from nanogpt_bench.training.train import Progress, run
 
 Step = Callable[[], object]
 #: steps left out: first allocations

@@ -10,7 +10,7 @@ stays what it is.
 
 Every training has a folder below ``--out`` and is not repeated: interrupted, or given more rules, the same command
 goes on where it was.  Prints the table, the best in bold, and writes it to ``table.md``.  The learning rates in
-``nanogpt_bench/rules.py`` come from here.
+``nanogpt_bench/config/rules.py`` come from here.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from pathlib import Path
 
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.pool import Pool
-from nanogpt_bench.corpus import prepare_stdlib
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.config.rules import RULES, available_rules, check_available
+from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.report.results import row_label
-from nanogpt_bench.resolve import format_name
-from nanogpt_bench.rules import RULES, available_rules, check_available
+from nanogpt_bench.step.resolve import format_name
+from nanogpt_bench.system.errors import BenchError
 
 #: where the grid of an optimizer is centred, in its own unit
 CENTRES = {

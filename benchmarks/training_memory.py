@@ -22,7 +22,7 @@ from _record import Cell, add_option, record
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.model import GPT, SIZES
+from nanogpt_bench.model.gpt import GPT, SIZES
 
 Made = Callable[[nn.Module], torch.optim.Optimizer]
 

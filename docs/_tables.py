@@ -59,7 +59,7 @@ def number(x: float) -> str:
 
 def rules_table() -> str:
     """The update rules of the bench."""
-    from nanogpt_bench.rules import RULES
+    from nanogpt_bench.config.rules import RULES
 
     rows = [(f"`{name}`", rule.help, STORED[rule.storage], f"{rule.lr:g}") for name, rule in RULES.items()]
     return markdown(("rule", "what it does", "weights live in", "default lr"), rows)
@@ -82,7 +82,7 @@ def _settings(section: type, prefix: str = "") -> Iterable[tuple[str, "dataclass
 
 def settings_sections() -> str:
     """A heading and a table for every section of a configuration, from its dataclass."""
-    from nanogpt_bench.config import Config
+    from nanogpt_bench.config.schema import Config
 
     top = [(key, field) for key, field in _settings(Config) if "." not in key]
     parts = ["## Of the run\n\n" + _settings_rows(top)]
@@ -179,7 +179,7 @@ def bytes_table(rows: int = 64, columns: int = 512) -> str:
 
 
 def _bytes(make: Callable[..., torch.optim.Optimizer], rows: int, columns: int) -> tuple[str, str, str]:
-    from nanogpt_bench.memory import bytes_of, plain_tensors
+    from nanogpt_bench.step.memory import bytes_of, plain_tensors
 
     layer = torch.nn.Linear(columns, rows, bias=False)
     if make is not BYTES["torch.optim.AdamW(...)"]:

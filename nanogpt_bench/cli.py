@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.arguments import positive
-from nanogpt_bench.errors import BenchError, disk_failure, nearest
-from nanogpt_bench.study_commands import add_compare, add_evaluate, add_profile, add_sweep
+from nanogpt_bench.commands.arguments import positive
+from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_profile, add_sweep
+from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
@@ -112,7 +112,7 @@ def _helped(words: Sequence[str]) -> bool:
     if "--help" not in words and "-h" not in words:
         return False
     _require_packages()
-    from nanogpt_bench.help_topics import text_on, topic_of
+    from nanogpt_bench.commands.help_topics import text_on, topic_of
 
     topic = topic_of(words)
     if topic is not None:
@@ -272,8 +272,8 @@ def _add_run(commands: Any) -> Parser:
 
 def _run_epilog() -> str:
     """Return the end of `run --help`: examples, the shipped configurations' names and the topics of the settings."""
-    from nanogpt_bench.help_topics import overview
-    from nanogpt_bench.shipped import shipped_configs
+    from nanogpt_bench.commands.help_topics import overview
+    from nanogpt_bench.config.shipped import shipped_configs
 
     return (
         "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"
@@ -331,13 +331,13 @@ def _add_thresholds(parser: Parser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from nanogpt_bench.corpus.command import main_prepare
+    from nanogpt_bench.commands.prepare import main_prepare
 
     return main_prepare(args)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from nanogpt_bench.run_command import run_command
+    from nanogpt_bench.commands.run import run_command
 
     options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
     return run_command(args.config, args.name, args.overrides, **options)
@@ -350,7 +350,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from nanogpt_bench.verify import verify_command
+    from nanogpt_bench.commands.verify import verify_command
 
     return verify_command(args.runs)
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.train import Progress
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.training.train import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "optimizer_step", "linear_forward", "harness_overhead")

@@ -19,8 +19,8 @@ import pytest
 
 import fp8manifold as fm
 from nanogpt_bench.cli import build_parser, split_overrides
-from nanogpt_bench.rules import RULES
-from nanogpt_bench.settings import FIELDS, parse_overrides
+from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.settings import FIELDS, parse_overrides
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

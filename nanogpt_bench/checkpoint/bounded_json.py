@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanogpt_bench.untrusted import parse_json
+from nanogpt_bench.system.untrusted import parse_json
 
 #: values in a document; each takes some 200 bytes once it is read
 VALUES = 1 << 18

@@ -26,7 +26,7 @@ from nanogpt_bench.checkpoint.manifest import Entry, Manifest, compose
 from nanogpt_bench.checkpoint.read import STATE_LIMIT, read_manifest, verify
 from nanogpt_bench.checkpoint.space import bytes_of, check_room
 from nanogpt_bench.checkpoint.tensor_file import to_bytes
-from nanogpt_bench.errors import BenchError, one_line
+from nanogpt_bench.system.errors import BenchError, one_line
 
 
 def commit(run_dir: Path, contents: Contents, *, keep_last: int, disk: Disk | None = None) -> Path:

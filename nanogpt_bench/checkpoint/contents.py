@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.system.errors import BenchError
 
 
 @dataclass

@@ -16,8 +16,8 @@ from nanogpt_bench.checkpoint.bounded_json import parse
 from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, Contents
 from nanogpt_bench.checkpoint.layout import MANIFEST, STATE, step_folder, step_of, steps
 from nanogpt_bench.checkpoint.manifest import LIMIT, Entry, Manifest, decompose
-from nanogpt_bench.errors import one_line
-from nanogpt_bench.untrusted import open_file
+from nanogpt_bench.system.errors import one_line
+from nanogpt_bench.system.untrusted import open_file
 
 #: bytes hashed at a time
 CHUNK = 1 << 20

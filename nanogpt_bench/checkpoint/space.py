@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanogpt_bench.checkpoint.contents import Contents
 from nanogpt_bench.checkpoint.disk import Disk
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.system.errors import BenchError
 
 #: for headers, state.json, the manifest and the file system's own bookkeeping
 OVERHEAD = 1 << 20

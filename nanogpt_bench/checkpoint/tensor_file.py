@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from nanogpt_bench.checkpoint.bounded_json import parse
-from nanogpt_bench.errors import one_line
+from nanogpt_bench.system.errors import one_line
 
 #: bytes of a header: some ten thousand tensors
 HEADER = 1 << 21

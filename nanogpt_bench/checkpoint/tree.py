@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.errors import one_line, printable, shortened
+from nanogpt_bench.system.errors import one_line, printable, shortened
 
 #: nothing that is saved is nested deeper; an outline that is was not made here
 DEEPEST = 64

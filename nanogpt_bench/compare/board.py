@@ -17,8 +17,8 @@ from rich.text import Text
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
 from nanogpt_bench.compare.remaining import Work, in_words, seconds_left
-from nanogpt_bench.errors import printable
-from nanogpt_bench.words import counted
+from nanogpt_bench.system.errors import printable
+from nanogpt_bench.system.words import counted
 
 #: of a list that is said line by line
 MOST_LINES = 10

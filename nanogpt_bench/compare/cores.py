@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.system.errors import BenchError
 
 
 def cores() -> int:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
-from nanogpt_bench.config import MANIFOLDS, ROUNDED
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.options import OPTION_NAMES, OPTIONS
-from nanogpt_bench.precedence import OF_FORMATS
-from nanogpt_bench.rules import RULES, Rule
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
+from nanogpt_bench.config.precedence import OF_FORMATS
+from nanogpt_bench.config.rules import RULES, Rule
+from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED
+from nanogpt_bench.system.errors import BenchError
 
 #: settings that make the rows, and the option that gives them
 VARIED = {
@@ -30,7 +30,7 @@ def read_given(words: Sequence[str]) -> dict[str, Any]:
     """
     if not words:
         return {}
-    from nanogpt_bench.settings import build_config, get, parse_overrides
+    from nanogpt_bench.config.settings import build_config, get, parse_overrides
 
     given = parse_overrides(words)
     for key in given:
@@ -98,8 +98,8 @@ def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Ca
     Raises:
         BenchError: a setting that no row takes, or one that a row can't have; names the row.
     """
-    from nanogpt_bench.resolve import resolve  # brings torch along
-    from nanogpt_bench.settings import build_config
+    from nanogpt_bench.config.settings import build_config
+    from nanogpt_bench.step.resolve import resolve  # brings torch along
 
     rows = {run.label: run for run in planned}
     lines = list(_lines(given, rows))

@@ -15,9 +15,9 @@ from nanogpt_bench.compare.demonstration import (
     RELATIVE_COST,
     Demonstration,
 )
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.report.results import row_label
-from nanogpt_bench.rules import RULES, available_rules, check_available
+from nanogpt_bench.system.errors import BenchError
 
 #: of a comparison or a sweep: to check the settings of that many takes a minute, its page many megabytes
 MOST_RUNS = 10_000
@@ -85,7 +85,7 @@ def _chosen(rules: Sequence[str]) -> list[str]:
 
 def _canonical(formats: Sequence[str]) -> list[str]:
     # Imported here because it brings torch along, which takes seconds that the default rows need not spend.
-    from nanogpt_bench.resolve import format_name
+    from nanogpt_bench.step.resolve import format_name
 
     names = list(dict.fromkeys(format_name(name, "--formats") for name in formats))
     if "none" in names:

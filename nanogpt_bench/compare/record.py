@@ -12,16 +12,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.earlier import DATE, MANIFEST, drop_checkpoints, summary_of
 from nanogpt_bench.compare.plan import PlannedRun
-from nanogpt_bench.ends import has_ended
-from nanogpt_bench.errors import BenchError, one_line
 from nanogpt_bench.failures import failures_of
-from nanogpt_bench.files import write_text
 from nanogpt_bench.report.build import facts_of, write_report
-from nanogpt_bench.report.load import Run, is_run_folder, load_run
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
-from nanogpt_bench.untrusted import read_json
+from nanogpt_bench.runs.earlier import DATE, MANIFEST, drop_checkpoints, summary_of
+from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.untrusted import read_json
 
 
 @dataclass(frozen=True)

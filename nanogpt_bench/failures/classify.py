@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config import FailureConfig
+from nanogpt_bench.config.schema import FailureConfig
 from nanogpt_bench.failures import losses, values, weights
 from nanogpt_bench.failures.batches import batch_effect
 from nanogpt_bench.failures.criteria import ABOVE, worst
 from nanogpt_bench.failures.evidence import Evidence, read
 from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
-from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.read import finite
-from nanogpt_bench.report.watched import Alert
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite
+from nanogpt_bench.runs.watched import Alert
 
 #: what a kurtosis alert warns of, beside the failure that ended a run
 ANNOUNCED = ("nan", "divergence", "exploding_gradients")

@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config import ROUNDED, FailureConfig
-from nanogpt_bench.losing import loses_steps
-from nanogpt_bench.report.load import Run, load_run
-from nanogpt_bench.report.read import finite
-from nanogpt_bench.report.records import Records
-from nanogpt_bench.report.watched import Alert
+from nanogpt_bench.config.losing import loses_steps
+from nanogpt_bench.config.schema import ROUNDED, FailureConfig
+from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.runs.read import finite
+from nanogpt_bench.runs.records import Records
+from nanogpt_bench.runs.watched import Alert
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from nanogpt_bench.failures.criteria import ABOVE, clear, earliest, found, judge, not_judged
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding
-from nanogpt_bench.report.curves import smooth
+from nanogpt_bench.runs.curves import smooth
 
 LOSS = "train/loss"
 #: what was not a number: the metric that says so, or the figure that then is null

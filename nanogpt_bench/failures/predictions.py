@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from nanogpt_bench.config import FailureConfig
+from nanogpt_bench.config.schema import FailureConfig
 from nanogpt_bench.failures.evidence import Evidence, Series, read
 from nanogpt_bench.failures.finding import Facts, Prediction
 from nanogpt_bench.failures.losses import LOSS, SHORTEST, find_rest
 from nanogpt_bench.failures.weights import LOST
-from nanogpt_bench.report.load import Run
+from nanogpt_bench.runs.load import Run
 
 ZONE = "stall/zero_gradient_zone"
 

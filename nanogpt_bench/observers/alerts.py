@@ -12,11 +12,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from nanogpt_bench.errors import nearest
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.trend import TrendObserver
-from nanogpt_bench.watch_config import AlertsConfig
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.system.errors import nearest
 
 _LOG = logging.getLogger("nanogpt_bench")
 NAN_KINDS = ("loss_is_nan", "grad_has_nan", "weight_has_nan", "state_has_nan")

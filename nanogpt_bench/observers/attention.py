@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.model import Attention
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.model.gpt import Attention
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.step.points import Observer, Step
 
 _METRIC: Final = "attention/entropy"
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
-from nanogpt_bench.observers.layers import is_rounded
 from nanogpt_bench.observers.operands import flowing
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.watch_config import MonitorConfig
+from nanogpt_bench.step.layers import is_rounded
+from nanogpt_bench.step.points import Observer, Step
 
 _FIGURES = (
     *("entropy", "uniformity", "codes_used", "codes_ever_used", "binades_occupied", "top_exponent"),

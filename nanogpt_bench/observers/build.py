@@ -8,21 +8,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_bench.config import ROUNDED, Config
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.losing import loses_steps
-from nanogpt_bench.model import GPT, Block, GPTShape, build_model
+from nanogpt_bench.config.losing import loses_steps
+from nanogpt_bench.config.schema import ROUNDED, Config
+from nanogpt_bench.model.gpt import GPT, Block, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
 from nanogpt_bench.observers.attention import AttentionEntropy
-from nanogpt_bench.observers.base import Observer
 from nanogpt_bench.observers.bits import Bits
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.fisher import Fisher
 from nanogpt_bench.observers.geometry import Geometry
 from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
-from nanogpt_bench.observers.layers import linear_layers
 from nanogpt_bench.observers.ranges import Ranges
 from nanogpt_bench.observers.resources import Resources
 from nanogpt_bench.observers.shadow import ShadowObserver
@@ -31,10 +28,13 @@ from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.observers.zones import Zones
-from nanogpt_bench.surgery import clip_residual_outputs, quantized_layers
+from nanogpt_bench.step.layers import linear_layers
+from nanogpt_bench.step.points import Observer
+from nanogpt_bench.step.surgery import clip_residual_outputs, quantized_layers
+from nanogpt_bench.system.errors import BenchError
 
 if TYPE_CHECKING:
-    from nanogpt_bench.step import Trainer
+    from nanogpt_bench.step.trainer import Trainer
 
 
 @dataclass

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import fp8manifold as fm
-from nanogpt_bench.model import Block
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.observers.layers import linear_layers
+from nanogpt_bench.model.gpt import Block
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.step.layers import linear_layers
+from nanogpt_bench.step.points import Observer, Step
 
 
 class Capture(Observer):

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from nanogpt_bench.observers.base import Step
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.step.points import Step
 
 #: how the figures of all layers make one, where that is not their mean
 Over = Callable[[Iterable[float]], float]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.observers.attention import buffers_kept
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.step.points import Observer, Step
 
 
 class Fisher(Observer):

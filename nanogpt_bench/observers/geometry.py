@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.observers.figures import Figures
-from nanogpt_bench.observers.layers import forward_weight, is_rounded, plain
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.watch_config import MonitorConfig
+from nanogpt_bench.step.layers import forward_weight, is_rounded, plain
+from nanogpt_bench.step.points import Observer, Step
 
 _FIELD = ("stiffness_mean", "gradient_stiffness_correlation", "metric_min_eigenvalue", "warp_spread", "warp_slope")
 

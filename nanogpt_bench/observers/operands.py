@@ -9,8 +9,8 @@ from typing import Literal
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
-from nanogpt_bench.watch_config import MonitorConfig
 
 Own = Literal["activation", "activation_gradient", "weight_gradient"]
 BLOCK = 32

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
-from nanogpt_bench.observers.layers import plain
 from nanogpt_bench.observers.operands import Operand, flowing, of_weight
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.watch_config import MonitorConfig
+from nanogpt_bench.step.layers import plain
+from nanogpt_bench.step.points import Observer, Step
 
 _SHARES = ("overflow", "underflow", "subnormal", "clamped")
 _MOMENTS = ("amax", "amax_over_std", "kurtosis")

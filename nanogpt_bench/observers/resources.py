@@ -8,9 +8,9 @@ import sys
 import torch
 from torch import nn
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.observers.layers import linear_layers
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.step.layers import linear_layers
+from nanogpt_bench.step.points import Observer, Step
 
 #: dense bfloat16 operations a second of GPUs by a part of their name, from their makers' data sheets
 PEAK_FLOPS = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.observers.layers import forward_weight, linear_layers, plain
+from nanogpt_bench.step.layers import forward_weight, linear_layers, plain
+from nanogpt_bench.step.points import Observer, Step
 
 
 class ShadowObserver(Observer):

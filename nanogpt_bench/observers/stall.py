@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config import ROUNDED
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.observers.figures import Figures
-from nanogpt_bench.observers.layers import forward_weight
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.step.layers import forward_weight
+from nanogpt_bench.step.points import Observer, Step
 
 LOST = "stall/update_lost"
 UNCHANGED = "stall/code_unchanged"

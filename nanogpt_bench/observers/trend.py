@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.watch_config import AlertsConfig
+from nanogpt_bench.config.watching import AlertsConfig
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.system.errors import BenchError
 
 #: weight of a new loss in the smoothed one: it remembers about twenty steps
 SMOOTHING = 0.05
@@ -49,7 +49,7 @@ def baseline_curve(settings: AlertsConfig) -> Mapping[int, float]:
     """
     if settings.baseline is None:
         return {}
-    from nanogpt_bench.report.load import is_run_folder, load_run
+    from nanogpt_bench.runs.load import is_run_folder, load_run
 
     folder = Path(settings.baseline)
     run = load_run(folder) if is_run_folder(folder) else None

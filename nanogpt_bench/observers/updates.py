@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config import ROUNDED
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.observers.layers import plain
+from nanogpt_bench.config.schema import ROUNDED
+from nanogpt_bench.step.layers import plain
+from nanogpt_bench.step.points import Observer, Step
 
 
 @dataclass(frozen=True)

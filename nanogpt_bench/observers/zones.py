@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import fp8manifold as fm
-from nanogpt_bench.observers.base import Observer, Step
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
-from nanogpt_bench.observers.layers import forward_weight, is_rounded
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.step.layers import forward_weight, is_rounded
+from nanogpt_bench.step.points import Observer, Step
 
 #: tokens whose outputs are compared: the time grows with them
 ROWS = 16

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import open_corpus
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.observers.layers import forward_weight, linear_layers
-from nanogpt_bench.reference import float_rule, reference_settings
-from nanogpt_bench.resolve import format_name, resolve
-from nanogpt_bench.settings import build_config
-from nanogpt_bench.step import Trainer
+from nanogpt_bench.config.reference import float_rule, reference_settings
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.step.layers import forward_weight, linear_layers
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.resolve import format_name, resolve
+from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.sweep.axes import assemble
-from nanogpt_bench.train import runtime
-from nanogpt_bench.words import counted
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.words import counted
+from nanogpt_bench.training.train import runtime
 
 FORMATS = ("E4M3", "E5M2", "E3M4", "E2M5", "E1M6", "E6M1", "E7M0")
 #: how often the tensors are looked at, first and last step included

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import Corpus, open_corpus
-from nanogpt_bench.memory import held_bytes, plain_tensors
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import build_config
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.train import runtime
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.step.memory import held_bytes, plain_tensors
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.train import runtime
 
 WARMUP_STEPS = 2
 COLUMNS = ("batch size", "tokens/step", "ms/step", "tokens/s", "weights+state", "gradients", "saved", "peak")

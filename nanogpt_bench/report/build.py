@@ -8,10 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.errors import BenchError, unknown
-from nanogpt_bench.files import write_text
-from nanogpt_bench.report.find import find_runs, say_aside
-from nanogpt_bench.report.load import Run, load_run
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
@@ -19,6 +15,10 @@ from nanogpt_bench.report.sections import Page
 from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
+from nanogpt_bench.runs.find import find_runs, say_aside
+from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.files import write_text
 
 PAGE = "report.html"
 THRESHOLDS = tuple(field.name for field in fields(Thresholds))

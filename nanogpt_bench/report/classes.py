@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from nanogpt_bench.report.load import Run
+from nanogpt_bench.runs.load import Run
 
 NAMES = {"nan": "NaN"}
 #: those that say of the loss itself that it went wrong; the others say what may have made it so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanogpt_bench.report.load import Run
+from nanogpt_bench.runs.load import Run
 
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 

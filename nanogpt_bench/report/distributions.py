@@ -11,7 +11,7 @@ from typing import Any
 from nanogpt_bench.report.charts import Chart, axes, colour
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
-from nanogpt_bench.report.watched import Distribution
+from nanogpt_bench.runs.watched import Distribution
 
 FEW = 8  # bins that would hardly show as a line alone
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanogpt_bench.report.load import Histogram, Run
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.series import format_value
+from nanogpt_bench.runs.load import Histogram, Run
 
 MOST_PANELS = 12  # more heat maps than these are no longer compared, and each carries a cell a code and layer
 MOST_LAYERS = 48

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from nanogpt_bench.files import replacing
 from nanogpt_bench.report import map_figures, series
 from nanogpt_bench.report.figure_legend import legend_below
 from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look, figure_label
 from nanogpt_bench.report.results import COSINE, Result, Row, reference_name
 from nanogpt_bench.report.studies import Studies
+from nanogpt_bench.system.files import replacing
 
 NO_STUDIES = Studies()
 # What is left out of each kind of file so that the same figure gives the same bytes.

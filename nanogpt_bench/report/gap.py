@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanogpt_bench.report.curves import smooth, smoothing_window
-from nanogpt_bench.report.load import Run
+from nanogpt_bench.runs.curves import smooth, smoothing_window
+from nanogpt_bench.runs.load import Run
 
 LOSS = "train/loss"
 

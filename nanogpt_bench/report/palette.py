@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.errors import printable
 from nanogpt_bench.report.results import Row
+from nanogpt_bench.system.errors import printable
 
 # Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
 COLOURS = (

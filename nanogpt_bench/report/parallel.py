@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.results import Row, flat, mean_cosine
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite
 
 MOST_SETTINGS = 5
 # Settings that follow from format, rule and learning rate, or say where rather than what.

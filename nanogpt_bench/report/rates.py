@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.report.load import Run
-from nanogpt_bench.report.read import finite
 from nanogpt_bench.report.results import SEED_KEYS, Row, flat, row_label
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite
 
 RATE_KEYS = frozenset({"optimizer.lr", "optimizer.float_lr"})
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanogpt_bench.errors import printable, shortened
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
-from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.system.errors import printable, shortened
 
 REFERENCE_RULE = "bf16-mixed"
 COSINE = "grad/cosine"

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from nanogpt_bench.history import history_comment
 from nanogpt_bench.report import charts, fields, map_charts, monitor_charts, study_charts
 from nanogpt_bench.report.bars import gap_bars
 from nanogpt_bench.report.charts import Chart
@@ -17,13 +16,14 @@ from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
-from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import COSINE, Result, Row, findings
 from nanogpt_bench.report.section import Section, css_class, figures, legend
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.verdict import Thresholds, describe_ending
+from nanogpt_bench.runs.history import history_comment
+from nanogpt_bench.runs.load import Run
 
 
 @dataclass(frozen=True)

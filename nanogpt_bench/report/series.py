@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.report.curves import MAX_POINTS, decimate, smooth, smoothing_window
-from nanogpt_bench.report.load import Run
 from nanogpt_bench.report.results import Result, Row
+from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
+from nanogpt_bench.runs.load import Run
 
 BY_STEP = "step"
 BY_TIME = "time/elapsed_s"

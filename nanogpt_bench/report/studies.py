@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.read import finite, mapping
+from nanogpt_bench.runs.read import finite, mapping
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report.classes import classes_found, in_words
-from nanogpt_bench.report.load import Run
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.system.errors import BenchError
 
 LONGEST_MESSAGE = 160
 DIVERGED = "divergence"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from nanogpt_bench.errors import BenchError, unknown
-from nanogpt_bench.settings import FIELDS, entries_of, flatten, mapping_above, unknown_key
+from nanogpt_bench.config.settings import FIELDS, entries_of, flatten, mapping_above, unknown_key
+from nanogpt_bench.system.errors import BenchError, unknown
 
 SCALES = ("log", "linear")
 RANGE_KEYS = ("min", "max", "scale", "points")

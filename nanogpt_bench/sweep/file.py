@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from nanogpt_bench import untrusted
-from nanogpt_bench.config import allowed
-from nanogpt_bench.errors import BenchError, one_line, unknown
-from nanogpt_bench.settings import bounds, inside, is_finite, parse_overrides, read_yaml
-from nanogpt_bench.shipped import find_config, find_shipped
+from nanogpt_bench.config.schema import allowed
+from nanogpt_bench.config.settings import bounds, inside, is_finite, parse_overrides, read_yaml
+from nanogpt_bench.config.shipped import find_config, find_shipped
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
+from nanogpt_bench.system import untrusted
+from nanogpt_bench.system.errors import BenchError, one_line, unknown
 
 FOLDER = Path(__file__).parent.parent / "sweeps"
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.files import write_text
-from nanogpt_bench.report.load import finite
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import build_config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.runs.load import finite
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep.file import LrLimits, SweepFile
 from nanogpt_bench.sweep.plan import PlannedPoint, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import write_text
 
 KEY = "optimizer.lr"
 FILE = "lr_limits.json"

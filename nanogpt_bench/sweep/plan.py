@@ -11,17 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError, printable
-from nanogpt_bench.precedence import OF_FORMATS
-from nanogpt_bench.reference import reference_settings
+from nanogpt_bench.config.precedence import OF_FORMATS
+from nanogpt_bench.config.reference import reference_settings
+from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import build_config, get
 from nanogpt_bench.report.comparable import SETTINGS
 from nanogpt_bench.report.results import row_label
-from nanogpt_bench.resolve import format_summary, resolve, rule_name, weight_format
-from nanogpt_bench.rules import RULES
-from nanogpt_bench.settings import build_config, get
+from nanogpt_bench.step.resolve import format_summary, resolve, rule_name, weight_format
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
+from nanogpt_bench.system.errors import BenchError, printable
 
 LONGEST_NAME = 120
 #: width of the model that formats are tried on: one block of scales
@@ -202,7 +202,7 @@ def named_once(planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
 
 def check_inputs(planned: Iterable[PlannedPoint]) -> None:
     """Refuse a corpus that a run could not use and patterns that match no layer, before anything is written."""
-    from nanogpt_bench.data import open_corpus
+    from nanogpt_bench.data.batches import open_corpus
 
     vocabularies: dict[str, int] = {}
     models: set[str] = set()
@@ -219,9 +219,9 @@ def check_inputs(planned: Iterable[PlannedPoint]) -> None:
 
 def _check_formats(config: Config, vocab_size: int) -> None:
     """Raise what the surgery has against the formats' patterns and options, on a narrow model of the same layers."""
-    from nanogpt_bench.model import GPT
-    from nanogpt_bench.start import model_shape
-    from nanogpt_bench.surgery import quantize
+    from nanogpt_bench.model.gpt import GPT
+    from nanogpt_bench.step.start import model_shape
+    from nanogpt_bench.step.surgery import quantize
 
     shape = model_shape(config, vocab_size)
     quantize(GPT(replace(shape, n_head=1, n_embd=NARROW, block_size=1, vocab_size=NARROW)), config)

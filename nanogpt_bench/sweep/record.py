@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.earlier import drop_checkpoints, make_ready, plain, summary_of
 from nanogpt_bench.compare.record import Record
-from nanogpt_bench.csv_cells import cell
-from nanogpt_bench.ends import OF_TRAINING, has_ended, why_again
-from nanogpt_bench.environment import command_line
-from nanogpt_bench.errors import BenchError, one_line
-from nanogpt_bench.files import write_text
-from nanogpt_bench.lock import is_unused
+from nanogpt_bench.runs.earlier import drop_checkpoints, make_ready, plain, summary_of
+from nanogpt_bench.runs.ends import OF_TRAINING, has_ended, why_again
+from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.sweep.plan import PlannedPoint
-from nanogpt_bench.untrusted import read_json
+from nanogpt_bench.system.csv_cells import cell
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.untrusted import read_json
 
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import check_count
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.files import write_text
-from nanogpt_bench.reference import float_rule, reference_settings
-from nanogpt_bench.report.load import finite
-from nanogpt_bench.resolve import format_name, resolve
-from nanogpt_bench.settings import build_config
+from nanogpt_bench.config.reference import float_rule, reference_settings
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.runs.load import finite
+from nanogpt_bench.step.resolve import format_name, resolve
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile
 from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import write_text
 
 FILE = "sensitivity.json"
 AXES = ("model.format", "seed")

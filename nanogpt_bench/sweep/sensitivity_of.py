@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.data import open_corpus
-from nanogpt_bench.errors import BenchError, printable
-from nanogpt_bench.files import write_text
-from nanogpt_bench.lock import is_unused, locked
-from nanogpt_bench.model import GPT
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.report.build import report
-from nanogpt_bench.resolve import format_name
-from nanogpt_bench.rounded import Rounded, checked_overrides, folder_of
-from nanogpt_bench.run_command import prepare_default
-from nanogpt_bench.runtime import runtime
-from nanogpt_bench.start import model_shape
-from nanogpt_bench.surgery import quantize
+from nanogpt_bench.runs.trained import Trained, choose, is_checkpoint, load, run_folder
+from nanogpt_bench.step.resolve import format_name
+from nanogpt_bench.step.runtime import runtime
+from nanogpt_bench.step.start import model_shape
+from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import NARROW
 from nanogpt_bench.sweep.sensitivity import FILE, gaps_table
-from nanogpt_bench.trained import Trained, choose, is_checkpoint, load, run_folder
-from nanogpt_bench.untrusted import read_json
+from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.lock import is_unused, locked
+from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.training.rounded import Rounded, checked_overrides, folder_of
 
 SHIPPED = "sensitivity.yaml"
 

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.cores import divide, threads_asked
-from nanogpt_bench.compare.earlier import PASSING
 from nanogpt_bench.compare.pool import Event, Pool
-from nanogpt_bench.signals import StopRequest, stop_requests
+from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.words import counted
+from nanogpt_bench.system.signals import StopRequest, stop_requests
+from nanogpt_bench.system.words import counted
 
 SECONDS_BETWEEN_PAGES = 20.0
 #: a page may take this share of the time at most: that of a large sweep takes seconds
@@ -127,7 +127,7 @@ class Session:
 
 def _threads_of(run_dir: Path) -> int | None:
     """Return the threads that an interrupted run had."""
-    from nanogpt_bench.settings import load_config
+    from nanogpt_bench.config.settings import load_config
 
     path = run_dir / "config.yaml"
     return load_config(path).runtime.threads if path.is_file() else None

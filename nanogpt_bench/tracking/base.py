@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from nanogpt_bench.errors import one_line
 from nanogpt_bench.observers.alerts import Alert
-from nanogpt_bench.observers.base import Observer, Step
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.system.errors import one_line
 
 _LOG = logging.getLogger("nanogpt_bench")
 

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.files import write_text
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import write_text
 from nanogpt_bench.tracking.base import Tracker, Trackers, report_failure
 
 TRACKING_FILE = "tracking.json"

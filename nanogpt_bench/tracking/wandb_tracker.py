@@ -9,7 +9,7 @@ from typing import Any
 
 import wandb
 
-from nanogpt_bench.config import Config
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers.alerts import Alert
 
 #: seconds to wait for the server before the training goes on without it

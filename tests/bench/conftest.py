@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.train import run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.training.train import run
 
 sys.path.insert(0, str(Path(__file__).parent))
 

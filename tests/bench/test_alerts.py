@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.train import Progress, run
-from nanogpt_bench.watch_config import AlertsConfig
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import Progress, run
 
 Tiny = Callable[..., Config]
 NAN = math.nan

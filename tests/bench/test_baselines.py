@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.rules import RULES, available_rules
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.shipped import find_config
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.train import run
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 
@@ -162,7 +162,7 @@ def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None
 
 @pytest.mark.parametrize("rule", ["torchao-float8", "torchao-adamw8bit", "optimi-kahan"])
 def test_a_package_that_is_missing_is_named(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nanogpt_bench.rules as module
+    import nanogpt_bench.config.rules as module
 
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     extra: Any = RULES[rule].needs

@@ -11,12 +11,12 @@ import yaml
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare.plan import MOST_RUNS, check_count
-from nanogpt_bench.errors import LONGEST_MESSAGE, BenchError
-from nanogpt_bench.settings import load_config
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.sweep.axes import read_axis
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import count_points, plan_sweep
 from nanogpt_bench.sweep.sensitivity import plan_study
+from nanogpt_bench.system.errors import LONGEST_MESSAGE, BenchError
 
 MILLION = {"optimizer.lr": {"min": 1e-5, "max": 1.0, "points": 10**6}}
 LR = {"optimizer.lr": {"min": 1e-5, "max": 1.0}}
@@ -99,7 +99,7 @@ def test_values_that_are_there_twice_are_found_among_many():
     ],
 )  # fmt: skip
 def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
-    from nanogpt_bench.resolve import resolve
+    from nanogpt_bench.step.resolve import resolve
 
     path = tmp_path / "a.yaml"
     path.write_text(text, encoding="utf-8")

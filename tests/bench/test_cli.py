@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.help_topics import topics
-from nanogpt_bench.rules import RULES
+from nanogpt_bench.commands.help_topics import topics
+from nanogpt_bench.config.rules import RULES
 
 QUICK = ["--train.max_steps=3", "--eval.batches=1", "--model.n_layer=1", "--model.n_embd=16", "--model.n_head=2"]
 

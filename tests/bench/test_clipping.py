@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.clipping import Clipping, ClippingFirst
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.train import run
+from nanogpt_bench.step.clipping import Clipping, ClippingFirst
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 Grads = dict[str, Tensor]

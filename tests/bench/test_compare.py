@@ -18,11 +18,11 @@ from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.demonstration import RELATIVE_COST, Demonstration
 from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.config.rules import RULES, Rule, available_rules
+from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report import report
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.rules import RULES, Rule, available_rules
-from nanogpt_bench.settings import build_config
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.system.errors import BenchError
 
 COMMAND = (sys.executable, "-m", "nanogpt_bench.cli", "compare")
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import batch, eval_batches, load_corpus, open_corpus
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import resolve
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import batch, eval_batches, load_corpus, open_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.system.errors import BenchError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import gpt2_checkpoints
 import pytest
 
-from nanogpt_bench import corpus
+from nanogpt_bench import data as corpus
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.evaluate import evaluate
-from nanogpt_bench.shipped import find_config
+from nanogpt_bench.commands.evaluate import evaluate
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.system.errors import BenchError
 
 Tiny = Callable[..., Config]
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
@@ -74,7 +74,7 @@ def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
 
 
 def test_the_loss_is_the_first_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
-    from nanogpt_bench.train import run
+    from nanogpt_bench.training.train import run
 
     config = tiny(rule="stochastic", model__format="E4M3")
     rows = evaluate(config, ["E3M4", "E4M3"])

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import Config
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.evaluate import evaluate
-from nanogpt_bench.evaluate_run import evaluate_run
-from nanogpt_bench.train import run
+from nanogpt_bench.commands.evaluate import evaluate
+from nanogpt_bench.commands.evaluate_run import evaluate_run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import FIELDS, get, load_config, to_yaml
-from nanogpt_bench.shipped import FOLDER, find_config
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.train import run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import FIELDS, get, load_config, to_yaml
+from nanogpt_bench.config.shipped import FOLDER, find_config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.train import run
 
 OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
 SMALL = {

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nanogpt_bench.model import GPT, SIZES, GPTShape, build_model
+from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape, build_model
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 

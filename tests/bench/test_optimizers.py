@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import fp8manifold as fm
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.model import GPT, GPTShape
-from nanogpt_bench.optimizers import build_optimizer, parameter_groups, stiffness_at
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.surgery import quantize
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.step.optimizers import build_optimizer, parameter_groups, stiffness_at
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.system.errors import BenchError
 
 SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)
 ONE_BYTE = ("--model.format=E4M3", "--model.storage=fp8")

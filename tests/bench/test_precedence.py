@@ -10,16 +10,16 @@ import gpt2_checkpoints
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.model import GPT, GPTShape
-from nanogpt_bench.options import OPTIONS
-from nanogpt_bench.precedence import settle
-from nanogpt_bench.resolve import resolve, rule_name
-from nanogpt_bench.rules import RULES, available_rules, meaning, rules_with_format
-from nanogpt_bench.settings import FIELDS, get, load_config, read_yaml
-from nanogpt_bench.shipped import find_config, shipped_configs
-from nanogpt_bench.surgery import quantize
+from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.precedence import settle
+from nanogpt_bench.config.rules import RULES, available_rules, meaning, rules_with_format
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import FIELDS, get, load_config, read_yaml
+from nanogpt_bench.config.shipped import find_config, shipped_configs
+from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.step.resolve import resolve, rule_name
+from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.system.errors import BenchError
 
 FORMATS = ("E4M3", "E7M0", "none")
 
@@ -197,7 +197,7 @@ def test_what_a_file_says_against_itself_is_refused_whatever_else_is_said(tmp_pa
 
 
 def test_a_resolved_file_takes_another_rule(tmp_path: Path, loaded: Any) -> None:
-    from nanogpt_bench.settings import to_yaml
+    from nanogpt_bench.config.settings import to_yaml
 
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(loaded("e4m3.yaml", "--rule", "stiffness")[0]))

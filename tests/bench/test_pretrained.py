@@ -16,16 +16,16 @@ import gpt2_checkpoints
 import pytest
 import torch
 
-from nanogpt_bench import hub
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.model import GPT, SIZES, GPTShape
-from nanogpt_bench.pretrained import HUB_IDS, find_checkpoint, load_checkpoint
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.step import initial_model
-from nanogpt_bench.train import run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
+from nanogpt_bench.model.pretrained import HUB_IDS, find_checkpoint, load_checkpoint
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import initial_model
+from nanogpt_bench.system import hub
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 

@@ -15,9 +15,8 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.observers.base import Step
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.profile.ranges import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -33,8 +32,9 @@ from nanogpt_bench.profile.ranges import (
     read_formats,
 )
 from nanogpt_bench.profile.throughput import SavedBytes
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.step import Trainer
+from nanogpt_bench.step.points import Step
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
 
 E4M3, E5M2, E1M6 = read_formats(["E4M3", "E5M2", "E1M6"])
 

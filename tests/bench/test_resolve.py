@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from nanogpt_bench.config import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import format_summary, resolve, rule_name
-from nanogpt_bench.rules import RULES, Rule, available_rules
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.shipped import find_config
+from nanogpt_bench.config.rules import RULES, Rule, available_rules
+from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.step.resolve import format_summary, resolve, rule_name
+from nanogpt_bench.system.errors import BenchError
 
 FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")
 MASTER = ("--model.format", "E4M3", "--model.storage", "master")

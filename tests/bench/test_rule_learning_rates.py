@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.rules import RULES
+from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.data import prepare_text
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rule_learning_rates.py"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanogpt_bench.config import OptimizerConfig
-from nanogpt_bench.schedule import lr_factor
+from nanogpt_bench.config.schema import OptimizerConfig
+from nanogpt_bench.step.schedule import lr_factor
 
 
 def factors(**settings: object) -> list[float]:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.help_topics import describe, keys_of, text_on, topics
-from nanogpt_bench.settings import FIELDS, build_config, load_config, to_yaml
+from nanogpt_bench.commands.help_topics import describe, keys_of, text_on, topics
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import FIELDS, build_config, load_config, to_yaml
+from nanogpt_bench.system.errors import BenchError
 
 
 def test_yaml_and_overrides_meet_and_the_override_wins(tmp_path: Path) -> None:

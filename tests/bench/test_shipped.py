@@ -7,11 +7,11 @@ from pathlib import Path
 import gpt2_checkpoints
 import pytest
 
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.rules import available_rules
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.shipped import FOLDER, find_config, shipped_configs
+from nanogpt_bench.config.rules import available_rules
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import FOLDER, find_config, shipped_configs
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.system.errors import BenchError
 
 
 @pytest.mark.parametrize("name", shipped_configs())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from nanogpt_bench.signals import SAME_REQUEST_SECONDS, stop_requests, stop_requests_once
+from nanogpt_bench.system.signals import SAME_REQUEST_SECONDS, stop_requests, stop_requests_once
 
 
 def exit_code_of(child: Callable[[], None]) -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import batch, load_corpus
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import batch, load_corpus
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.schedule import lr_factor
-from nanogpt_bench.step import Trainer
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.schedule import lr_factor
+from nanogpt_bench.step.trainer import Trainer
 
 Tiny = Callable[..., Config]
 

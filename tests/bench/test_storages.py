@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import fp8manifold as fm
-from nanogpt_bench.config import ROUNDED, Config
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.memory import bytes_of
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.rules import RULES, available_rules
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.surgery import quantized_layers
-from nanogpt_bench.train import run
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import ROUNDED, Config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.step.memory import bytes_of
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 ONE_BYTE = [name for name in available_rules() if RULES[name].storage in ROUNDED]

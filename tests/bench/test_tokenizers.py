@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanogpt_bench import gpt2_bpe
-from nanogpt_bench.corpus.write import pieces
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.gpt2_bpe import Gpt2Tokenizer
-from nanogpt_bench.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, tokenizer_from_meta
+from nanogpt_bench.data import gpt2_bpe
+from nanogpt_bench.data.gpt2_bpe import Gpt2Tokenizer
+from nanogpt_bench.data.tokenizers import ByteTokenizer, CharTokenizer, make_tokenizer, tokenizer_from_meta
+from nanogpt_bench.data.write import pieces
+from nanogpt_bench.system.errors import BenchError
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers import Alert
+from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.tracking import Trackers, build
-from nanogpt_bench.train import run
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 

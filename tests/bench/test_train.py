@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 
-from nanogpt_bench.config import Config
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.train import Progress, run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import Progress, run
 
 Tiny = Callable[..., Config]
 #: figures of the clock, which no two runs share
@@ -65,8 +65,8 @@ def test_metrics_have_increasing_steps_and_the_validations_asked_for(tiny: Tiny,
 
 
 def test_the_resolved_config_repeats_the_run(tiny: Tiny, tmp_path: Path) -> None:
-    from nanogpt_bench.rules import RULES
-    from nanogpt_bench.settings import load_config
+    from nanogpt_bench.config.rules import RULES
+    from nanogpt_bench.config.settings import load_config
 
     run(tiny(rule="fp32"), tmp_path / "a")
     resolved = tmp_path / "a" / "config.yaml"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.errors import nearest
-from nanogpt_bench.settings import FIELDS
-from nanogpt_bench.untrusted import (
+from nanogpt_bench.config.settings import FIELDS
+from nanogpt_bench.system.errors import nearest
+from nanogpt_bench.system.untrusted import (
     DEEPEST,
     MOST_JSON_VALUES,
     MOST_YAML_VALUES,

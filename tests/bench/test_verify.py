@@ -13,9 +13,9 @@ import torch
 
 from nanogpt_bench.checkpoint import Contents, commit
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import Config
-from nanogpt_bench.train import run
-from nanogpt_bench.verify import check_run
+from nanogpt_bench.commands.verify import check_run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.model import GPTShape, build_model
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.surgery import quantize, quantized_layers
-from nanogpt_bench.weights import load_weights, save_weights
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.model.gpt import GPTShape, build_model
+from nanogpt_bench.model.weights import load_weights, save_weights
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.surgery import quantize, quantized_layers
+from nanogpt_bench.system.errors import BenchError
 
 TOKENS = torch.arange(11)[None]
 

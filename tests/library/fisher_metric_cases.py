@@ -19,7 +19,7 @@ from fp8manifold.optim._fisher_capture import (
     sample_labels,
 )
 from fp8manifold.optim._fisher_metric import REPRESENTATIONS, Layer
-from nanogpt_bench.model import GPTShape, build_model
+from nanogpt_bench.model.gpt import GPTShape, build_model
 
 EVERY = pytest.mark.parametrize("representation", REPRESENTATIONS)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient, StiffnessAdamW
-from nanogpt_bench.model import SIZES, build_model
+from nanogpt_bench.model.gpt import SIZES, build_model
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 

@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["nanogpt_bench", "fp8manifold.formats",
     from nanogpt_bench.sweep import file as sweep_file
 
 import fp8manifold as fm
-from nanogpt_bench import shipped
+from nanogpt_bench.config import shipped
 
 WEIGHT = fm.FP8Tensor(torch.linspace(-1, 1, 64).view(2, 32), "E4M3", granularity="block")
 TENSORS, OUTLINE = capture_tree({"a": [WEIGHT, (1, torch.ones(2))], 3: float("nan"), "b": torch.float32})

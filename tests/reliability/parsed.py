@@ -17,11 +17,11 @@ import torch
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint.tree import restore_tree
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import load_config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import count_points, plan_sweep
+from nanogpt_bench.system.errors import BenchError
 
 #: of a core; the slowest input that is refused takes a tenth of it
 MOST_SECONDS = 20.0

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.anomaly import first_bad_weight
 from nanogpt_bench.checkpoint import read, steps, verify
-from nanogpt_bench.config import Config
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.run_state import capture
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.step import Trainer
-from nanogpt_bench.train import run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.step.anomalies import first_bad_weight
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.run_state import capture
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.train import run
 
 KINDS = ("gradient", "weight", "state", "loss", "activation")
 #: where each is first seen

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.settings import FIELDS, load_config, mapping_above
+from nanogpt_bench.config.settings import FIELDS, load_config, mapping_above
 from nanogpt_bench.sweep.file import KEYS, read_sweep
+from nanogpt_bench.system.errors import BenchError
 
 LETTERS = string.ascii_lowercase + string.digits + "_.-"
 TYPOS_A_KEY = 16

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from nanogpt_bench import run_state
 from nanogpt_bench.checkpoint import newest, read
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.rules import RULES, available_rules
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.signals import StopRequest
-from nanogpt_bench.train import run
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.step import run_state
+from nanogpt_bench.system.signals import StopRequest
+from nanogpt_bench.training.train import run
 
 FEW, MANY = 4, 50
 OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")

@@ -15,11 +15,12 @@ import yaml
 from forked import finish, said, start
 from small_runs import differences, traces, words
 
-from nanogpt_bench import files, train
 from nanogpt_bench.checkpoint import Disk, newest
 from nanogpt_bench.cli import main
+from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.observers.jsonl import LineFile
-from nanogpt_bench.verify import check_run
+from nanogpt_bench.system import files
+from nanogpt_bench.training import train
 
 KIND = "fp8 stochastic"
 #: the checkpoint of step 9 is the third, and has six files
@@ -212,7 +213,7 @@ def test_a_full_disk_outside_of_a_run_is_one_line_and_exit_code_1(
     def refuse(paths: object) -> int:
         raise full("report/report.html")
 
-    monkeypatch.setattr("nanogpt_bench.verify.verify_command", refuse)
+    monkeypatch.setattr("nanogpt_bench.commands.verify.verify_command", refuse)
     assert main(["verify", "runs"]) == 1
     expected = "nanogpt-bench: error: 'report/report.html' can't be written: No space left on device\n"
     assert capsys.readouterr().err == expected

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from hostile_files import CANARY, MIB, REPORT, Attack, attacks, lay_run
 
-from nanogpt_bench.corpus import prepare_text
+from nanogpt_bench.data import prepare_text
 
 #: as commands that meet nothing hostile: what they grow by is theirs, not the attack's
 SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.block_size=8", "--eval.batches=1")

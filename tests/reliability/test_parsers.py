@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from parsed import is_taken
 
 import fp8manifold as fm
-from nanogpt_bench import shipped
 from nanogpt_bench.checkpoint.tree import capture_tree
 from nanogpt_bench.cli import main
-from nanogpt_bench.rules import RULES
-from nanogpt_bench.settings import FIELDS, SECTIONS, default_of
+from nanogpt_bench.config import shipped
+from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.settings import FIELDS, SECTIONS, default_of
 from nanogpt_bench.sweep import file as sweep_file
 
 #: of each of the coverage-guided fuzzers

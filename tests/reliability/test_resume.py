@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from small_runs import STEPS, differences, traces, words
 
-from nanogpt_bench import train
 from nanogpt_bench.cli import main
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.report.load import load_run
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report.sections import _config
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.shipped import find_config
-from nanogpt_bench.signals import StopRequest
-from nanogpt_bench.step import Trainer
+from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.signals import StopRequest
+from nanogpt_bench.training import train
 
 KIND = "fp8 stochastic"
 RUN = Path("runs/r")

@@ -13,11 +13,11 @@ import forked
 import pytest
 
 from nanogpt_bench.checkpoint import Disk, newest, steps, verify
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.observers.base import Observer, Step
-from nanogpt_bench.run_command import run_command
-from nanogpt_bench.signals import RESUMABLE
-from nanogpt_bench.step import Trainer
+from nanogpt_bench.commands.run import run_command
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.signals import RESUMABLE
 
 POINTS = ("data", "forward", "backward", "step", "eval", "save")
 STEPS, EVERY = 8, 2
@@ -149,7 +149,7 @@ def test_a_signal_anywhere_ends_the_step_and_the_run_resumes_with_the_same_bits(
 def test_a_second_signal_leaves_the_checkpoint_before_whole(overrides: list[str], tmp_path: Path, point: str) -> None:
     def prepare() -> None:
         send_at(point, 4, signal.SIGTERM, times=2)()
-        import nanogpt_bench.signals as signals
+        import nanogpt_bench.system.signals as signals
 
         signals.SAME_REQUEST_SECONDS = 0.0
 

@@ -18,15 +18,16 @@ from forked import finish, said, start
 from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import Demonstration, compare
-from nanogpt_bench.compare.earlier import drop_checkpoints
+from nanogpt_bench.commands.compare import compare
+from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.plan import plan_runs
+from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report import figures
-from nanogpt_bench.settings import build_config
-from nanogpt_bench.signals import RESUMABLE
+from nanogpt_bench.runs.earlier import drop_checkpoints
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
-from nanogpt_bench.train import run
+from nanogpt_bench.system.signals import RESUMABLE
+from nanogpt_bench.training.train import run
 
 STEPS = 100
 SMALL = {
@@ -156,7 +157,7 @@ def test_another_comparison_in_the_same_folder_is_refused(
 
 
 def test_settings_and_a_corpus_that_changed_are_refused(interrupted: Path, small_corpus: Path, tmp_path: Path) -> None:
-    from nanogpt_bench.corpus import prepare_text
+    from nanogpt_bench.data import prepare_text
 
     out = interrupted / "again" / "out"
     with pytest.raises(ValueError, match=r"train.batch_size of 01-fp32 was 2, is 12, train.batch_size of 02-"):

@@ -12,12 +12,12 @@ import torch
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents, commit, read
-from nanogpt_bench.config import Config
-from nanogpt_bench.data import open_corpus
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.run_state import capture, restore
-from nanogpt_bench.settings import build_config
-from nanogpt_bench.step import Trainer
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.run_state import capture, restore
+from nanogpt_bench.step.trainer import Trainer
 
 Settings = dict[str, Any]
 HALF, ALL = 3, 7

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import Config
-from nanogpt_bench.corpus import prepare_eurlex, prepare_hub
-from nanogpt_bench.data import load_corpus
-from nanogpt_bench.digest import sha256
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.tokenizers import tokenizer_from_meta
-from nanogpt_bench.train import run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data import prepare_eurlex, prepare_hub
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.tokenizers import tokenizer_from_meta
+from nanogpt_bench.system.digest import sha256
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
 
 pytest.importorskip("datasets")
 
@@ -149,7 +149,7 @@ def test_bad_copies_are_named_and_nothing_is_written(
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanogpt_bench.corpus.dataset.find_spec", lambda name: None)
+    monkeypatch.setattr("nanogpt_bench.data.dataset.find_spec", lambda name: None)
     with pytest.raises(BenchError, match=r"datasets; .*fp8manifold\[hub\]"):
         prepare_eurlex(tmp_path / "out", data_dir=tmp_path)
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.corpus import dataset
-from nanogpt_bench.corpus import hub as hub_module
-from nanogpt_bench.corpus.hub import NotOnHubError, find_commit
-from nanogpt_bench.deadline import within
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.data import dataset
+from nanogpt_bench.data import hub as hub_module
+from nanogpt_bench.data.hub import NotOnHubError, find_commit
+from nanogpt_bench.system.deadline import within
+from nanogpt_bench.system.errors import BenchError
 
 pytest.importorskip("datasets")
 OfflineModeIsEnabled = pytest.importorskip("huggingface_hub.errors").OfflineModeIsEnabled

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.corpus.stdlib import prepare_stdlib, stdlib_documents
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.data.stdlib import prepare_stdlib, stdlib_documents
+from nanogpt_bench.system.errors import BenchError
 
 
 def fake_library(root: Path) -> Path:

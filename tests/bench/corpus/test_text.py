@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanogpt_bench.corpus import prepare_text
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.tokenizers import tokenizer_from_meta
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.tokenizers import tokenizer_from_meta
+from nanogpt_bench.system.errors import BenchError
 
 
 def test_char_scheme_splits_nine_to_one(tmp_path: Path, text_file: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanogpt_bench.corpus.write import write_corpus
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.tokenizers import ByteTokenizer, Tokens
+from nanogpt_bench.data.tokenizers import ByteTokenizer, Tokens
+from nanogpt_bench.data.write import write_corpus
+from nanogpt_bench.system.errors import BenchError
 
 SPLITS = {"train": ["a" * 100, "b" * 50], "val": ["c" * 80]}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench.config import FailureConfig
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.config.schema import FailureConfig
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
+from nanogpt_bench.system.errors import BenchError
 
 Make = Callable[..., Path]
 LOOKS = range(20, 201, 20)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from nanogpt_bench.config import ROUNDED, Config
+from nanogpt_bench.config.losing import stall_counts
+from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.failures import classify
-from nanogpt_bench.losing import stall_counts
-from nanogpt_bench.observers.base import Step
 from nanogpt_bench.observers.build import _alerts
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.rules import RULES, available_rules
+from nanogpt_bench.step.points import Step
+from nanogpt_bench.step.resolve import resolve
 
 LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
 

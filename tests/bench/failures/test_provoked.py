@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench.config import Config
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.failures import Finding, classify, diagnose, failures_of, predictions
-from nanogpt_bench.train import run
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 Runs = Callable[[str], Path]

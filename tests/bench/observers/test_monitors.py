@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.model import GPT, GPTShape
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.watching import MonitorConfig
+from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.observers import Observer, Step, UpdateObserver
 from nanogpt_bench.observers.attention import AttentionEntropy
 from nanogpt_bench.observers.bits import Bits
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.geometry import Geometry
 from nanogpt_bench.observers.gradients import Gradients
-from nanogpt_bench.observers.layers import linear_layers
 from nanogpt_bench.observers.ranges import Ranges
 from nanogpt_bench.observers.resources import Resources, flops_per_token
 from nanogpt_bench.observers.zones import Zones
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import load_config
-from nanogpt_bench.surgery import quantized_layers
-from nanogpt_bench.watch_config import MonitorConfig
+from nanogpt_bench.step.layers import linear_layers
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.surgery import quantized_layers
 
 EVERY = MonitorConfig(interval=1, histogram_interval=1)
 Spec = dict[str, object]

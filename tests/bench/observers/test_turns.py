@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from nanogpt_bench.anomaly import Anomaly
 from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.config import Config
-from nanogpt_bench.observers.base import Step
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers.turns import Turns
-from nanogpt_bench.train import run
+from nanogpt_bench.step.anomalies import Anomaly
+from nanogpt_bench.step.points import Step
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 Record = dict[str, Any]

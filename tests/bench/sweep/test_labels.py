@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import build_config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.system.errors import BenchError
 
 
 def test_formats_of_all_layers_and_of_one_are_told_apart(write):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.evaluate_run import evaluate_run
+from nanogpt_bench.commands.evaluate_run import evaluate_run
 from nanogpt_bench.report import figures
 from nanogpt_bench.sweep import sensitivity_of
 

@@ -19,15 +19,14 @@ import torch
 from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
-from nanogpt_bench import surgery
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import cores as cores_module
 from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.cores import cores, divide, threads_asked
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.resolve import resolve
-from nanogpt_bench.settings import build_config
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.step import surgery
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
@@ -35,6 +34,7 @@ from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
+from nanogpt_bench.system.errors import BenchError
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
 

@@ -8,12 +8,12 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from PIL import Image
 
-from nanogpt_bench.report.curves import MAX_POINTS, decimate, smooth
 from nanogpt_bench.report.figures import drawing, loss_curves, weight_histograms, write_figures
-from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.palette import COLOURS, looks
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.report.series import close_range, grid_histograms, lines, loss_range
+from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
+from nanogpt_bench.runs.load import load_run
 
 
 def prepared(paths):

@@ -10,9 +10,9 @@ import pytest
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.cli import main
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.files import remove_parts, replacing, write_text
 from nanogpt_bench.observers.jsonl import LineFile
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import remove_parts, replacing, write_text
 
 SECRET = "what was there before"
 
@@ -83,7 +83,7 @@ SMALL = ("--model.n_layer=1", "--model.n_head=1", "--model.n_embd=8", "--model.b
 def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
     tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nanogpt_bench.corpus import prepare_text
+    from nanogpt_bench.data import prepare_text
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("a line of text\n" * 200)
@@ -110,7 +110,7 @@ def test_a_run_is_not_taken_up_in_files_that_lie_elsewhere(
 def test_a_sweep_has_no_run_behind_a_link(
     tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from nanogpt_bench.corpus import prepare_text
+    from nanogpt_bench.data import prepare_text
     from nanogpt_bench.sweep.file import read_sweep
     from nanogpt_bench.sweep.plan import plan_sweep
 

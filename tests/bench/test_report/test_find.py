@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.report import find
-from nanogpt_bench.report.find import find_runs
+from nanogpt_bench.runs import find
+from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.system.errors import BenchError
 
 
 @pytest.fixture

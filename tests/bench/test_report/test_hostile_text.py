@@ -20,9 +20,9 @@ from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.report import report
-from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.report.tables import to_text
+from nanogpt_bench.runs.load import load_run
 
 #: what no text on a page or a terminal may hold: controls, marks of direction, separators of lines, surrogates
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")

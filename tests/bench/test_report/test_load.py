@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.errors import BenchError
-from nanogpt_bench.report.find import find_runs
-from nanogpt_bench.report.load import load_run
+from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.system.errors import BenchError
 
 
 def test_a_whole_run_is_read_without_notes(tmp_path, write_run):

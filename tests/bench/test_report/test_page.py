@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.errors import BenchError
 from nanogpt_bench.report import report, write_report
 from nanogpt_bench.report.charts import Chart
-from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.packed import packed
 from nanogpt_bench.report.results import Row
+from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.system.errors import BenchError
 
 SAME = ("weights", "configs")
 NASTY = '</script><script>window.broken=1</script>"><img src=x onerror=alert(1)>&amp;\u2028'

@@ -9,7 +9,6 @@ import pytest
 
 from nanogpt_bench.report.distributions import distribution_charts, merged
 from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
-from nanogpt_bench.report.load import load_run
 from nanogpt_bench.report.map_charts import sensitivity_charts
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.parallel import NOTHING, parallel
@@ -17,7 +16,8 @@ from nanogpt_bench.report.rates import rate_curves, rate_ticks
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.study_charts import limit_chart, parallel_chart, rate_chart
-from nanogpt_bench.report.watched import Distribution
+from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.runs.watched import Distribution
 
 
 def rows_of(paths):

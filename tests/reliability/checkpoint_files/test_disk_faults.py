@@ -15,7 +15,7 @@ import pytest
 from small_checkpoints import bytes_in, small
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Disk, check_room, clean, commit, newest, verify
-from nanogpt_bench.errors import BenchError
+from nanogpt_bench.system.errors import BenchError
 
 POSITIONS, POSITIONS_IN_FULL = 50, 200
 OPERATIONS = ("make_folder", "write_file", "write", "sync", "sync_folder", "rename", "remove", "free")

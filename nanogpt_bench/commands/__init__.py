@@ -1,0 +1,1 @@
+"""The commands of `nanogpt-bench`: their options, and what they call."""

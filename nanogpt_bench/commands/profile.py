@@ -1,0 +1,148 @@
+"""`nanogpt-bench profile`: speed and memory over batch sizes, or the ranges of a model's tensors."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.config.settings import load_settings, parse_overrides
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import write_text
+
+RANGES = "ranges"
+BATCH_SIZES = (8, 16, 32, 64)
+THROUGHPUT_STEPS = 5
+RANGE_STEPS = 50
+OVERFLOW, UNDERFLOW = 1e-4, 0.01
+
+Rows = list[dict[str, Any]]
+
+
+def main_profile(args: argparse.Namespace) -> int:
+    """The command line's entry."""
+    name, ranges = _what(args.words)
+    gave_way: list[str] = []
+    settings = load_settings(find_config(name), args.overrides, gave_way.append)
+    check_out(args.out)
+    if ranges:
+        _refuse(args, "goes with profile CONFIG.yaml, not with profile ranges", ("batch_sizes",))
+        code = _ranges(settings, args)
+    else:
+        _refuse(args, "goes with profile ranges", ("formats", "overflow", "underflow"))
+        code = _throughput(settings, args)
+    for line in gave_way:
+        _say(line)
+    return code
+
+
+def _what(words: Sequence[str]) -> tuple[str, bool]:
+    """The name of the configuration, and whether ranges are asked for."""
+    if len(words) == 1 and words[0] != RANGES:
+        return words[0], False
+    if len(words) == 2 and words[0] == RANGES:
+        return words[1], True
+    raise BenchError(f"profile {' '.join(words)}: expected CONFIG.yaml, or the word ranges and CONFIG.yaml")
+
+
+def _refuse(args: argparse.Namespace, why: str, options: Sequence[str]) -> None:
+    for option in options:
+        if getattr(args, option) is not None:
+            raise BenchError(f"--{option.replace('_', '-')} {why}")
+
+
+def check_out(out: Path | None) -> None:
+    """Refuse a folder for the tables that is a file, before any work is done."""
+    if out is not None and out.exists() and not out.is_dir():
+        raise BenchError(f"--out {str(out)!r} is a file; give a folder")
+
+
+def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
+    from nanogpt_bench.profile.throughput import COLUMNS, cells, profile_batch_sizes
+
+    if "train.batch_size" in parse_overrides(args.overrides):
+        raise BenchError("--train.batch_size is what profile varies; give --batch-sizes")
+    sizes = args.batch_sizes or BATCH_SIZES
+    _prepare(settings)
+    rows = profile_batch_sizes(settings, sizes, args.steps or THROUGHPUT_STEPS, say=_say)
+    print(markdown(COLUMNS, [cells(row) for row in rows]), end="")
+    write_tables(args.out, "profile", rows)
+    return 0 if any(row["tokens_per_s"] is not None for row in rows) else 1
+
+
+def _ranges(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
+    from nanogpt_bench.profile.ranges import COLUMNS, Tolerance, cells, merged, profile_ranges, read_formats
+
+    formats = read_formats(args.formats)
+    tolerance = Tolerance(
+        OVERFLOW if args.overflow is None else args.overflow, UNDERFLOW if args.underflow is None else args.underflow
+    )
+    _prepare(settings)
+    rows = profile_ranges(settings, formats, tolerance, args.steps or RANGE_STEPS, say=_say)
+    print(markdown(COLUMNS, [cells(row) for row in merged(rows)]), end="")
+    write_tables(args.out, "ranges", rows)
+    return 0
+
+
+def _prepare(settings: Mapping[str, Any]) -> None:
+    from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+
+    prepare_default(str(settings.get("data.dir", DEFAULT_DATA_DIR)))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+Say = Callable[[str], None]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose columns are padded, the first to the left and the others to the right.
+
+    >>> print(markdown(("a", "bb"), [("x", "1")]), end="")
+    | a | bb |
+    |---|---:|
+    | x |  1 |
+    """
+    widths = [max(len(line[place]) for line in (header, *rows)) for place in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(w) if not i else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|" + "|".join("-" * (w + 2) if not i else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    return "\n".join([line(header), rule, *map(line, rows)]) + "\n"
+
+
+def write_tables(out: Path | None, name: str, rows: Rows) -> None:
+    """Write NAME.json and NAME.csv into `out`, if there is one; mappings and lists are one column each entry."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / f"{name}.json", json.dumps({"rows": rows}, indent=1) + "\n")
+    flat = [_flat(row) for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(key for row in flat for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    write_text(out / f"{name}.csv", text.getvalue())
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}/{name}": entry for name, entry in value.items()}
+        else:
+            flat[key] = " ".join(value) if isinstance(value, list) else value
+    return flat

@@ -1,0 +1,170 @@
+"""`nanogpt-bench run`: one training, its progress on the terminal and a closing line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.step.older import at_the_rate_begun
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.start import as_begun
+from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.lock import new_folder
+from nanogpt_bench.system.signals import RESUMABLE, stop_requests
+from nanogpt_bench.system.words import counted
+from nanogpt_bench.training.train import Progress, run
+
+RUNS = Path("runs")
+
+
+def run_command(
+    config_name: str,
+    name: str | None,
+    overrides: Sequence[str],
+    *,
+    resume: bool = False,
+    allow_config_change: bool = False,
+) -> int:
+    """Train as a configuration file and overrides say.
+
+    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+
+    Raises:
+        BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
+    """
+    if allow_config_change and not resume:
+        raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
+    path = find_config(config_name)
+    gave_way: list[str] = []
+    given = load_config(path, overrides, gave_way.append)
+    named = None if name is None else RUNS / checked_name(name)
+    earlier = (named or latest_name(path.stem)) if resume else None
+    begun = None
+    if earlier is not None:
+        given, begun = as_begun(given, earlier)
+        given = at_the_rate_begun(given, earlier, begun)
+    config = resolve(given, begun)
+    prepare_default(config.data.dir)
+    options = {"resume": resume, "allow_config_change": allow_config_change}
+    with (
+        _folder(path.stem, earlier or named) as run_dir,
+        stop_requests() as stop,
+        _display(config, gave_way) as show,
+    ):
+        summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
+    print(printable(_closing_line(summary, run_dir)))
+    return exit_code(summary)
+
+
+def exit_code(summary: dict[str, Any]) -> int:
+    """Return what `run` ends with after a training that left this summary."""
+    if (summary["stop"] or {}).get("kind") == "signal":
+        return RESUMABLE
+    return 1 if summary["status"] == "failed" or _of_disk(summary) else 0
+
+
+def _of_disk(summary: dict[str, Any]) -> bool:
+    return (summary["stop"] or {}).get("kind") == "disk"
+
+
+def checked_name(name: str) -> str:
+    """Return a run's name if it is one folder below runs/.
+
+    Raises:
+        BenchError: it is empty, a path, hidden, or holds what can't be printed.
+    """
+    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
+        raise BenchError(f"--name {name!r} is not allowed; give the name of one folder, such as e4m3-lr2")
+    return name
+
+
+@contextmanager
+def _folder(stem: str, given: Path | None) -> Iterator[Path]:
+    """Yield the folder of a run: the one given, or a new one named after the configuration."""
+    if given is not None:
+        yield given
+        return
+    with new_folder(RUNS / stem) as folder:
+        yield folder
+
+
+def latest_name(stem: str) -> Path:
+    """Return the last of runs/STEM, runs/STEM-2, … that exists, runs/STEM where none does."""
+    path, number = RUNS / stem, 2
+    while (following := RUNS / f"{stem}-{number}").exists():
+        path, number = following, number + 1
+    return path
+
+
+def say(line: str) -> None:
+    """Print a line beside the results."""
+    print(printable(line), file=sys.stderr)
+
+
+@contextmanager
+def _display(config: Config, first: list[str]) -> Iterator[Any]:
+    """Yield a callback that moves a bar on a terminal and prints a line at every validation.
+
+    The lines that come `first` are printed once the run goes on: one that is refused says why and nothing else.
+    """
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=config.train.max_steps)
+
+        def show(progress: Progress) -> None:
+            while first:
+                console.print(printable(first.pop(0)), highlight=False, markup=False, soft_wrap=True)
+            bar.update(task, completed=progress.step, description=f"train {progress.train_loss or 0:.3f}")
+            for alert in progress.alerts:
+                console.print(printable(f"{alert.level} {alert.message}"), highlight=False, markup=False)
+            if progress.step % config.eval.interval == 0 or progress.step == config.train.max_steps:
+                console.print(_line(progress), highlight=False)
+
+        yield show
+
+
+def _line(progress: Progress) -> str:
+    parts = [f"step {progress.step:>6}"]
+    parts += [f"train {progress.train_loss:.4f}"] if progress.train_loss is not None else []
+    parts += [f"val {progress.val_loss:.4f}"] if progress.val_loss is not None else []
+    parts += [f"mean stall {progress.stall:.1%}"] if progress.stall is not None else []
+    parts += [f"mean arrived {progress.arrived:.1%}"] if progress.arrived is not None else []
+    parts += [f"{progress.tokens_per_s:,.0f} tokens/s"] if progress.tokens_per_s else []
+    return "  ".join(parts)
+
+
+def _closing_line(summary: dict[str, Any], run_dir: Path) -> str:
+    if summary["status"] == "failed":
+        return f"failed: {summary['failure']['message']}; see {run_dir}"
+    if _of_disk(summary):
+        return f"stopped: {summary['stop']['message']}; make room, --resume goes on; see {run_dir}"
+    why = f" ({summary['stop']['message']})" if summary["stop"] else ""
+    last, best = (_number(summary[f"{name}_val_loss"], ".4f") for name in ("final", "best"))
+    return (
+        f"{summary['status']}{why} after {counted(summary['steps'], 'step')}: val loss {last} (best {best}), "
+        f"{_number(summary['bytes_per_parameter'], '.2f')} bytes a parameter, "
+        f"{_number(summary['tokens_per_s'], ',.0f')} tokens/s{_shadow(summary)}; see {run_dir}"
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    """The number, or a dash where a run that was ended early has none."""
+    return "-" if value is None else format(value, spec)
+
+
+def _shadow(summary: dict[str, Any]) -> str:
+    """What a comparison with the shadow took, in steps."""
+    overhead = summary["shadow_overhead"]
+    return "" if overhead is None else f", each look of the shadow {overhead:.2f} steps long"

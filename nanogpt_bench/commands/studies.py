@@ -1,0 +1,140 @@
+"""The command lines of `evaluate`, `compare`, `sweep` and `profile`, whose needs are imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.commands.arguments import names, positive, positives, share
+
+
+def add_evaluate(commands: Any) -> Any:
+    """Add the command `evaluate` and return its parser."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="validation loss of one set of weights in several formats, without training",
+        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--formats A,B] "
+        "[--section.key VALUE ...]",
+        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
+        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format.",
+        epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
+        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
+        "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
+        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
+        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors",
+    )
+    parser.add_argument("config", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of all weights, one row each")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON as well")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
+    parser.set_defaults(handler=_evaluate)
+    return parser
+
+
+def add_compare(commands: Any) -> Any:
+    """Add the command `compare` and return its parser."""
+    parser = commands.add_parser(
+        "compare",
+        help="train formats x rules on one corpus and report (the main job)",
+        description="Train formats x rules on one corpus, same seeds and batches, and write a report. Without\n"
+        "arguments: a demonstration on the standard library's prose, two to seven minutes on two CPU cores, with an\n"
+        "estimate of the time left from the first minute on. The same command with the same --out goes on where an\n"
+        "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
+        "which, where that is not all.",
+        usage="nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
+        "                             [--out DIR] [--section.key VALUE ...]",
+        epilog="examples:\n  nanogpt-bench compare\n"
+        "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
+        "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
+        "  nanogpt-bench compare --formats E4M3 --model.size 10M --optimizer.lr 1e-3 --optimizer.weight_decay 0",
+    )
+    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="prepared corpus")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of the quantised rules")
+    parser.add_argument("--rules", type=names, metavar="A,B|all", help="update rules, or all of them")
+    parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
+    parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
+    parser.set_defaults(handler=_compare)
+    return parser
+
+
+def add_sweep(commands: Any) -> Any:
+    """Add the command `sweep` and return its parser."""
+    parser = commands.add_parser(
+        "sweep",
+        help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--workers N] [--out DIR] "
+        "[--section.key VALUE ...]",
+        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
+        "same command goes on where an interrupted one was.",
+        epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
+        "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
+        "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
+        "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
+        "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--lr-limits", action="store_true", help="largest stable learning rate of every point")
+    mode.add_argument("--sensitivity", action="store_true", help="quantise one layer pattern at a time: loss gaps")
+    parser.add_argument(
+        "--of",
+        type=Path,
+        metavar="RUN",
+        help="--sensitivity: of the weights that runs/NAME, or one of its checkpoints, has; nothing is trained "
+        "(FILE.yaml: sensitivity.yaml unless given)",
+    )
+    parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
+    parser.set_defaults(handler=_sweep)
+    return parser
+
+
+def add_profile(commands: Any) -> Any:
+    """Add the command `profile` and return its parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="tokens/s and memory over batch sizes; ranges: what a model's tensors need of a format",
+        usage="nanogpt-bench profile [ranges] CONFIG.yaml [--steps N] [--out DIR] [--section.key VALUE ...]",
+        description="Measure tokens/s and memory of a configuration over batch sizes. With the word ranges: train in\n"
+        "bfloat16 for some steps and tabulate what every weight, activation and gradient needs of a format.",
+        epilog="examples:\n  nanogpt-bench profile e4m3.yaml --batch-sizes 8,16,32,64\n"
+        "  nanogpt-bench profile ranges bf16_baseline.yaml --steps 50 --underflow 0.01",
+    )
+    parser.add_argument("words", nargs="+", metavar="[ranges] CONFIG.yaml", help="a file or a shipped configuration")
+    parser.add_argument("--batch-sizes", type=positives, metavar="A,B", help="sequences a batch (default: 8,16,32,64)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps measured (default: 5 a size; ranges: 50)")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="ranges: formats to judge")
+    parser.add_argument("--overflow", type=share, metavar="S", help="ranges: share that may saturate (default: 1e-4)")
+    parser.add_argument("--underflow", type=share, metavar="S", help="ranges: share that may become 0 (default: 0.01)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
+    parser.set_defaults(handler=_profile)
+    return parser
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.evaluate import evaluate_command
+
+    files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
+    return evaluate_command(args.config, args.formats or (), args.overrides, **files)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.compare import main_compare
+
+    return main_compare(args)
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.sweep import main_sweep
+
+    return main_sweep(args)
+
+
+def _profile(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.profile import main_profile
+
+    return main_profile(args)

@@ -1,0 +1,122 @@
+"""`nanogpt-bench sweep`: read the file, train what is left of it, report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from nanogpt_bench.compare.closing import print_results
+from nanogpt_bench.compare.cores import check_workers
+from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
+from nanogpt_bench.sweep.lr_limits import Searches, limits_table
+from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
+from nanogpt_bench.sweep.session import Session, threads_set
+from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.signals import RESUMABLE
+
+
+def main_sweep(args: argparse.Namespace) -> int:
+    """The command line's entry: see `sweep_grid`, `find_lr_limits`, `measure_sensitivity` and `main_sensitivity_of`.
+
+    Raises:
+        BenchError: options that don't go together, or no file where one is needed.
+    """
+    if args.of is not None:
+        from nanogpt_bench.sweep.sensitivity_of import main_sensitivity_of  # brings torch along
+
+        return main_sensitivity_of(args)
+    if args.file is None:
+        raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
+    sweep = read_sweep(find_sweep(args.file), args.overrides)
+    check_workers(args.workers, "--workers")
+    workers = args.workers or sweep.workers
+    mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else sweep.search
+    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / mode
+    with locked(out, "--out"):
+        return MODES.get(mode, sweep_grid)(sweep, out, workers)
+
+
+def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Train every point of the file and report; the last line is the report's path.
+
+    Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
+    signal ended it (the report then covers what there is).
+
+    Raises:
+        BenchError: a file, corpus or output folder that can't be used; nothing is trained.
+    """
+    planned = plan_sweep(sweep)
+    record = SweepRecord(out, sweep.search, None if sweep.reference is None else planned[0].label)
+    _check(record, planned, workers)
+    whole = Session(record, workers).train(planned)
+    return _finish(record, whole)
+
+
+def _check(record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | None) -> None:
+    """Refuse what can't be trained before anything is written, the default corpus apart."""
+    check_workers(workers, "workers", threads_set(planned))
+    for run in planned:
+        record.check(run)
+    for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
+        prepare_default(folder)
+    check_inputs(planned)
+
+
+def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Find the largest stable learning rate of every point of the axes, print the table and write lr_limits.json.
+
+    Returns and raises as `sweep_grid` does.
+    """
+    record = SweepRecord(out, "lr-limits")
+    searches = Searches(sweep, record)
+    first = searches.first()
+    _check(record, first, workers)
+    whole = Session(record, workers).train(first, searches.after)
+    searches.write()
+    return _finish(record, whole, limits_table(searches.rows()))
+
+
+def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Quantise one layer pattern at a time, print the gaps and write sensitivity.json.
+
+    Returns and raises as `sweep_grid` does.
+    """
+    study = plan_study(sweep)
+    record = SweepRecord(out, "sensitivity", study.reference[0].label)
+    _check(record, study.planned, workers)
+
+    def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
+        write_gaps(study, record)
+        return ()
+
+    whole = Session(record, workers).train(study.planned, after)
+    write_gaps(study, record)
+    return _finish(record, whole, gaps_table(measure_gaps(study, record)))
+
+
+MODES = {"lr-limits": find_lr_limits, "sensitivity": measure_sensitivity}
+
+
+def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
+    """Write the report, print the table (that of all runs unless given) and the page's path; returns the exit code."""
+    page = record.write_page(running=False)
+    if table is None:
+        print_results(record.record.results(), Console())
+    else:
+        print("".join(f"{printable(line)}\n" for line in table.splitlines()))
+    print(page, flush=True)
+    if not whole:
+        return RESUMABLE
+    if left := record.left():
+        print(f"runs not brought to their end: {len(left)}; the same command goes on with them", file=sys.stderr)
+        return 1
+    return 0 if any(record.summary(run).get("status") == "finished" for run in record.planned) else 1

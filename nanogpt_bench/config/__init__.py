@@ -1,0 +1,1 @@
+"""A run's configuration: its fields, where their values come from, and what is allowed."""

@@ -1,0 +1,235 @@
+"""The update rules: how weights are stored and how a step changes them. Data: one entry a rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED
+from nanogpt_bench.system.errors import BenchError, unknown
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a rule's name stands for; each field is the default of the configuration key of the same meaning."""
+
+    #: where weights live: float32, master, grid, fp8 or continuous (see `model.storage`)
+    storage: str
+    #: name of the optimizer; adamw and sgd on grid or fp8 storage are the library's own with k = 0
+    optimizer: str
+    #: default learning rate, in the optimizer's own unit: the best of benchmarks/rule_learning_rates.py for E4M3
+    lr: float
+    #: float32, bf16-mixed (autocast) or bf16-pure (bfloat16 weights and optimizer state)
+    precision: str = "bf16-mixed"
+    #: how a step is written back to the grid (None: there is none)
+    writeback: str | None = None
+    #: how running averages are kept (None: as the optimizer does by default, in float32)
+    moments: str | None = None
+    #: the stiffness exponent k at the first step (None: the optimizer has none)
+    stiffness: float | None = None
+    #: k at the last step, reached linearly (None: k stays)
+    stiffness_end: float | None = None
+    #: torchao's recipe of scales, where the linear layers are its own (see `model.torchao_float8`)
+    torchao_float8: str | None = None
+    #: learning rate of the parameters that stay float, where it differs in unit from lr
+    float_lr: float | None = None
+    #: a package beyond the bench's own that the rule needs, and the extra that brings it
+    needs: tuple[str, str] | None = None
+    #: one line for --help and the report
+    help: str = ""
+
+
+def _one_byte(optimizer: str, lr: float, writeback: str, text: str, **more: Any) -> Rule:
+    """Return a rule without a master copy."""
+    return Rule("fp8", optimizer, lr, writeback=writeback, help=f"{text}, no master copy", **more)
+
+
+RULES: dict[str, Rule] = {
+    "fp32": Rule("float32", "adamw", 2e-3, "float32", help="AdamW, everything in float32"),
+    "bf16-mixed": Rule("float32", "adamw", 2e-3, help="AdamW, bfloat16 autocast, float32 weights: the reference"),
+    "bf16-pure": Rule("float32", "adamw", 2e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
+    "sgd": Rule("float32", "sgd", 1e-1, "float32", help="SGD with momentum 0.9, everything in float32"),
+    "torchao-float8": Rule(
+        "float32",
+        "adamw",
+        2e-3,
+        torchao_float8="tensorwise",
+        needs=("torchao", "torchao"),
+        help="AdamW, torchao's float8 training: products of E4M3 operands, E5M2 gradients, float32 weights",
+    ),
+    "torchao-adamw8bit": Rule(
+        "float32",
+        "torchao_adamw8bit",
+        2e-3,
+        needs=("torchao", "torchao"),
+        help="torchao's AdamW8bit: averages in 8-bit blocks, float32 weights",
+    ),
+    "torchao-adamwfp8": Rule(
+        "float32",
+        "torchao_adamwfp8",
+        2e-3,
+        needs=("torchao", "torchao"),
+        help="torchao's AdamWFp8: averages in E4M3 blocks, float32 weights",
+    ),
+    "optimi-kahan": Rule(
+        "float32",
+        "optimi_adamw",
+        2e-3,
+        "bf16-pure",
+        needs=("optimi", "optimi"),
+        help="optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
+    ),
+    "master": Rule("master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
+    "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
+    "stochastic": _one_byte("adamw", 2e-3, "stochastic", "AdamW, stochastic rounding"),
+    "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
+    "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
+    "residual4": _one_byte("adamw", 2e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
+    "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
+    "muon": Rule(
+        "float32",
+        "stiffness_muon",
+        8e-3,
+        "float32",
+        stiffness=0.0,
+        float_lr=4e-3,
+        help="Muon on hidden matrices, AdamW (at float_lr) on the rest, everything in float32",
+    ),
+    "muon-stochastic": _one_byte(
+        "stiffness_muon",
+        8e-3,
+        "stochastic",
+        "Muon and AdamW as under muon, stochastic rounding, 8-bit averages: two bytes a hidden weight",
+        moments="8bit",
+        stiffness=0.0,
+        float_lr=4e-3,
+    ),
+    "muon-nearest": _one_byte(
+        "stiffness_muon",
+        8e-3,
+        "nearest",
+        "muon-stochastic, but rounded to nearest",
+        moments="8bit",
+        stiffness=0.0,
+        float_lr=4e-3,
+    ),
+    "muon-residual8": _one_byte(
+        "stiffness_muon",
+        8e-3,
+        "residual8",
+        "muon-stochastic, but what rounding loses kept in 8 bits a weight: three bytes",
+        moments="8bit",
+        stiffness=0.0,
+        float_lr=4e-3,
+    ),
+    "stiffness-k0": _one_byte(
+        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 0 (AdamW), stochastic rounding", stiffness=0.0
+    ),
+    "stiffness-k0.5": _one_byte(
+        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 1/2, stochastic rounding", stiffness=0.5
+    ),
+    "stiffness": _one_byte(
+        "stiffness_adamw", 2e-3, "stochastic", "StiffnessAdamW with k = 1, stochastic rounding", stiffness=1.0
+    ),
+    "stiffness-anneal": _one_byte(
+        "stiffness_adamw",
+        2e-3,
+        "stochastic",
+        "StiffnessAdamW with k from 1 to 0, stochastic rounding",
+        stiffness=1.0,
+        stiffness_end=0.0,
+    ),
+    "stiffness-unrounded": Rule(
+        "continuous",
+        "stiffness_adamw",
+        2e-3,
+        stiffness=1.0,
+        help="StiffnessAdamW with k = 1 on float32 weights that are never rounded: the geometry without the grid",
+    ),
+    "stiffness-lion": _one_byte(
+        "stiffness_lion", 1e-3, "stochastic", "StiffnessLion with k = 1, stochastic rounding", stiffness=1.0
+    ),
+    "madam": _one_byte(
+        "madam", 8e-2, "stochastic", "Madam (lr a share of the weight), stochastic rounding", float_lr=1e-3
+    ),
+    "sgd-nearest": _one_byte("sgd", 2e-1, "nearest", "SGD with momentum 0.9, nearest rounding"),
+    "sgd-stochastic": _one_byte("sgd", 1e-1, "stochastic", "SGD with momentum 0.9, stochastic rounding"),
+    "stiffness-sgd": _one_byte(
+        "stiffness_sgd", 4e-1, "stochastic", "StiffnessSGD with k = 2, stochastic rounding", stiffness=2.0
+    ),
+    "riemannian": _one_byte(
+        "riemannian_adam", 2.0, "stochastic", "RiemannianAdam (lr in ULPs a step), stochastic rounding", float_lr=1e-3
+    ),
+    "riemannian-sgd": _one_byte(
+        "riemannian_sgd",
+        2e4,
+        "stochastic",
+        "RiemannianSGD (lr in ULPs for a code gradient of 1), stochastic rounding",
+        float_lr=1e-1,
+    ),
+    "fisher": _one_byte(
+        "fisher",
+        2e-3,
+        "stochastic",
+        "natural gradient (KFAC) damped in the stiffness metric, stochastic rounding",
+        stiffness=1.0,
+        needs=("nngeometry", "fisher"),
+    ),
+}
+
+
+def rule(name: str) -> Rule:
+    """Return the rule called `name`.
+
+    >>> rule("nearest").writeback
+    'nearest'
+
+    Raises:
+        BenchError: no such rule; names the nearest one.
+    """
+    if name not in RULES:
+        raise unknown("rule", name, RULES)
+    return RULES[name]
+
+
+def meaning(entry: Rule) -> dict[str, Any]:
+    """Return the settings that a rule can't be without: with another value the run would bear the wrong name.
+
+    >>> meaning(rule("fp32"))["train.precision"]
+    'float32'
+    """
+    meant: dict[str, Any] = {"model.storage": entry.storage, "optimizer.name": entry.optimizer}
+    if entry.storage in ROUNDED:
+        meant["optimizer.writeback"] = entry.writeback
+    if entry.storage in MANIFOLDS:
+        meant["optimizer.moments"] = entry.moments or "float32"
+    if entry.storage == "float32":
+        meant |= {"train.precision": entry.precision, "model.torchao_float8": entry.torchao_float8}
+    return meant
+
+
+def agrees(given: Any, meant: Any) -> bool:
+    """Whether a setting, None if it was not given, has the value that is meant; fp8 and grid hold the same values."""
+    return given is None or given == meant or (given in ROUNDED and meant in ROUNDED)
+
+
+def available_rules() -> list[str]:
+    """Return the names of the rules whose packages are installed."""
+    return [name for name, entry in RULES.items() if entry.needs is None or find_spec(entry.needs[0]) is not None]
+
+
+def check_available(name: str) -> None:
+    """Raise for a rule whose package is missing.
+
+    Raises:
+        BenchError: it is not installed; says how to get it.
+    """
+    needs = rule(name).needs
+    if needs is not None and name not in available_rules():
+        raise BenchError(f"rule {name!r} needs {needs[0]}; get it with pip install 'fp8manifold[{needs[1]}]'")
+
+
+def rules_with_format() -> list[str]:
+    """Return the names of the rules whose weights have a format."""
+    return [name for name, entry in RULES.items() if entry.storage != "float32"]

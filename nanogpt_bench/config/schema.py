@@ -1,0 +1,340 @@
+"""The configuration of one training run: these dataclasses are the only source of truth.
+
+YAML files, command-line overrides (`--train.max_steps 100`), `run --help` and the resolved `config.yaml` of a run
+folder are all derived from the fields below. A field's metadata says what values it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanogpt_bench.config.field import allowed, setting
+from nanogpt_bench.config.watching import AlertsConfig, MonitorConfig, ShadowConfig, TrackingConfig
+
+STORAGES = ("float32", "master", "grid", "fp8", "continuous")
+#: storages whose points are a format's values: a step is rounded when it is written back
+ROUNDED = ("grid", "fp8")
+#: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
+MANIFOLDS = (*ROUNDED, "continuous")
+#: the library's own optimizers
+OWN_OPTIMIZERS = (
+    *("stiffness_adamw", "stiffness_muon", "stiffness_sgd", "stiffness_lion", "madam"),
+    *("riemannian_adam", "riemannian_sgd", "fisher"),
+)
+#: of these, those that step a model without a format as a peer would: their baseline on floats is their own
+ON_FLOATS = ("stiffness_muon",)
+#: those of other packages, on float weights only
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
+OPTIMIZERS = ("adamw", "sgd", *PEERS, *OWN_OPTIMIZERS)
+#: torchao's own names of its ways to scale
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+MOMENTS = ("float32", "bfloat16", "8bit")
+PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
+SCHEDULES = ("cosine", "trapezoid", "constant")
+#: reasons to end a run before its last step
+STOPS = ("nan", "divergence", "plateau")
+ANOMALY_POLICIES = ("skip", "stop", "rollback")
+#: where `prepare stdlib` writes and where a run looks when nobody says otherwise
+DEFAULT_DATA_DIR = "data/stdlib"
+
+
+@dataclass
+class DataConfig:
+    """Which text, and in which order it is read."""
+
+    dir: str = setting(DEFAULT_DATA_DIR, "folder with train.bin, val.bin and meta.json (see prepare)")
+    seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0)
+    train_tokens: int | None = setting(
+        None, "train on this many tokens, the first of the corpus, only; null: all", minimum=1
+    )
+
+
+@dataclass
+class ModelConfig:
+    """The GPT and the formats of its linear layers."""
+
+    size: str | None = setting(
+        None,
+        "named size, for what is not given below; 124M is GPT-2's own; null: 0.8M, or the checkpoint of init_from",
+        choices=("0.8M", "10M", "50M", "124M"),
+    )
+    init_from: str | None = setting(
+        None,
+        "weights to start from: those of a run, by its folder (its newest checkpoint) or one of its checkpoints; or of "
+        "a GPT-2 checkpoint in Hugging Face's layout (config.json and model.safetensors), by its folder, an id on the "
+        "hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
+    )
+    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1)
+    n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1)
+    n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1)
+    block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1)
+    dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
+    bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: the size's (124M: true)")
+    tie_weights: bool | None = setting(
+        None, "lm_head shares the token embedding's weight; null: the size's (124M: true)"
+    )
+    gelu: str | None = setting(
+        None, "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)", choices=("exact", "tanh")
+    )
+    seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0)
+    storage: str | None = setting(
+        None,
+        "where quantised weights live: master (float32 copy, quantised forward), fp8 (one byte), grid (the same values "
+        "in float32) or continuous (float32, the format's geometry without its rounding); null: the rule's, or what "
+        "formats and optimizer call for",
+        choices=STORAGES,
+    )
+    format: str | None = setting(None, "one format for every linear layer: short for formats: {'*': FORMAT}")
+    formats: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=allowed(
+            "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
+            "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
+            "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
+            "(identity, clipped, relu, none)"
+        ),
+    )
+    torchao_float8: str | None = setting(
+        None,
+        "torchao's float8 training of the blocks' linear layers, by its recipe of scales (extra torchao; emulated "
+        "where the device has no FP8 products); null: none",
+        choices=FLOAT8_RECIPES,
+    )
+    headroom: float | None = setting(
+        None,
+        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
+        minimum=1.0,
+    )
+    granularity: str | None = setting(
+        None,
+        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row; null: "
+        "channel",
+        choices=("tensor", "channel", "block"),
+    )
+    tied: str | None = setting(
+        None,
+        "what formats do with an lm_head that shares the embedding's weight: untie (quantise a copy) or leave (in "
+        "float); null: refuse a pattern that names it",
+        choices=("untie", "leave"),
+    )
+    outliers: str = setting(
+        "none",
+        "clip_sigma: clamp what a block adds up to, its residual output, to its mean and outlier_sigma standard "
+        "deviations to either side",
+        choices=("none", "clip_sigma"),
+    )
+    outlier_sigma: float | None = setting(None, "outliers clip_sigma: null: 6", above=0.0)
+
+
+@dataclass
+class OptimizerConfig:
+    """How a step is computed and written back."""
+
+    name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS)
+    lr: float | None = setting(
+        None,
+        "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
+        "null: the rule's, whether it is named or its settings are given one by one",
+        above=0.0,
+    )
+    float_lr: float | None = setting(
+        None,
+        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; stiffness_muon: of what is no "
+        "hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon 4e-3",
+        above=0.0,
+    )
+    beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
+    beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
+    eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
+    momentum: float | None = setting(
+        None,
+        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon: momentum; null: 0.9, for stiffness_muon 0.95",
+        minimum=0.0,
+        below=1.0,
+    )
+    weight_decay: float | None = setting(
+        None,
+        "decay of parameters with two or more dimensions: decoupled, times lr a step (riemannian_adam: times "
+        "float_lr, quantised weights only; sgd on floats: added to the gradient); null: 0.1, for madam and sgd 0",
+        minimum=0.0,
+    )
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0)
+    writeback: str | None = setting(
+        None, "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic", choices=WRITEBACKS
+    )
+    moments: str | None = setting(
+        None, "grid, fp8 and continuous storage: how running averages are kept; null: float32", choices=MOMENTS
+    )
+    stiffness: float | None = setting(
+        None,
+        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the first step; "
+        "null: 1, for stiffness_sgd 2, for stiffness_muon 0",
+        minimum=0.0,
+        maximum=4.0,
+    )
+    stiffness_end: float | None = setting(
+        None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
+    )
+    representation: str | None = setting(
+        None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
+    )
+    refresh: int | None = setting(None, "fisher: steps between two measurements of it; null: 10", minimum=1)
+    damping: float | None = setting(
+        None, "fisher: added to its eigenvalues, in units of their mean; null: 0.1", above=0.0
+    )
+    compile: bool = setting(
+        False,
+        "the library's optimizers: take their steps through torch.compile and not in native code, with the same result",
+    )
+    schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES)
+    warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0)
+    min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0)
+    decay_share: float = setting(0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0)
+
+
+@dataclass
+class TrainConfig:
+    """The length and the shape of the training."""
+
+    max_steps: int = setting(
+        2000, "optimizer steps", minimum=1, instead="nanogpt-bench evaluate measures a loss without training"
+    )
+    batch_size: int = setting(12, "sequences in a micro-batch", minimum=1)
+    accumulation: int = setting(1, "micro-batches in a step", minimum=1)
+    precision: str | None = setting(
+        None, "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed", choices=PRECISIONS
+    )
+    max_seconds: float | None = setting(None, "stop after this many seconds; null: never", above=0.0)
+    on_anomaly: str = setting(
+        "skip",
+        "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "
+        "alerts.nan_patience of them in a row; stop at the first; rollback: skip, and then go back to the newest "
+        "checkpoint and read on with other batches. Weights or optimizer state that are not finite are never skipped",
+        choices=ANOMALY_POLICIES,
+    )
+    max_rollbacks: int = setting(3, "on_anomaly rollback: times that a run goes back before it fails", minimum=0)
+    stop_on: list[str] = field(
+        default_factory=lambda: ["nan"],
+        metadata=allowed(
+            "end the run on alerts.nan_patience steps in a row whose loss or gradient is not finite (nan), on a loss "
+            "that stays above where it was or should be (divergence: alerts.divergence), on a validation loss that no "
+            "longer falls (plateau: alerts.plateau)",
+            choices=STOPS,
+        ),
+    )
+
+
+@dataclass
+class EvalConfig:
+    """The validation: always the same batches."""
+
+    interval: int = setting(250, "steps between validations", minimum=1)
+    batches: int = setting(20, "batches of train.batch_size sequences", minimum=1)
+    seed: int = setting(1337, "chooses the validation batches", minimum=0)
+
+
+@dataclass
+class FailureConfig:
+    """When a run counts as failed, and how: the thresholds of `nanogpt_bench.failures`."""
+
+    patience: int = setting(
+        3, "looks in a row at which a criterion must hold; all of them if there are fewer", minimum=1
+    )
+    smoothing: int = setting(10, "window of the moving average the training loss is judged by, in steps", minimum=1)
+    stall: float = setting(
+        0.5, "stall: share of the weights whose requested update nearest rounding lost", above=0.0, maximum=1.0
+    )
+    noise: float = setting(
+        1.0, "rounding_noise: power of the updates over the variance of their rounding, on a plateau", above=0.0
+    )
+    batch_fall: float = setting(
+        0.02, "rounding_noise: nats by which the plateau is lower at a larger batch size", above=0.0
+    )
+    overflow: float = setting(0.01, "overflow: share of the values beyond the format's largest", above=0.0, maximum=1.0)
+    kurtosis: float = setting(10.0, "outlier_explosion: raw kurtosis of a block's output (normal: 3)", above=0.0)
+    kurtosis_growth: float = setting(3.0, "outlier_explosion: and that kurtosis over its first value", minimum=1.0)
+    entropy: float = setting(
+        0.1, "attention_collapse: attention's entropy over that of uniform attention", above=0.0, below=1.0
+    )
+    zero_gradients: float = setting(
+        0.9, "zero_gradients: share of the gradient's elements that are zero, or dead", above=0.0, maximum=1.0
+    )
+    gradient_norm: float = setting(1e-8, "zero_gradients: gradient norm that counts as zero", minimum=0.0)
+    exploding: float = setting(
+        100.0, "exploding_gradients: gradient norm over the median of the steps before", above=1.0
+    )
+    plateau: float = setting(
+        0.02, "plateau: share of the loss's whole fall that counts as no fall any more", above=0.0, below=1.0
+    )
+    plateau_share: float = setting(
+        0.5, "plateau: share of the run by which the loss had ceased to fall", above=0.0, below=1.0
+    )
+    divergence: float = setting(
+        0.5, "divergence: nats above the first loss, or above the lowest so far and never back", above=0.0
+    )
+    early_plateau: int = setting(10, "E7M0's prediction: step from which on the loss does not fall", minimum=1)
+    sparsity: float = setting(
+        0.9, "E7M0's prediction: share of the weights whose requested update is lost", above=0.0, maximum=1.0
+    )
+    zero_zone: float = setting(
+        0.5, "E7M0's prediction: share of the weights that half a ULP leaves without effect", above=0.0, maximum=1.0
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
+
+    every: int | None = setting(
+        500,
+        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
+        "the run is always answered with one",
+        minimum=1,
+    )
+    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
+    keep: int = setting(
+        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+    )
+    best: bool = setting(
+        False,
+        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
+        "before; without it the lowest loss has a checkpoint only if one was due at that step",
+    )
+
+
+@dataclass
+class RuntimeConfig:
+    """The machine."""
+
+    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
+    compile: bool = setting(
+        False,
+        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
+        "monitor hooks itself run uncompiled",
+    )
+    peak_tflops: float | None = setting(
+        None, "10^12 operations a second of the machine, for mfu; null: those of known GPUs", above=0.0
+    )
+
+
+@dataclass
+class Config:
+    """One training run. Keys left null are filled in by `nanogpt_bench.step.resolve.resolve`."""
+
+    rule: str | None = setting(None, "preset for storage, optimizer, write-back and precision; null: none")
+    seed: int = setting(42, "model, data and rounding, where they have no seed of their own", minimum=0)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    shadow: ShadowConfig = field(default_factory=ShadowConfig)
+    alerts: AlertsConfig = field(default_factory=AlertsConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)

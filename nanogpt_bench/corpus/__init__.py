@@ -1,7 +1,0 @@
-"""Where text comes from: the standard library's own prose, a file, or a data set; and how it is written to disk."""
-
-from nanogpt_bench.corpus.dataset import prepare_eurlex, prepare_hub
-from nanogpt_bench.corpus.stdlib import prepare_stdlib
-from nanogpt_bench.corpus.text import prepare_text
-
-__all__ = ["prepare_eurlex", "prepare_hub", "prepare_stdlib", "prepare_text"]

@@ -1,0 +1,156 @@
+"""Prepared corpora and batches from them; a batch is a pure function of (seed, step, micro-step)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.system.digest import sha256
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.data.tokenizers import MAX_VOCABULARY, tokenizer_from_meta
+from nanogpt_bench.system.untrusted import read_json
+
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus: uint16 token arrays mapped from disk, and what meta.json says about them."""
+
+    folder: Path
+    train: NDArray[np.uint16]
+    val: NDArray[np.uint16]
+    meta: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return int(self.meta["vocab_size"])
+
+    @property
+    def val_tokens_per_byte(self) -> float:
+        """Tokens a UTF-8 byte of the validation text; turns nats a token into bits a byte."""
+        counts = self.meta["splits"]["val"]
+        return float(counts["tokens"]) / float(counts["bytes"])
+
+
+def load_corpus(folder: Path, block_size: int) -> Corpus:
+    """Open a prepared corpus and check that it can feed blocks of `block_size` tokens.
+
+    Raises:
+        BenchError: missing files, odd sizes, a meta.json that disagrees with them (counts, sha256) or with its own
+            tokenizer (vocabulary), tokens beyond the vocabulary, or a split shorter than a block.
+    """
+    meta = _read_meta(folder)
+    arrays = {split: _open_split(folder, split, meta, block_size) for split in SPLITS}
+    return Corpus(folder, arrays["train"], arrays["val"], meta)
+
+
+def open_corpus(config: Config) -> Corpus:
+    """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says.
+
+    Raises:
+        BenchError: as `load_corpus`, or more tokens than there are, or fewer than a block needs.
+    """
+    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+    count, block = config.data.train_tokens, config.model.block_size or 0
+    if count is None:
+        return corpus
+    if not block < count <= len(corpus.train):
+        raise BenchError(
+            f"data.train_tokens: {count} is not allowed with {config.data.dir!r} and a block of {block}; "
+            f"give {block + 1} to {len(corpus.train)}"
+        )
+    return replace(corpus, train=corpus.train[:count])
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / "meta.json"
+    if not path.is_file():
+        raise BenchError(
+            f"data.dir {str(folder)!r} has no meta.json; prepare it with: nanogpt-bench prepare stdlib --out {folder}"
+        )
+    try:
+        meta = read_json(path)
+        checked = [int(meta["vocab_size"]), meta["tokenizer"]]
+        checked += [int(meta["splits"][split][key]) for split in SPLITS for key in ("tokens", "bytes")]
+        checked += [meta["splits"][split]["sha256"] for split in SPLITS]
+        tokenizer = tokenizer_from_meta(meta)
+        checked.append(tokenizer.vocab_size)
+        _check_counts(meta)
+    except BenchError as error:
+        raise BenchError(f"{str(path)!r}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        raise BenchError(f"{str(path)!r} is damaged ({one_line(error)}); prepare the corpus again") from None
+    if tokenizer.vocab_size != int(meta["vocab_size"]):
+        raise BenchError(
+            f"{str(path)!r} gives a vocabulary of {meta['vocab_size']}, its {tokenizer.name} tokenizer has "
+            f"{tokenizer.vocab_size}; prepare the corpus again"
+        )
+    return dict(meta)
+
+
+def _check_counts(meta: dict[str, Any]) -> None:
+    if not 1 <= int(meta["vocab_size"]) <= MAX_VOCABULARY:
+        raise ValueError(f"vocab_size {meta['vocab_size']}; 1 to {MAX_VOCABULARY} are allowed")
+    for split in SPLITS:
+        if int(meta["splits"][split]["bytes"]) < 1:
+            raise ValueError(f"splits.{split}.bytes {meta['splits'][split]['bytes']}; at least 1 is needed")
+
+
+def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[np.uint16]:
+    path = folder / f"{split}.bin"
+    if not path.is_file():
+        raise BenchError(f"{str(path)!r} does not exist; prepare the corpus again")
+    size = path.stat().st_size
+    if size % 2:
+        raise BenchError(f"{str(path)!r} has {size} bytes, an odd number; uint16 tokens take two each")
+    if size == 0:
+        raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
+    tokens = np.memmap(path, dtype="<u2", mode="r")
+    expected = int(meta["splits"][split]["tokens"])
+    if len(tokens) != expected:
+        raise BenchError(f"{str(path)!r} has {len(tokens)} tokens, meta.json says {expected}; prepare the corpus again")
+    if len(tokens) <= block_size:
+        raise BenchError(
+            f"{str(path)!r} has {len(tokens)} tokens, a block of {block_size} needs {block_size + 1}; "
+            "give a longer text or a smaller --model.block_size"
+        )
+    if int(tokens.max()) >= int(meta["vocab_size"]):
+        raise BenchError(f"{str(path)!r} holds token {tokens.max()}, the vocabulary has {meta['vocab_size']}")
+    if sha256(path) != meta["splits"][split]["sha256"]:
+        raise BenchError(f"{str(path)!r} does not have the sha256 that meta.json gives; prepare the corpus again")
+    return tokens
+
+
+def batch(
+    tokens: NDArray[np.uint16], size: int, block_size: int, *, seed: int, step: int, micro_step: int = 0, rank: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, int64 (size, block_size), targets being the inputs shifted by one.
+
+    Positions are drawn uniformly with replacement from a counter-based generator keyed by `seed` at the counter
+    (step, micro_step, rank): nothing has to be saved to resume, and no order depends on another.
+
+    >>> x, y = batch(np.arange(100, dtype=np.uint16), 2, 4, seed=0, step=0)
+    >>> bool((x[:, 1:] == y[:, :-1]).all())
+    True
+    """
+    generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, rank, micro_step, step]))
+    starts = generator.integers(0, len(tokens) - block_size, size=size)
+    rows = tokens[starts[:, None] + np.arange(block_size + 1)]
+    drawn = torch.from_numpy(rows.astype(np.int64))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def eval_batches(
+    tokens: NDArray[np.uint16], count: int, size: int, block_size: int, *, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return `count` validation batches that depend on `seed` only."""
+    return [batch(tokens, size, block_size, seed=seed, step=0, micro_step=index, rank=1) for index in range(count)]

@@ -1,0 +1,116 @@
+"""A column of text of a data set as documents that can be gone through more than once, as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+from nanogpt_bench.data.stdlib import VAL_EVERY
+from nanogpt_bench.system.errors import BenchError, one_line, unknown
+
+#: names under which data sets keep what is for validation
+VAL_NAMES = ("validation", "val", "valid", "dev")
+
+Stream = Iterable[Mapping[str, Any]]
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Turn whatever reading a data set can raise into one line that begins with `what`."""
+    expected = read_errors()
+    try:
+        yield
+    except BenchError:
+        raise
+    except expected as error:
+        raise BenchError(f"{what} can't be read: {one_line(error)}") from None
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Return what the hub, its client, and the readers of its files raise."""
+    from huggingface_hub import errors
+
+    # The client has changed twice; the base of its errors is always one of this one's.
+    of_the_client = (kind for kind in errors.HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    return (OSError, ValueError, RuntimeError, *of_the_client)
+
+
+def open_streams(what: str, *arguments: Any, **options: Any) -> dict[str, Stream]:
+    """Return the rows of each split, as `datasets.load_dataset` streams them.
+
+    Raises:
+        BenchError: no such configuration, or a data set that takes a script of its own to be read.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is raised, and said once
+    with reading(what):
+        return dict(datasets.load_dataset(*arguments, streaming=True, **options))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The texts of one column, empty ones left out.
+
+    Raises:
+        BenchError: while iterating: no such column, a column of something else than text, an unreadable stream.
+    """
+
+    stream: Stream
+    column: str
+    what: str
+
+    def __iter__(self) -> Iterator[str]:
+        with reading(self.what):
+            for row in self.stream:
+                text = self._text(row)
+                if text:
+                    yield text
+
+    def _text(self, row: Mapping[str, Any]) -> str | None:
+        if self.column not in row:
+            raise unknown(f"column of {self.what}", self.column, row)
+        text = row[self.column]
+        if text is not None and not isinstance(text, str):
+            raise BenchError(f"column {self.column!r} of {self.what} holds {type(text).__name__}, not text")
+        return text
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every tenth document of a data set without a validation split, or all the others."""
+
+    documents: Iterable[str]
+    validation: bool
+
+    def __iter__(self) -> Iterator[str]:
+        for index, text in enumerate(self.documents):
+            if (index % VAL_EVERY == VAL_EVERY - 1) == self.validation:
+                yield text
+
+
+def splits_of(streams: Mapping[str, Stream], column: str, what: str) -> dict[str, Iterable[str]]:
+    """Return the documents for training and for validation.
+
+    Raises:
+        BenchError: a data set without a training split.
+    """
+    if "train" not in streams:
+        raise BenchError(f"{what} has no split 'train'; it has: {', '.join(streams)}")
+    train = Rows(streams["train"], column, what)
+    name = next((name for name in VAL_NAMES if name in streams), None)
+    if name is None:
+        return {"train": Share(train, validation=False), "val": Share(train, validation=True)}
+    return {"train": train, "val": Rows(streams[name], column, what)}
+
+
+def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None]) -> str:
+    """Return the different characters of what will be written with one token a character, in code-point order."""
+    found: set[str] = set()
+    for split, documents in splits.items():
+        found.update(islice(chain.from_iterable(documents), limits[split]))
+    return "".join(sorted(found))

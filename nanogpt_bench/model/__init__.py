@@ -1,0 +1,1 @@
+"""The language model, and weights from files."""

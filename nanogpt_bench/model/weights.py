@@ -1,0 +1,95 @@
+"""A model's weights in one safetensors file, one-byte weights as their codes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.files import replacing
+from nanogpt_bench.system.untrusted import check_header
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write a model's parameters and buffers, so that a reader sees all of the file or none; a tied weight once.
+
+    One-byte weights are written as codes, scales and the counter of their random bits (`fm.flatten_state_dict`).
+    """
+    tensors, metadata = tensors_of(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        save_file(tensors, file.name, metadata)
+
+
+def tensors_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a model's parameters and buffers as the plain tensors and the texts of such a file."""
+    state = model.state_dict()
+    return fm.flatten_state_dict({name: state[name] for name in state if name not in _ties(model)})
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fill a model with the weights of a file that `save_weights` wrote of one of the same shape and formats.
+
+    Raises:
+        BenchError: a file that can't be read, or one of a model of another size or other formats.
+    """
+    try:
+        check_header(path)
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BenchError(f"weights {str(path)!r} can't be read: {one_line(error)}") from None
+    fill(model, tensors, metadata, f"weights {str(path)!r}")
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], source: str) -> None:
+    """Fill a model with what `tensors_of` gave; `source` is what an error calls it.
+
+    Raises:
+        BenchError: tensors of a model of another size or other formats; the model is as it was.
+    """
+    own = model.state_dict()
+    try:
+        state = fm.unflatten_state_dict(tensors, metadata, like=own)
+    except ValueError as error:
+        raise BenchError(f"{source} can't be read: {one_line(error)}") from None
+    state |= {name: state[first] for name, first in _ties(model).items() if first in state}
+    _check(state, own, source, _measured(model))
+    model.load_state_dict(state)
+
+
+def _measured(model: nn.Module) -> set[str]:
+    """Return the names of buffers whose shape is that of the tensors that a layer has seen."""
+    scales = [name for name, module in model.named_modules() if isinstance(module, fm.Scale)]
+    return {f"{name}.{buffer}" for name in scales for buffer in ("value", "history")}
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Return the second and later names of parameters that have several, with their first."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return ties
+
+
+def _check(state: dict[str, Tensor], own: dict[str, Tensor], source: str, measured: set[str]) -> None:
+    """Refuse weights of a model of another size, naming the first difference."""
+    for name in [*own, *(name for name in state if name not in own)]:
+        theirs, ours = (_described(side.get(name)) for side in (state, own))
+        if theirs != ours and not (name in measured and name in state and name in own):
+            raise BenchError(f"{source} are of another model: {name} is {theirs} there, {ours} here")
+
+
+def _described(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "absent"
+    form = f"{tensor.format.name} codes" if isinstance(tensor, fm.FP8Tensor) else str(tensor.dtype).split(".")[-1]
+    return f"{form} {tuple(tensor.shape)}"

@@ -1,0 +1,234 @@
+"""Read run folders from disk, whatever state an interrupted run left them in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
+from nanogpt_bench.runs.history import history_lines
+from nanogpt_bench.config.losing import stall_counts
+from nanogpt_bench.runs.read import finite, mapping, numbers, records
+from nanogpt_bench.runs.records import MOST_NAMES, Records
+from nanogpt_bench.runs.watched import (
+    ALERTS,
+    DISTRIBUTIONS,
+    Alert,
+    Distribution,
+    Finding,
+    findings_in,
+    read_alerts,
+    read_distributions,
+)
+
+RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
+#: of a run's name, rule or format
+LONGEST_NAME = 200
+ARRIVED = "stall/arrived"
+STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many weights of one layer lie on each grid value (values are in units of the layer's scale)."""
+
+    format: str
+    values: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder as read; `notes` says in words what was missing or cut off."""
+
+    path: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Records = field(default_factory=Records)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Histogram] = field(default_factory=dict)
+    alerts: tuple[Alert, ...] = ()
+    distributions: Mapping[str, Distribution] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return _one_word(self.summary.get("name") or self.path.name)
+
+    @property
+    def rule(self) -> str:
+        return _one_word(self.summary.get("rule") or self.config.get("rule") or "unknown")
+
+    @property
+    def format(self) -> str:
+        """The weights' format, `none` for floats, `mixed` when layers differ."""
+        return _one_word(self.summary.get("format") or _configured_format(self.config))
+
+    @property
+    def seed(self) -> int | None:
+        seed = self.summary.get("seed", self.config.get("seed"))
+        return seed if isinstance(seed, int) else None
+
+    @property
+    def status(self) -> str:
+        """`finished`, `stopped`, `failed`, or `incomplete` when the run left no summary."""
+        return str(self.summary.get("status") or "incomplete")
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        failure = self.summary.get("failure")
+        return failure if isinstance(failure, Mapping) else None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The ways in which the run was found to have failed, by its summary."""
+        return findings_in(self.summary)
+
+    @property
+    def alert_counts(self) -> Mapping[str, int]:
+        """How often each kind of alert fired: by alerts.jsonl, by the summary where there is no such file."""
+        if self.alerts:
+            return Counter(alert.kind for alert in self.alerts)
+        named = self.summary.get("alerts")
+        counts = {str(k): finite(n) for k, n in named.items()} if isinstance(named, Mapping) else {}
+        return {kind: int(count) for kind, count in counts.items() if count}
+
+    @property
+    def last_step(self) -> int | None:
+        return self.metrics.last_step
+
+    @property
+    def stall_metric(self) -> str | None:
+        """Name of the stall series this run recorded, or None (float weights don't stall on a grid)."""
+        named = self.summary.get("stall_metric")
+        if named:
+            name = str(named)
+            return name if name.startswith("stall/") else f"stall/{name}"
+        return next((key for key in STALL_METRICS if key in self.metrics.names), None)
+
+    @property
+    def stall_counts(self) -> bool:
+        """Whether the stall is one of lost updates or of a master copy's codes; under other rules it says nothing."""
+        model, optimizer = self.config.get("model"), self.config.get("optimizer")
+        storage = model.get("storage") if isinstance(model, Mapping) else None
+        writeback = optimizer.get("writeback") if isinstance(optimizer, Mapping) else None
+        return stall_counts(str(storage), None if writeback is None else str(writeback))
+
+    @property
+    def stall(self) -> float | None:
+        """The mean stall over the run; None where it was not recorded, or means nothing."""
+        return self.number("stall") if self.stall_counts else None
+
+    def number(self, key: str) -> float | None:
+        """The summary's finite number under `key`, None when absent or not finite."""
+        return finite(self.summary.get(key))
+
+    def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
+        """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
+        return self.metrics.curve(key, against)
+
+
+def _one_word(value: object) -> str:
+    """A name as tables and legends show it: one line of printable text, not longer than fits into one."""
+    return shortened(printable(one_line(str(value))), LONGEST_NAME)
+
+
+def _configured_format(config: Mapping[str, Any]) -> str:
+    model = config.get("model")
+    if not isinstance(model, Mapping):
+        return "none"
+    formats = model.get("formats")
+    named = set(map(str, formats.values())) if isinstance(formats, Mapping) else set()
+    named |= {str(model["format"])} if model.get("format") else set()
+    return "mixed" if len(named) > 1 else named.pop() if named else "none"
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether `path` is a folder with at least one of the files every run writes."""
+    return path.is_dir() and any((path / name).is_file() for name in RUN_FILES)
+
+
+def load_run(path: Path) -> Run:
+    """Read one run folder; what is missing or damaged is left out and named in `notes`.
+
+    Raises:
+        BenchError: `path` is not a run folder.
+    """
+    if not is_run_folder(path):
+        raise BenchError(f"{str(path)!r} is not a run folder: expected {', '.join(RUN_FILES)}")
+    notes: list[str] = []
+    config = mapping(path / "config.yaml", notes)
+    environment = mapping(path / "environment.json", notes)
+    notes.extend(history_lines(environment))
+    metrics = _metrics(path / "metrics.jsonl", notes)
+    summary = mapping(path / "summary.json", notes)
+    # A float run has no weights on a grid, so a missing histogram is worth a word only for the others.
+    grid = (summary.get("format") or _configured_format(config)) != "none"
+    weights = _weights(path / "weights.json", notes if grid else [])
+    alerts = read_alerts(path / ALERTS, notes)
+    distributions = read_distributions(path / DISTRIBUTIONS, notes)
+    return Run(
+        path,
+        config,
+        environment,
+        metrics,
+        summary or _summary_so_far(metrics),
+        weights,
+        alerts,
+        distributions,
+        tuple(notes),
+    )
+
+
+def _metrics(path: Path, notes: list[str]) -> Records:
+    """The whole records of a metrics file, in step order; what is cut off or out of order is noted."""
+    kept, last = Records(), -1.0
+    for number, record in records(path, notes):
+        if record["step"] <= last:
+            notes.append(f"{path.name}: line {number} repeats step {record['step']} and was left out")
+        else:
+            last = record["step"]
+            kept.add(record)
+    if kept.cut:
+        notes.append(f"{path.name} names more than {MOST_NAMES:,} figures; those beyond were left out")
+    return kept
+
+
+def _weights(path: Path, notes: list[str]) -> dict[str, Histogram]:
+    content = mapping(path, notes)
+    histograms: dict[str, Histogram] = {}
+    for layer, entry in content.items():
+        histogram = _histogram(entry)
+        if histogram is None:
+            notes.append(f"{path.name}: layer {layer} needs as many counts as values and was left out")
+        else:
+            histograms[str(layer)] = histogram
+    return histograms
+
+
+def _histogram(entry: Any) -> Histogram | None:
+    if not isinstance(entry, dict):
+        return None
+    values, counts = numbers(entry.get("values")), numbers(entry.get("counts"))
+    if values is None or counts is None or len(values) != len(counts):
+        return None
+    pairs = sorted(zip(values, counts, strict=True))
+    return Histogram(str(entry.get("format", "")), tuple(v for v, _ in pairs), tuple(int(c) for _, c in pairs))
+
+
+def _summary_so_far(metrics: Records) -> dict[str, Any]:
+    """What can be said of a run that left no summary: derived from the records it did write."""
+    losses = metrics.values("val/loss")
+    so_far: dict[str, Any] = {}
+    if losses:
+        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
+    for name, key in (("tokens_per_s", "time/tokens_per_s"), ("arrived", ARRIVED)):
+        if seen := metrics.values(key):
+            so_far[name] = sum(seen) / len(seen)
+    for key in STALL_METRICS:
+        if seen := metrics.values(key):
+            so_far |= {"stall": sum(seen) / len(seen), "stall_metric": key}
+    return so_far

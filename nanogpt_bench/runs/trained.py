@@ -1,0 +1,235 @@
+"""The weights of a run, out of one of its checkpoints: which one, the settings they were trained under, the model.
+
+Only plain tensors and JSON are read, every byte of them checked against the checkpoint's manifest.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps
+from nanogpt_bench.checkpoint.layout import MANIFEST, step_folder, step_of
+from nanogpt_bench.checkpoint.read import read_manifest
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.runs.history import latest
+from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.config.settings import build_config, flatten
+from nanogpt_bench.system.untrusted import check_header
+
+#: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others
+BEST = "best"
+EMBEDDING = "token_embedding.weight"
+#: sections of a run's settings that say how its loss is measured
+_SECTIONS = ("rule", "seed", "data", "model", "optimizer", "train", "eval", "runtime")
+#: beside config.yaml, what a folder has into which a run has written
+_WRITTEN = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint's weights, and what is known of them."""
+
+    folder: Path
+    step: int
+    #: the run's settings at that step, by dotted key; those that only watch a run are left out
+    settings: Mapping[str, Any]
+    #: where the run was last taken up
+    environment: Mapping[str, Any]
+    #: what the run measured at that step, None where it did not
+    val_loss: float | None
+    #: the lowest of all validations up to that step
+    best_val_loss: float | None
+    #: `tensors_of` the run's model, empty where only the settings were asked for
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+    @property
+    def config(self) -> Config:
+        """The run's own settings; where its first weights came from does not matter any more."""
+        return build_config({**self.settings, "model.init_from": None})
+
+
+def run_folder(name: str) -> Path | None:
+    """Return the run folder that `name` is, or whose config.yaml it is; None for anything else."""
+    path = Path(name)
+    if path.name == "config.yaml" and path.is_file():
+        path = path.parent
+    return path if is_run(path) else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run has written into a folder: settings alone are not enough."""
+    return (path / "config.yaml").is_file() and any((path / name).exists() for name in _WRITTEN)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is one of a run's checkpoints, by its name and its manifest."""
+    return step_of(path.name) is not None and path.parent.name == CHECKPOINTS and (path / MANIFEST).is_file()
+
+
+def choose(run_dir: Path, which: str = "last") -> Path:
+    """Return the folder of a run's checkpoint: `last`, the newest; `best`, of the lowest validation loss; `step-N`.
+
+    Raises:
+        BenchError: there is none; the line says how to get one.
+    """
+    here = {f"step-{step}": step_folder(run_dir, step) for step in steps(run_dir)}
+    apart = {f"step-{step}": step_folder(run_dir / BEST, step) for step in steps(run_dir / BEST)}
+    known = apart | here
+    if not known:
+        raise BenchError(f"{str(run_dir)!r} has no checkpoint; {_again(run_dir, '--checkpoint.last true')}")
+    if which == "best":
+        return _best(run_dir, [*apart.values(), *reversed(here.values())])
+    if which == "last":
+        return list((here or apart).values())[-1]
+    if which not in known:
+        raise BenchError(f"--checkpoint: {which!r} is not there; allowed: best, last, {', '.join(known)}")
+    return known[which]
+
+
+def _best(run_dir: Path, folders: list[Path]) -> Path:
+    """The checkpoint of the lowest validation loss of the whole run, if it has been kept."""
+    for folder in folders:
+        if not _said_best(folder):
+            continue
+        found, lowest = load(folder, weights=False), _lowest(run_dir)
+        if lowest is None or (found.val_loss is not None and found.val_loss <= lowest):
+            return folder
+    raise BenchError(
+        f"{str(run_dir)!r} has kept no checkpoint of its lowest validation loss; give --checkpoint last, or step-N; "
+        f"{_again(run_dir, '--checkpoint.best true')}"
+    )
+
+
+def _said_best(folder: Path) -> bool:
+    try:
+        return read_manifest(folder).best
+    except (OSError, ValueError):
+        return False
+
+
+def _lowest(run_dir: Path) -> float | None:
+    """The lowest validation loss that the run's newest checkpoint, or its summary, knows of."""
+    from nanogpt_bench.runs.earlier import summary_of
+
+    lowest = summary_of(run_dir).get("best_val_loss")
+    if isinstance(lowest, int | float):
+        return lowest
+    return load(choose(run_dir), weights=False).best_val_loss
+
+
+def _again(run_dir: Path, option: str) -> str:
+    command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
+    return f"{command} {option} trains it once more and keeps one"
+
+
+def load(folder: Path, *, weights: bool = True) -> Trained:
+    """Return what a checkpoint says of its run, and its weights unless they are not wanted.
+
+    Raises:
+        BenchError: it is damaged, or was not made by a run.
+    """
+    contents = read(folder, only=("model",) if weights else ())
+    config = contents.facts.get("config")
+    if not isinstance(config, dict):
+        raise BrokenCheckpoint(f"checkpoint {str(folder)!r}: state.json does not have the run's settings")
+    environment, losses = contents.facts.get("environment"), ("val_loss", "best_val_loss")
+    val_loss, best = (_number(contents.facts.get(key)) for key in losses)
+    return Trained(
+        folder=folder,
+        step=contents.step,
+        settings=dict(flatten({key: config[key] for key in _SECTIONS if key in config})),
+        environment=latest(environment) if isinstance(environment, dict) else {},
+        val_loss=val_loss,
+        best_val_loss=best,
+        tensors=contents.tensors.get("model", {}),
+        metadata=contents.metadata.get("model", {}),
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def trained_shape(folder: Path) -> GPTShape:
+    """Return the shape of the model that a checkpoint's weights fill; an lm_head that was untied is one of its own.
+
+    Only the header of the weights is read.
+
+    Raises:
+        BenchError: settings that name no size, or weights of another one.
+    """
+    settings, path = load(folder, weights=False).config.model, folder / "model.safetensors"
+    sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
+    try:
+        check_header(path)
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            embedding = file.get_slice(EMBEDDING).get_shape() if EMBEDDING in names else []
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BenchError(f"checkpoint {str(folder)!r}: its weights can't be read: {one_line(error)}") from None
+    if len(embedding) != 2 or None in sizes.values():
+        raise BenchError(f"checkpoint {str(folder)!r} has no weights of a GPT")
+    claimed, size = sizes["n_embd"] * (12 * sizes["n_layer"] * sizes["n_embd"]), path.stat().st_size
+    if claimed > size:  # before as much is allocated
+        raise BenchError(f"checkpoint {str(folder)!r}: settings for {claimed:,} weights, a file of {size:,} bytes")
+    return GPTShape(
+        **sizes,
+        vocab_size=embedding[0],
+        bias=bool(settings.bias),
+        tie_weights=names.isdisjoint(("lm_head.weight", "lm_head.weight.codes")),
+        gelu=settings.gelu or "exact",
+    )
+
+
+def float_weights(trained: Trained) -> dict[str, Tensor]:
+    """Return the weights as float32: one-byte weights dequantised, exactly; master copies where there were.
+
+    Raises:
+        BenchError: one-byte weights that can't be put together.
+    """
+    try:
+        state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
+    except ValueError as error:
+        raise BenchError(f"checkpoint {str(trained.folder)!r}: {one_line(error)}") from None
+    named = {name: value for name, value in state.items() if name.rpartition(".")[2] in ("weight", "bias")}
+    return {
+        name: value.dequantize() if isinstance(value, fm.FP8Tensor) else value.float() for name, value in named.items()
+    }
+
+
+@torch.no_grad()
+def fill_floats(model: GPT, trained: Trained, called: str) -> None:
+    """Fill a float model with the weights of a checkpoint; `called` is what an error calls them.
+
+    A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
+
+    Raises:
+        BenchError: tensors that are missing, of another shape, or unknown.
+    """
+    state = float_weights(trained)
+    state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
+    if missing or unknown:
+        what = f"lacks the tensor {min(missing)!r}" if missing else f"has a tensor too many, {min(unknown)!r}"
+        raise BenchError(f"{called} {what}: it is of another model")
+    for name, parameter in model.named_parameters():
+        value = state[name]
+        if name == "position_embedding.weight":
+            value = value[: len(parameter)]
+        if value.shape != parameter.shape:
+            raise BenchError(
+                f"{called} has {name} of shape {tuple(value.shape)}, the model needs {tuple(parameter.shape)}"
+            )
+        parameter.copy_(value)

@@ -1,0 +1,174 @@
+"""Steps in which something is not finite: what, and where it was first seen."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+import fp8manifold as fm
+from nanogpt_bench.step.layers import plain
+from nanogpt_bench.step.points import Anomaly, Step
+
+if TYPE_CHECKING:
+    from nanogpt_bench.step.trainer import Trainer
+
+#: what a step's record says of it, 0 or 1
+FLAGS = {"loss": "loss_is_nan", "gradient": "grad_has_nan", "weight": "weight_has_nan", "state": "state_has_nan"}
+
+
+class Sentry:
+    """Looks at every step of a run, and undoes what a step that is left out has done to scales and counters."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
+
+    def before(self) -> None:
+        """Remember the model's buffers; called before a step."""
+        modules = [module for module in self._trainer.model.modules() if module._buffers]
+        self._buffers = [(module, _clones(module._buffers)) for module in modules]
+
+    def after(self, step: Step) -> Anomaly | None:
+        """Fill in the step's flags and return what was not finite; called after it.
+
+        Weights and optimizer state are looked at in every step. After one that has to be left out for its loss or
+        gradient, and is whole otherwise, the model's buffers are those of before it.
+        """
+        step.record |= {"weight_has_nan": 0, "state_has_nan": 0}
+        passed = not (step.record["loss_is_nan"] or step.record["grad_has_nan"])
+        if passed and self._whole():
+            return None
+        weight, state = first_bad_weight(self._trainer.model), first_bad_state(self._trainer)
+        if passed and weight is None and state is None:
+            return None  # finite, but with a norm that overflows
+        step.record |= {"weight_has_nan": int(weight is not None), "state_has_nan": int(state is not None)}
+        kinds = tuple(kind for kind, flag in FLAGS.items() if step.record[flag])
+        if weight is None and state is None:
+            self._restore_buffers()
+            return Anomaly(step.number, kinds, first_seen(self._trainer, step))
+        # In a step that was taken, a bad state made the weight bad; before one, the weight is what the loss is made of.
+        first, second = (state, weight) if passed else (weight, state)
+        return Anomaly(step.number, kinds, first or second or "")
+
+    def _whole(self) -> bool:
+        """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
+        weights = [plain(weight) for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
+        tensors = [*weights, *(leaf for _, _, leaf in _states(self._trainer))]
+        return not tensors or math.isfinite(get_total_norm(tensors).item())
+
+    def _restore_buffers(self) -> None:
+        for module, buffers in self._buffers:
+            module._buffers.update(buffers)
+
+
+def _clones(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in buffers.items() if buffer is not None}
+
+
+@torch.no_grad()
+def first_bad_weight(model: nn.Module) -> str | None:
+    """Return the first parameter with a value that is not finite, None where there is none.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> first_bad_weight(layer)
+    >>> layer.weight.data[0, 1] = math.inf
+    >>> first_bad_weight(layer)
+    'weight of weight'
+    """
+    weights = {name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)}
+    return _first_bad("weight of ", weights)
+
+
+def first_bad_state(trainer: Trainer) -> str | None:
+    """Return the first entry of the optimizer's state that is not finite, None where there is none."""
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    states = {f"{entry} of {names.get(owner, 'a parameter')}": leaf for entry, owner, leaf in _states(trainer)}
+    return _first_bad("optimizer state ", states)
+
+
+def first_seen(trainer: Trainer, step: Step) -> str:
+    """Return where a loss or gradient that is not finite began: the step is repeated on a copy of the model.
+
+    Of activations the first in the order of the forward pass counts, of gradients the first in that of the backward
+    pass. What does not happen again is looked for in the gradients that the step left.
+    """
+    copied = copy.deepcopy(trainer.model)
+    for batch in trainer.micro_batches(step.number):
+        where = _first_bad_activation(trainer, copied, batch)
+        if where is not None:
+            return where
+    repeated = _last_bad_gradient(copied)
+    return repeated or ("loss" if step.record["loss_is_nan"] else _last_bad_gradient(trainer.model) or "gradient")
+
+
+def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Tensor]) -> str | None:
+    """Pass a micro-batch forward and, where that is finite, backward; gradients accumulate."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                found.append(f"activation of {name}")
+
+        return look
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    with torch.random.fork_rng():
+        loss = trainer.loss_of(model, *batch) / trainer.config.train.accumulation
+    for handle in handles:
+        handle.remove()
+    if found or not math.isfinite(loss.item()):
+        return found[0] if found else "loss"
+    loss.backward()
+    return None
+
+
+def _last_bad_gradient(model: nn.Module) -> str | None:
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return _first_bad("gradient of ", dict(reversed(gradients.items())))
+
+
+def _first_bad(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            return prefix + name
+    return None
+
+
+def _can_be_bad(parameter: Tensor) -> bool:
+    """Whether a parameter can hold what is not finite."""
+    return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
+
+
+def _states(trainer: Trainer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield every float of the optimizer's state: the entry, the parameter it belongs to, the values."""
+    for parameter, state in trainer.optimizer.state.items():
+        for entry, leaf in _leaves(state):
+            yield entry, parameter, leaf
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the float tensors of a tree by their path, tensor subclasses as what is inside them."""
+    inner: Sequence[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [(str(index), item) for index, item in enumerate(value)]
+    elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        inner = [(part, getattr(value, part)) for part in value.__tensor_flatten__()[0]]
+    elif isinstance(value, Tensor) and value.is_floating_point():
+        yield name, value.detach() if value.element_size() > 1 else value.detach().float()
+    for key, item in inner:
+        yield from _leaves(item, f"{name}.{key}" if name else key)
+
+
+def figure_of(step: Step) -> str:
+    """The figure that was not finite, as words."""
+    name = "train/loss" if step.record["loss_is_nan"] else "grad/norm"
+    return f"{name} is {step.record[name]}"

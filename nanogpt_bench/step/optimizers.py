@@ -1,0 +1,216 @@
+"""From the `optimizer` section to an optimizer with GPT-style parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import MANIFOLDS, Config, OptimizerConfig
+from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.system.errors import BenchError, one_line
+
+#: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
+Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+
+
+def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix.
+
+    Raises:
+        BenchError: an option the optimizer refuses, or a package it needs is missing.
+    """
+    kind = _kind(config)
+    try:
+        return _fisher(model, config, batches) if kind == "fisher" else _BUILDERS[kind](model, config)
+    except (ValueError, TypeError, ImportError) as error:
+        raise BenchError(f"optimizer: {one_line(error)}") from None
+
+
+#: torch's optimizers round at every operation in place; ours with k = 0 take the same step and round once
+_ROUNDING_ONCE = {"adamw": "stiffness_adamw", "sgd": "stiffness_sgd"}
+
+
+def _kind(config: Config) -> str:
+    """Return the name of the optimizer that steps: on the library's manifolds one of its own."""
+    name = config.optimizer.name or ""
+    return _ROUNDING_ONCE.get(name, name) if config.model.storage in MANIFOLDS else name
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups: matrices and embeddings decay, biases and norms don't; shared parameters appear once."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _groups(
+        (weight_decay, [parameter for parameter in parameters if parameter.dim() >= 2]),
+        (0.0, [parameter for parameter in parameters if parameter.dim() < 2]),
+    )
+
+
+def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
+    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters]
+
+
+def _adam_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    return parameter_groups(model, config.optimizer.weight_decay or 0.0)
+
+
+def _adam_options(config: Config) -> dict[str, Any]:
+    settings = config.optimizer
+    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+
+
+def _own_options(config: Config) -> dict[str, Any]:
+    """Return what every optimizer of the library takes."""
+    settings = config.optimizer
+    written = {} if settings.writeback is None else {"writeback": settings.writeback}
+    return {
+        "moments": settings.moments or "float32",
+        "seed": config.seed,
+        "compile": settings.compile or None,
+        **written,
+    }
+
+
+def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    assert settings.lr is not None
+    assert settings.momentum is not None
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_adam_groups(model, config), fused=True, **_adam_options(config))
+
+
+def _stiffness_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    groups = parameter_groups(model, config.optimizer.weight_decay or 0.0)
+    return fm.optim.StiffnessAdamW(
+        groups, **_adam_options(config), stiffness=_stiffness(config), **_own_options(config)
+    )
+
+
+def _stiffness_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    options = {"momentum": settings.momentum, "stiffness": _stiffness(config)}
+    return fm.optim.StiffnessSGD(groups, lr=settings.lr, **options, **_own_options(config))
+
+
+def _stiffness_lion(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    options = {"betas": (settings.beta1, settings.beta2), "stiffness": _stiffness(config)}
+    return fm.optim.StiffnessLion(groups, lr=settings.lr, **options, **_own_options(config))
+
+
+def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return Muon with AdamW's size of a step: hidden matrices at lr, what else there is by Adam at float_lr."""
+    settings = config.optimizer
+    options = {"betas": (settings.beta1, settings.beta2), "adam_eps": settings.eps, "momentum": settings.momentum}
+    options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
+    return fm.optim.StiffnessMuon.for_model(model, settings.lr, other_lr=settings.float_lr, **options)
+
+
+def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
+    """Return a group's highest learning rate: under Muon what is no hidden matrix has one of its own.
+
+    >>> peak_lr({"direction": "adam"}, OptimizerConfig(lr=2e-3, float_lr=4e-3)), peak_lr({}, OptimizerConfig(lr=2e-3))
+    (0.004, 0.002)
+    """
+    lr = settings.float_lr if group.get("direction") == "adam" else settings.lr
+    return lr or 0.0
+
+
+def _madam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    return fm.optim.Madam(groups, **_adam_options(config), float_lr=settings.float_lr, **_own_options(config))
+
+
+def _riemannian_adam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    options = {"float_lr": config.optimizer.float_lr, **_own_options(config)}
+    return fm.optim.RiemannianAdam(_riemannian_groups(model, config), **_adam_options(config), **options)
+
+
+def _riemannian_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    options = {"momentum": settings.momentum, "float_lr": settings.float_lr, **_own_options(config)}
+    return fm.optim.RiemannianSGD(_riemannian_groups(model, config), lr=settings.lr, **options)
+
+
+def _fisher(model: nn.Module, config: Config, batches: Batches | None) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    names = ("momentum", "representation", "refresh", "damping")
+    options = {name: getattr(settings, name) for name in names} | {"stiffness": _stiffness(config)}
+    options |= _adam_options(config) | _own_options(config)
+    return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
+
+
+def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Return a group of quantised weights, which decay, and one of all others.
+
+    The Riemannian optimizers' decay of quantised weights is a share a step, not one of lr, and that of floats is added
+    to the gradient: so quantised weights shrink as under AdamW at float_lr, and the others don't.
+    """
+    settings = config.optimizer
+    weights = [layer.weight for layer in quantized_layers(model).values()]
+    own = {id(weight) for weight in weights}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in own]
+    return _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
+
+
+def _torchao(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with 8-bit or FP8 averages, whose step torch.compile has to compile."""
+    from torchao.optim import AdamW8bit, AdamWFp8
+
+    made = AdamW8bit if config.optimizer.name == "torchao_adamw8bit" else AdamWFp8
+    optimizer: torch.optim.Optimizer = made(_adam_groups(model, config), **_adam_options(config))
+    return optimizer
+
+
+def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    import optimi
+
+    optimizer: torch.optim.Optimizer = optimi.AdamW(
+        _adam_groups(model, config), **_adam_options(config), kahan_sum=True
+    )
+    return optimizer
+
+
+_BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+    "torchao_adamw8bit": _torchao,
+    "torchao_adamwfp8": _torchao,
+    "optimi_adamw": _optimi,
+    "stiffness_adamw": _stiffness_adamw,
+    "stiffness_sgd": _stiffness_sgd,
+    "stiffness_lion": _stiffness_lion,
+    "stiffness_muon": _stiffness_muon,
+    "madam": _madam,
+    "riemannian_adam": _riemannian_adam,
+    "riemannian_sgd": _riemannian_sgd,
+}
+
+
+def _stiffness(config: Config) -> float | Callable[[int], float]:
+    """Return k; AdamW and SGD on the library's manifolds are k = 0."""
+    settings = config.optimizer
+    if settings.stiffness is None:
+        return 0.0
+    if settings.stiffness_end is None:
+        return settings.stiffness
+    return fm.optim.anneal(settings.stiffness, settings.stiffness_end, config.train.max_steps)
+
+
+def stiffness_at(config: Config, step: int) -> float | None:
+    """Return the stiffness exponent of `step` (counted from 0), None when the optimizer has none."""
+    if config.optimizer.stiffness is None:
+        return None
+    exponent = _stiffness(config)
+    return float(exponent(step)) if callable(exponent) else exponent

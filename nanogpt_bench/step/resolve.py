@@ -1,0 +1,367 @@
+"""Filling in what a configuration leaves null, and refusing combinations that make no sense."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import fp8manifold as fm
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RATES
+from nanogpt_bench.config.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    ON_FLOATS,
+    OWN_OPTIMIZERS,
+    PEERS,
+    ROUNDED,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+)
+from nanogpt_bench.config.settings import get
+from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
+from nanogpt_bench.model.gpt import SIZES, GPTShape
+from nanogpt_bench.step.start import pinned, start_shape
+from nanogpt_bench.system.errors import BenchError, one_line, unknown
+
+#: what a run without a rule starts from
+_NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
+
+
+def resolve(config: Config, start: GPTShape | None = None) -> Config:
+    """Return a copy with every key that has a value in the run filled in: rule, sizes, formats and seeds.
+
+    A resolved configuration resolves to itself. `start` is the shape of what `model.init_from` names where that need
+    not be looked up.
+
+    Raises:
+        BenchError: unknown rule or format, or settings that contradict each other.
+    """
+    config = copy.deepcopy(config)
+    preset = _preset(config.rule)
+    _fill_sizes(config.model, start)
+    _fill_seeds(config)
+    _fill_formats(config.model)
+    _fill_outliers(config.model)
+    _fill_rule(config, preset)
+    _check_storage(config)
+    _check_optimizer(config)
+    _check_monitors(config)
+    return config
+
+
+def _preset(name: str | None) -> Rule:
+    if name is None:
+        return _NO_RULE
+    check_available(name)
+    return RULES[name]
+
+
+def _fill(section: Any, **values: Any) -> None:
+    for name, value in values.items():
+        if getattr(section, name) is None:
+            setattr(section, name, value)
+
+
+def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
+    shape = _checkpoint_shape(model, start) if model.init_from else _named_shape(model)
+    _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
+    assert model.n_embd is not None
+    assert model.n_head is not None
+    if model.n_embd % model.n_head:
+        raise BenchError(
+            f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; "
+            f"give a multiple of {model.n_head}, such as {-(-model.n_embd // model.n_head) * model.n_head}"
+        )
+
+
+#: what a named size or a checkpoint says about the model
+_SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "gelu")
+
+
+def _named_shape(model: ModelConfig) -> GPTShape:
+    _fill(model, size="0.8M")
+    return SIZES[model.size or ""]
+
+
+def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
+    """Return the shape of the checkpoint to start from, and refuse settings that its weights can't fill."""
+    assert model.init_from is not None
+    model.init_from = pinned(model.init_from)
+    shape = start or start_shape(model.init_from)
+    _check_named_size(model, shape)
+    for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
+        given, own = getattr(model, name), getattr(shape, name)
+        if given not in (None, own):
+            raise BenchError(f"model.{name}: {given!r} is not that of the checkpoint {model.init_from!r}: {own!r}")
+    if model.block_size is not None and model.block_size > shape.block_size:
+        raise BenchError(
+            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions of the checkpoint "
+            f"{model.init_from!r}"
+        )
+    if model.tie_weights and not shape.tie_weights:
+        raise BenchError(f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; give false")
+    return shape
+
+
+def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
+    """Refuse the name of a size that is not the checkpoint's; one that is says nothing more."""
+    named = SIZES[model.size] if model.size else shape
+    for name in ("n_layer", "n_head", "n_embd"):
+        if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
+            raise BenchError(
+                f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
+                "whose checkpoint has a size of its own; leave one of them out (--model.size null)"
+            )
+    model.size = None
+
+
+def _fill_seeds(config: Config) -> None:
+    _fill(config.data, seed=config.seed)
+    _fill(config.model, seed=config.seed)
+
+
+def _fill_outliers(model: ModelConfig) -> None:
+    if model.outliers == "clip_sigma":
+        _fill(model, outlier_sigma=6.0)
+    elif model.outlier_sigma is not None:
+        raise BenchError(f"model.outlier_sigma: {model.outlier_sigma} needs model.outliers clip_sigma")
+
+
+def _fill_formats(model: ModelConfig) -> None:
+    if model.format is not None:
+        model.formats = {**model.formats, "*": model.format}
+        model.format = None
+    model.formats = {pattern: _canonical(value, pattern) for pattern, value in model.formats.items()}
+    if all(value == "none" for value in model.formats.values()):
+        model.formats = {}
+
+
+def _canonical(value: Any, pattern: str) -> Any:
+    """Return a format or layer specification with its formats' canonical names."""
+    if not isinstance(value, dict):
+        return format_name(value, f"model.formats.{pattern}")
+    formats = {key: _canonical(value[key], pattern) for key in _FORMAT_KEYS if value.get(key)}
+    return {**value, **formats}
+
+
+#: keys of a layer specification whose values are formats, or mappings that hold some
+_FORMAT_KEYS = ("weight", "activation", "gradient", "format")
+
+
+def format_name(name: Any, key: str = "model.format") -> str:
+    """Return the canonical name of a format, or "none"; `key` is what an error names.
+
+    >>> format_name("e4m3")
+    'E4M3'
+
+    Raises:
+        BenchError: no such format.
+    """
+    if name is None or str(name).lower() == "none":
+        return "none"
+    try:
+        return fm.FloatFormat.from_string(name).name
+    except (ValueError, TypeError) as error:
+        raise BenchError(f"{key}: {one_line(error)}") from None
+
+
+def _fill_rule(config: Config, preset: Rule) -> None:
+    optimizer = config.optimizer
+    if config.rule:
+        _check_agreement(config, preset)
+    _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
+    _fill(config.model, torchao_float8=preset.torchao_float8)
+    _fill(config.train, precision=preset.precision)
+    _fill(optimizer, name=preset.optimizer)
+    if config.model.storage in ROUNDED:
+        _fill(optimizer, writeback=preset.writeback or "stochastic")
+    if config.model.storage in MANIFOLDS:
+        _fill(optimizer, moments=preset.moments or "float32")
+    _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
+    options = OPTIONS[optimizer.name or ""]
+    _fill(optimizer, **{name: value for name, value in options.items() if name not in RATES})
+    if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
+        _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
+    _fill(optimizer, **options)
+
+
+def _default_storage(config: Config) -> str:
+    """Return the storage of a run without a rule: what its formats and its optimizer call for."""
+    if not config.model.formats:
+        return "float32"
+    return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
+
+
+def _check_agreement(config: Config, preset: Rule) -> None:
+    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
+    for key, value in meaning(preset).items():
+        given = get(config, key)
+        if not agrees(given, value):
+            raise BenchError(
+                f"{key}: {given!r} contradicts rule {config.rule!r}, which means {value!r}; leave one of them out"
+            )
+
+
+def _check_storage(config: Config) -> None:
+    model, train = config.model, config.train
+    if model.tied is not None and not (model.tie_weights and model.formats):
+        raise BenchError(f"model.tied: {model.tied!r} needs model.tie_weights and a format; leave it out")
+    if model.storage == "float32" and model.formats:
+        by = f"rule {config.rule!r}" if config.rule and RULES[config.rule].storage == "float32" else "storage float32"
+        raise BenchError(
+            f"model.formats: {model.formats} can't be used with {by}, which keeps float weights; "
+            f"give another --rule: {', '.join(rules_with_format())}"
+        )
+    if model.storage == "float32" and model.granularity is not None:
+        by = f"rule {config.rule!r}" if config.rule else "storage float32"
+        raise BenchError(
+            f"model.granularity: {model.granularity!r} means nothing under {by}, whose weights are floats; leave it out"
+        )
+    if model.storage != "float32" and not model.formats:
+        by = f"rule {config.rule!r}" if config.rule else f"model.storage {model.storage!r}"
+        raise BenchError(f"{by} needs a format for the weights; give --model.format E4M3 or model.formats")
+    if model.storage != "float32" and train.precision == "bf16-pure":
+        raise BenchError(
+            f"train.precision: 'bf16-pure' can't be used with model.storage {model.storage!r}; "
+            "allowed: float32, bf16-mixed"
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    """Refuse an optimizer that can't step this storage, and options that this storage would ignore."""
+    optimizer, storage = config.optimizer, config.model.storage
+    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS and optimizer.name not in ON_FLOATS:
+        raise BenchError(
+            f"optimizer.name: {optimizer.name!r} needs model.storage {_either(MANIFOLDS)}, not {storage!r}; "
+            f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
+        )
+    _check_peer(config)
+    for key, storages in _NEEDS.items():
+        if storage not in storages and get(config, key) not in (None, False):
+            raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
+    _check_options(optimizer)
+
+
+def _check_monitors(config: Config) -> None:
+    """Refuse measures, budgets and levels that mean nothing."""
+    monitor, alerts = config.monitor, config.alerts
+    _check_trend(config)
+    for key in ("activation_format", "gradient_format"):
+        if getattr(monitor, key) is not None:
+            name = format_name(getattr(monitor, key), f"monitor.{key}")
+            setattr(monitor, key, None if name == "none" else name)
+    for section in ("at_most", "at_least"):
+        for metric, value in getattr(alerts, section).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise BenchError(f"alerts.{section}.{metric}: {value!r} is not allowed; give a number or null")
+    for kind, level in alerts.levels.items():
+        if kind not in ALERT_KINDS:
+            raise unknown("alerts.levels key", kind, ALERT_KINDS)
+        alerts.levels[kind] = _level(kind, level)
+    if config.shadow.enabled and config.shadow.of == "master" and config.model.storage in ROUNDED:
+        raise BenchError(
+            f"shadow.of: 'master' needs a master copy, which model.storage {config.model.storage!r} does not have; "
+            "allowed: dequantised"
+        )
+
+
+def _check_trend(config: Config) -> None:
+    """Refuse what nobody would look for once the trend of the loss is not followed."""
+    if config.monitor.trend:
+        return
+    for reason in ("divergence", "plateau"):
+        if reason in config.train.stop_on:
+            raise BenchError(f"train.stop_on: {reason!r} needs monitor.trend, which is off; leave one of them out")
+    if config.alerts.baseline is not None:
+        raise BenchError(
+            f"alerts.baseline: {config.alerts.baseline!r} needs monitor.trend, which is off; leave one of them out"
+        )
+
+
+def _level(kind: str, level: Any) -> str:
+    """Return an alert's level in its own spelling; YAML reads a bare off as false."""
+    for known in ALERT_LEVELS:
+        if str(level).lower() == known.lower() or (level is False and known == "off"):
+            return known
+    raise unknown(f"alerts.levels.{kind}", level, ALERT_LEVELS)
+
+
+def _check_peer(config: Config) -> None:
+    """Refuse another package's optimizer or layers beside ours, and Kahan sums where there is nothing to sum."""
+    name, storage, precision = config.optimizer.name, config.model.storage, config.train.precision
+    if name in PEERS and storage in MANIFOLDS:
+        raise BenchError(f"optimizer.name: {name!r} steps float weights; it can't be used with storage {storage!r}")
+    if name == "optimi_adamw" and precision != "bf16-pure":
+        raise BenchError(f"optimizer.name: {name!r} sums up bfloat16 weights; give train.precision bf16-pure")
+    recipe = config.model.torchao_float8
+    if recipe is not None and (storage != "float32" or precision == "bf16-pure"):
+        what = f"model.storage {storage!r}" if storage != "float32" else f"train.precision {precision!r}"
+        raise BenchError(f"model.torchao_float8: {recipe!r} can't be used with {what}")
+
+
+#: settings that mean something under some storages only
+_NEEDS = {
+    "optimizer.writeback": ROUNDED,
+    "optimizer.moments": MANIFOLDS,
+    "optimizer.compile": MANIFOLDS,
+    "model.headroom": MANIFOLDS,
+}
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _check_options(optimizer: OptimizerConfig) -> None:
+    """Refuse an option that this optimizer would ignore."""
+    for option in OPTION_NAMES:
+        value, takers = getattr(optimizer, option), [name for name, known in OPTIONS.items() if option in known]
+        if value is not None and optimizer.name not in takers:
+            raise BenchError(
+                f"optimizer.{option}: {value!r} is not an option of {optimizer.name}; it belongs to {', '.join(takers)}"
+            )
+
+
+def rule_name(config: Config) -> str:
+    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom".
+
+    Quantised weights may be trained at any precision under the same name, as they may where the rule is named.
+    """
+    return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
+
+
+def _follows(config: Config, entry: Rule) -> bool:
+    optimizer, storage = config.optimizer, config.model.storage
+    return (
+        (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
+        and optimizer.name == entry.optimizer
+        and (entry.storage != "float32" or config.train.precision == entry.precision)
+        and config.model.torchao_float8 == entry.torchao_float8
+        and optimizer.writeback == entry.writeback
+        and (optimizer.moments or "float32") == (entry.moments or "float32")
+        and optimizer.stiffness == entry.stiffness
+        and optimizer.stiffness_end == entry.stiffness_end
+    )
+
+
+def weight_format(value: Any) -> str:
+    """Return the weight's format in a format, a layer specification or an operand's.
+
+    >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
+    ('E4M3', 'none')
+    """
+    if isinstance(value, dict):
+        return weight_format(value.get("weight", value.get("format")))
+    return str(value or "none")
+
+
+def format_summary(config: Config) -> str:
+    """Return the one weight format all patterns share, "mixed" when they differ, "none" without any.
+
+    >>> format_summary(Config())
+    'none'
+    """
+    weights = {weight_format(value) for value in config.model.formats.values()}
+    return "mixed" if len(weights) > 1 else next(iter(weights), "none")

@@ -1,0 +1,183 @@
+"""`model.init_from`: the weights that a training starts from, those of a GPT-2 checkpoint or of a run."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.checkpoint import steps
+from nanogpt_bench.checkpoint.read import read_manifest
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.model import pretrained
+from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
+from nanogpt_bench.system.errors import BenchError, one_line
+
+KEY = "model.init_from"
+
+
+def model_shape(config: Config, vocab_size: int) -> GPTShape:
+    """Return the shape of a resolved configuration's model."""
+    settings = config.model
+    return GPTShape(
+        n_layer=settings.n_layer or 0,
+        n_head=settings.n_head or 0,
+        n_embd=settings.n_embd or 0,
+        block_size=settings.block_size or 0,
+        vocab_size=vocab_size,
+        dropout=settings.dropout,
+        bias=bool(settings.bias),
+        tie_weights=bool(settings.tie_weights),
+        gelu=settings.gelu or "exact",
+    )
+
+
+def pinned(name: str) -> str:
+    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is.
+
+    Raises:
+        BenchError: a run without a checkpoint.
+    """
+    path = Path(name)
+    if is_checkpoint(path) or not is_run(path):
+        return name
+    try:
+        return str(choose(path))
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
+
+
+def start_shape(name: str) -> GPTShape:
+    """Return the shape of the model that the weights called `name` fill.
+
+    Raises:
+        BenchError: nothing there, or nothing that can be started from.
+    """
+    path = Path(name)
+    if is_checkpoint(path):
+        try:
+            return trained_shape(path)
+        except BenchError as error:
+            raise BenchError(f"{KEY}: {error}") from None
+    if _looks_like_one(path):
+        raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
+    return pretrained.find_checkpoint(name).shape
+
+
+def _looks_like_one(path: Path) -> bool:
+    """Whether a path that is no checkpoint can only have meant one."""
+    return path.parent.name == "checkpoints" and path.name.startswith("step-")
+
+
+def _others(path: Path) -> str:
+    run_dir = path.parent.parent
+    found = [str(run_dir / "checkpoints" / f"step-{step}") for step in steps(run_dir)]
+    return "checkpoints" + (f": {', '.join(found)}" if found else "")
+
+
+def start_facts(config: Config) -> dict[str, Any]:
+    """Return what environment.json says of the run that a training starts from; nothing where it starts from none.
+
+    Raises:
+        BenchError: a checkpoint whose manifest can't be read.
+    """
+    folder = Path(config.model.init_from or "")
+    if not config.model.init_from or not is_checkpoint(folder):
+        return {}
+    try:
+        entry = read_manifest(folder).files.get("model.safetensors")
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{KEY}: checkpoint {str(folder)!r}: {one_line(error)}") from None
+    return {"init_from": {"checkpoint": str(folder), "sha256": entry.sha256 if entry else None}}
+
+
+def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> GPT:
+    """Return the float model of that shape with the weights that a resolved configuration starts from.
+
+    Raises:
+        BenchError: weights that do not fit the corpus or the model.
+    """
+    name, seed = config.model.init_from, config.model.seed or 0
+    if not name:
+        return build_model(shape, seed)
+    if is_checkpoint(Path(name)):
+        trained = _loaded(name)
+        check_text(trained, corpus, f"{KEY}: {name!r}")
+        model = build_model(shape, seed)
+        fill_floats(model, trained, f"{KEY}: {name!r}")
+        return model
+    pretrained.check_size(name)
+    model = build_model(shape, seed)
+    pretrained.load_checkpoint(model, name, str(corpus.meta["tokenizer"]))
+    return model
+
+
+def _loaded(name: str) -> Trained:
+    try:
+        return load(Path(name))
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
+
+
+def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
+    """Refuse a text whose tokens are not those that the weights were trained on.
+
+    Raises:
+        BenchError: another tokenizer or vocabulary, or the characters of another text.
+    """
+    theirs, ours = trained.environment.get("tokenizer"), corpus.meta["tokenizer"]
+    if theirs is not None and theirs != ours:
+        raise BenchError(f"{called} was trained on text of tokenizer {theirs!r}, {str(corpus.folder)!r} is of {ours!r}")
+    if ours == "char" and not same_text(trained, corpus):
+        raise BenchError(
+            f"{called} was trained on another text than {str(corpus.folder)!r}, and tokenizer 'char' numbers the "
+            "characters of each text on its own; give the run's own with --data.dir"
+        )
+    rows = trained.tensors["token_embedding.weight"].shape[0] if trained.tensors else corpus.vocab_size
+    if rows != corpus.vocab_size:
+        raise BenchError(f"{called} has a vocabulary of {rows}, {str(corpus.folder)!r} one of {corpus.vocab_size}")
+
+
+def same_text(trained: Trained, corpus: Corpus) -> bool:
+    """Whether a corpus is the one that a run was trained on, by the SHA-256 of its splits."""
+    facts: Any = trained.environment.get("corpus")
+    splits = facts.get("splits") if isinstance(facts, dict) else None
+    theirs = splits if isinstance(splits, dict) else {}
+    return all(
+        isinstance(theirs.get(name), dict) and theirs[name].get("sha256") == entry.get("sha256")
+        for name, entry in corpus.meta["splits"].items()
+    )
+
+
+def as_begun(config: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
+    """Return the settings with which a run goes on that started from another one, and the model's shape where needed.
+
+    What was named by a run's folder is the checkpoint that it stood for when the run began, however many followed.
+    Where that checkpoint is gone, the run's own ones have its weights, and its settings the shape.
+    """
+    name = config.model.init_from
+    if not name or not (run_dir / "config.yaml").is_file():
+        return config, None
+    saved = load_config(run_dir / "config.yaml")
+    begun = Path(saved.model.init_from or "")
+    if not _looks_like_one(begun) or Path(name) not in (begun, begun.parent.parent):
+        return config, None
+    config = copy.deepcopy(config)
+    config.model.init_from = saved.model.init_from
+    if is_checkpoint(begun) or not steps(run_dir):
+        return config, None
+    vocabulary = load_corpus(Path(saved.data.dir), saved.model.block_size or 0).vocab_size
+    return config, model_shape(saved, vocabulary)
+
+
+def check_start(config: Config, found: object, begun: GPTShape | None) -> None:
+    """Refuse to begin without the weights to begin with.
+
+    Raises:
+        BenchError: nothing to go on from was found, and what the run started from is gone.
+    """
+    if found is None and begun is not None:
+        raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and nothing whole to go on from")

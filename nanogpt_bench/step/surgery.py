@@ -1,0 +1,116 @@
+"""From `model.formats` to quantised layers; the model's own code knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase as fnmatch
+from typing import Any
+
+import geoopt
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import MANIFOLDS, Config
+from nanogpt_bench.system.errors import BenchError, one_line
+
+
+def quantize(model: nn.Module, config: Config) -> nn.Module:
+    """Replace the linear layers that `model.formats` names; a run in float returns the model as it is.
+
+    Raises:
+        BenchError: a pattern matches no linear layer, or names a tied lm_head that nobody decided on.
+    """
+    settings = config.model
+    if settings.outliers == "clip_sigma":
+        clip_residual_outputs(model, settings.outlier_sigma or 0.0)
+    if settings.storage == "float32":
+        return model
+    continuous = settings.storage == "continuous"
+    weights = _float_weights(model) if continuous else {}
+    try:
+        model = fm.quantize_model(
+            model,
+            formats=dict(settings.formats),
+            storage="grid" if continuous else settings.storage,
+            granularity=settings.granularity or "channel",
+            seed=config.seed,
+            tied=settings.tied or "refuse",
+            defer_weight_gradients=True,  # see nanogpt_bench.step.clipping
+            **_grid_options(config),
+        )
+    except (ValueError, TypeError) as error:
+        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
+        said = _always_float(model, settings.formats) or f"model.formats: {one_line(error)}{hint}"
+        raise BenchError(said) from None
+    if continuous:
+        _put_back(model, weights)
+    return model
+
+
+def _always_float(model: nn.Module, patterns: Iterable[str]) -> str | None:
+    """Return what to say of a pattern that names a module without linear layers, such as an embedding."""
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    reached = {part for name in linear for part in name.split(".")}
+    layers = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
+    for pattern in patterns:
+        for name, module in model.named_modules():
+            last = name.rpartition(".")[2]
+            if last not in reached and fnmatch(last, pattern) and not any(fnmatch(part, pattern) for part in reached):
+                return (
+                    f"model.formats.{pattern}: {type(module).__name__} {name!r} stays float, as all embeddings and "
+                    f"norms do; formats are for linear layers: {', '.join(layers)}, attn, mlp, blocks.N"
+                )
+    return None
+
+
+def _grid_options(config: Config) -> dict[str, Any]:
+    """Return what is asked for where there is no master copy."""
+    settings, writeback = config.model, config.optimizer.writeback
+    if settings.storage not in MANIFOLDS:
+        return {}
+    options: dict[str, Any] = {"rounding": "nearest" if writeback == "nearest" else "stochastic"}
+    if settings.headroom is not None:
+        options["headroom"] = settings.headroom
+    if settings.storage == "fp8" and writeback in ("residual8", "residual4"):
+        options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
+    return options
+
+
+def _float_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: module.weight.detach().clone() for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give quantised layers their float weights again, on the continuous manifold of their format and scale."""
+    for name, layer in quantized_layers(model).items():
+        manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
+        layer.manifold = manifold
+        layer.weight = geoopt.ManifoldParameter(weights[name], manifold=manifold)
+
+
+def clip_residual_outputs(model: nn.Module, sigma: float) -> None:
+    """Clamp every block's output to `sigma` standard deviations around its mean, both measured on the tensor itself.
+
+    What is clamped has no gradient there. A block is what holds a layer called `attn` and one called `mlp`.
+    """
+    for block in model.modules():
+        if hasattr(block, "attn") and hasattr(block, "mlp"):
+            block.register_forward_hook(_Clip(sigma))
+
+
+class _Clip:
+    """A forward hook; an object, so that a copy of the model keeps it."""
+
+    def __init__(self, sigma: float) -> None:
+        self.sigma = sigma
+
+    def __call__(self, block: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        values = output.detach()
+        reach, mean = self.sigma * values.std(correction=0), values.mean()
+        return output.clamp(mean - reach, mean + reach)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:
+    """Return the layers whose weights are quantised, by name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, fm.QuantizedLinear)}
+    return {name: layer for name, layer in layers.items() if layer.weight_format is not None}

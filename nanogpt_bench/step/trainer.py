@@ -1,0 +1,184 @@
+"""One optimizer step and one validation: the arithmetic of the loop, free of files and clocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import Corpus, batch, eval_batches
+from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.step.clipping import clipping_of
+from nanogpt_bench.step.compiled import CompiledLoss
+from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
+from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.schedule import lr_factor
+from nanogpt_bench.step.start import model_shape, start_model
+from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.step.torchao_float8 import train_in_float8
+
+
+def initial_model(config: Config, corpus: Corpus) -> GPT:
+    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
+
+    Raises:
+        BenchError: a checkpoint that does not fit the corpus or the model.
+    """
+    return start_model(model_shape(config, corpus.vocab_size), config, corpus)
+
+
+class Trainer:
+    """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already."""
+
+    def __init__(self, config: Config, corpus: Corpus, device: torch.device, start: GPT | None = None) -> None:
+        self.config, self.corpus, self.device = config, corpus, device
+        model = initial_model(config, corpus) if start is None else start
+        dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
+        self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+        self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
+        self._clipping = clipping_of(self.model, self.optimizer, config)
+        #: by how many steps the batches are ahead of the steps, after rollbacks
+        self.batches_left_out = 0
+        self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens whose prediction contributes to one optimizer step."""
+        train = self.config.train
+        return train.batch_size * train.accumulation * (self.config.model.block_size or 0)
+
+    def new_step(self, number: int, *, last: bool) -> Step:
+        """Return the state of step `number` (from 1) before anything has happened."""
+        return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
+
+    def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
+        """Do one optimizer step, fill in its record and return the training loss (nats a token).
+
+        The weights stay as they are when the loss or the gradient is not finite.
+        """
+        observers = list(observers)
+        lr = self._set_lr(step.number - 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate(step, observers)
+        norm, clipped = self._clipping.finish()
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        step.record.update(
+            {
+                "loss_is_nan": int(not math.isfinite(loss)),
+                "grad_has_nan": int(not math.isfinite(norm)),
+                "train/loss": loss,
+                "lr": lr,
+                "grad/norm": norm,
+                "grad/clipped": int(clipped),
+            }
+        )
+        exponent = stiffness_at(self.config, step.number - 1)
+        if exponent is not None:
+            step.record["stiffness/exponent"] = exponent
+        if finite:
+            self._update(step, observers)
+        return loss
+
+    def _set_lr(self, index: int) -> float:
+        settings = self.config.optimizer
+        factor = lr_factor(settings, index, self.config.train.max_steps)
+        for group in self.optimizer.param_groups:
+            lr = peak_lr(group, settings) * factor
+            if isinstance(group["lr"], Tensor):  # an optimizer that is compiled with its learning rate as an input
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        return (settings.lr or 0.0) * factor
+
+    def _accumulate(self, step: Step, observers: list[Observer]) -> float:
+        train, total = self.config.train, torch.zeros((), device=self.device)
+        for micro_step in range(train.accumulation):
+            tokens, targets = step.batch = self._move(self._draw(step.number - 1, micro_step))
+            step.micro_step = micro_step
+            for observer in observers:
+                observer.before_forward(step)
+            loss = self._loss(tokens, targets) / train.accumulation
+            for observer in observers:
+                observer.after_forward(step)
+            self._clipping.before_backward()
+            loss.backward()
+            step.clip_factor = self._clipping.after_backward()
+            for observer in observers:
+                observer.after_backward(step)
+            total += loss.detach()
+        return total.item()
+
+    def _update(self, step: Step, observers: list[Observer]) -> None:
+        for observer in observers:
+            observer.before_step(step)
+        self.optimizer.step()
+        for observer in observers:
+            observer.after_step(step)
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self._precision():
+            loss: Tensor = self._model_loss(tokens, targets)
+        return loss
+
+    def _precision(self) -> Any:
+        mixed = self.config.train.precision == "bf16-mixed"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
+
+    def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
+        with self._precision():
+            loss: Tensor = model.loss(tokens, targets)
+        return loss
+
+    def micro_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches of step `number` (from 1)."""
+        for micro_step in range(self.config.train.accumulation):
+            yield self._move(self._draw(number - 1, micro_step))
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Return the mean loss (nats a token) over the fixed validation batches."""
+        self.model.eval()
+        losses = [self._loss(tokens, targets).item() for tokens, targets in self._eval_batches]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+    @torch.no_grad()
+    def look(self, one_in: int = 1) -> None:
+        """Run the model on one validation batch in evaluation mode, or one in some of its sequences."""
+        self.model.eval()
+        tokens, targets = self._eval_batches[0]
+        try:
+            self._loss(tokens[::one_in], targets[::one_in])
+        finally:  # who has seen enough ends the pass
+            self.model.train()
+
+    def eval_batch(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the first validation batch."""
+        return self._eval_batches[:1]
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return a validation loss in nats a token as bits a UTF-8 byte."""
+        return loss / math.log(2) * self.corpus.val_tokens_per_byte
+
+    def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        size, block = self.config.train.batch_size, self.config.model.block_size or 0
+        seed, index = self.config.data.seed or 0, index + self.batches_left_out
+        return batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
+
+    def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a batch that step `index` does not train on."""
+        return [self._move(self._draw(index, self.config.train.accumulation))]
+
+    def _draw_eval_batches(self) -> list[tuple[Tensor, Tensor]]:
+        evaluation, block = self.config.eval, self.config.model.block_size or 0
+        size = self.config.train.batch_size
+        return eval_batches(self.corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
+
+    def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return pair[0].to(self.device), pair[1].to(self.device)

@@ -1,0 +1,1 @@
+"""Errors, files, signals and what else the bench needs of the machine it runs on."""

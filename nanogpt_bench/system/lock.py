@@ -1,0 +1,108 @@
+"""One process at a time in a folder: a lock that the kernel holds, and lets go however its process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanogpt_bench.system.errors import BenchError
+
+#: an empty file in the folder; it is there while somebody works in it, and after one who was killed
+LOCK = ".lock"
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Make a folder and keep other processes out of it; what was made and is still empty is gone afterwards.
+
+    Where the system or the file system has no such locks, nobody is kept out. `what` begins the line that is said.
+
+    Raises:
+        BenchError: another process works in the folder, or it can't be made.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BenchError(f"{what} {str(folder)!r} can't be used: {error.strerror or error}") from None
+    file = _lock(folder / LOCK, f"{what} {str(folder)!r}")
+    try:
+        yield
+    finally:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                (folder / LOCK).unlink()
+            os.close(file)
+        for path in made:
+            with contextlib.suppress(OSError):  # it has come into use
+                path.rmdir()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make `path`, or the first of PATH-2, PATH-3, … that does not exist, for this process alone.
+
+    Of several processes that ask at the same instant each gets another one. What was made and is still empty is gone
+    afterwards.
+
+    Raises:
+        BenchError: no folder can be made there.
+    """
+    missing = [parent for parent in path.parents if not parent.exists()]
+    folder, number = path, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                break
+            number += 1
+            folder = path.with_name(f"{path.name}-{number}")
+    except OSError as error:
+        raise BenchError(f"folder {str(folder)!r} can't be made: {error.strerror or error}") from None
+    try:
+        yield folder
+    finally:
+        for made in (folder, *missing):
+            with contextlib.suppress(OSError):  # it has come into use
+                made.rmdir()
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether a folder is not there, or has nothing in it but the lock of somebody who was killed, or ours."""
+    return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
+
+
+def _lock(path: Path, what: str) -> int | None:
+    """Return the locked file, None where there is no locking."""
+    try:
+        import fcntl
+    except ImportError:  # no POSIX system
+        return None
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError:
+            return None  # whatever is the matter with the folder, the first file of the work will tell
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if error.errno in _TAKEN:
+                raise BenchError(f"{what} is in use by another process; wait for its end") from None
+            return None
+        if _is_still_there(path, file):
+            return file
+        os.close(file)  # its holder has just removed it
+
+
+def _is_still_there(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
+    except OSError:
+        return False

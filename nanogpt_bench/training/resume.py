@@ -1,0 +1,171 @@
+"""Taking up a run where its last whole checkpoint was committed: which one, and whether the configuration agrees."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.checkpoint import Contents, clean, newest, read
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import FIELDS, default_of, load_config
+from nanogpt_bench.runs.history import latest
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.lock import is_unused
+
+#: settings that change nothing in the numbers of a run: where they go, how long it lasts, who is told
+FREE = (
+    *("rule", "data.dir", "train.max_seconds", "train.stop_on", "runtime.peak_tflops"),
+    *("tracking.", "checkpoint.", "failure."),
+    *("alerts.enabled", "alerts.save_on_anomaly", "alerts.nan_cooldown_s", "alerts.cooldown_s", "alerts.stall"),
+    *("alerts.overflow", "alerts.kurtosis", "alerts.attention_entropy", "alerts.at_most", "alerts.at_least"),
+    "alerts.levels",
+)
+#: what a run leaves behind that begins anew; its other files are written over
+_OUTPUT = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
+Say = Callable[[str], None]
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse to begin a run in a folder that holds one.
+
+    Raises:
+        BenchError: says so.
+    """
+    if not is_unused(run_dir):
+        raise BenchError(
+            f"run folder {str(run_dir)!r} already holds a run; give another --name, or --resume to go on with it"
+        )
+
+
+def find_checkpoint(
+    run_dir: Path, config: Config, environment: Mapping[str, Any], *, allow_change: bool, say: Say
+) -> Contents | None:
+    """Return the newest checkpoint that verifies, None where the run begins at step 0; `say` is told what is noticed.
+
+    Raises:
+        BenchError: a configuration or a corpus that would change the numbers, a finished run without a checkpoint, or
+            a folder that holds no run.
+    """
+    clean(run_dir)
+    folder, skipped = newest(run_dir)
+    for line in skipped:
+        say(f"skipped {line}")
+    if folder is None:
+        _check_unfinished(run_dir, config, allow_change=allow_change, say=say)
+        say(f"{run_dir} has no checkpoint{' that verifies' if skipped else ''}: the run begins at step 0")
+        return None
+    contents = read(folder)
+    _check_config(contents.facts.get("config", {}), config, allow_change=allow_change, say=say)
+    _check_environment(contents.facts.get("environment", {}), environment, allow_change=allow_change, say=say)
+    say(f"{run_dir} goes on after step {contents.step}")
+    return contents
+
+
+def config_facts(config: Config) -> dict[str, Any]:
+    """Return a configuration as JSON has it; numbers that JSON has no word for become words."""
+    facts: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)), parse_constant=str)
+    return facts
+
+
+def remove_output(run_dir: Path) -> None:
+    """Remove what an earlier attempt wrote that a run at step 0 would add to."""
+    for name in _OUTPUT:
+        (run_dir / name).unlink(missing_ok=True)
+
+
+def resumed_environment(contents: Contents, environment: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return environment.json of a run that goes on: that of its beginning, and every place where it was taken up.
+
+    What was changed there that changes the numbers is told with it (`nanogpt_bench.runs.history`).
+    """
+    first = dict(contents.facts.get("environment", {}))
+    again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
+    changes = _changes(contents.facts.get("config", {}), config_facts(config))
+    changed: dict[str, Any] = {key: [before, now] for key, before, now in changes if not _is_free(key)}
+    digests = [_digests(facts) for facts in (latest(first), environment)]
+    changed |= {"corpus": digests} if digests[0] != digests[1] else {}
+    again |= {"changed": changed} if changed else {}
+    again |= {"corpus": environment.get("corpus")} if "corpus" in changed else {}
+    return {**first, "resumed": [*first.get("resumed", []), again]}
+
+
+def _check_unfinished(run_dir: Path, config: Config, *, allow_change: bool, say: Say) -> None:
+    """Refuse to begin anew where something would be lost that can't be had again."""
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return
+    if _status(run_dir / "summary.json") == "finished":
+        raise BenchError(f"run folder {str(run_dir)!r} holds a finished run without a checkpoint; give another --name")
+    if not (run_dir / "config.yaml").is_file():
+        if any(not path.name.startswith(".") for path in run_dir.iterdir()):
+            raise BenchError(f"folder {str(run_dir)!r} holds no run; give another --name")
+        return
+    saved = config_facts(load_config(run_dir / "config.yaml"))
+    _check_config(saved, config, allow_change=allow_change, say=say)
+
+
+def _status(path: Path) -> Any:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return summary.get("status") if isinstance(summary, dict) else None
+
+
+def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
+    changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
+    fixed = [text for key, text in changed if not _is_free(key)]
+    if fixed and not allow_change:
+        raise BenchError(
+            f"the run was made with other settings: {', '.join(fixed)}; give the same, or --allow-config-change to go "
+            "on with the new ones"
+        )
+    if changed:
+        say(f"settings that differ from the checkpoint's: {', '.join(text for _, text in changed)}")
+
+
+def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys that differ, with both values; a key that the saved ones do not know had its default."""
+    for key, (item, _) in FIELDS.items():
+        default = json.loads(json.dumps(default_of(item)), parse_constant=str)
+        before, now = _at(saved, key, default), _at(current, key, default)
+        if before != now:
+            yield key, before, now
+
+
+def _at(tree: Any, key: str, default: Any) -> Any:
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return default
+        tree = tree[name]
+    return tree
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+
+
+def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool, say: Say) -> None:
+    """Refuse another corpus; say what else may change the last bits."""
+    if _digests(latest(saved)) != _digests(current) and not allow_change:
+        raise BenchError(
+            "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); give that one, or "
+            "--allow-config-change"
+        )
+    differing = list(_differences(saved, current, ("libraries.torch", "threads", "cpu", "gpu")))
+    if differing:
+        say(f"the last bits may differ from an uninterrupted run's: {', '.join(differing)}")
+
+
+def _digests(environment: Mapping[str, Any]) -> dict[str, Any]:
+    text = _at(environment, "corpus.splits", {})
+    return {split: _at(text, f"{split}.sha256", None) for split in ("train", "val")}
+
+
+def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+    for key in keys:
+        before, now = _at(saved, key, None), _at(current, key, None)
+        if before != now:
+            yield f"{key} was {before!r}, is {now!r}"

@@ -1,0 +1,189 @@
+"""The weights of a checkpoint, as they were trained and rounded to formats: a `Trainer` each, none of which trains."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
+from nanogpt_bench.config.settings import build_config, parse_overrides
+from nanogpt_bench.data.batches import Corpus
+from nanogpt_bench.model.gpt import GPT, build_model
+from nanogpt_bench.model.weights import fill
+from nanogpt_bench.runs.trained import Trained, fill_floats, trained_shape
+from nanogpt_bench.step.resolve import format_name, resolve
+from nanogpt_bench.step.start import check_text, model_shape, same_text
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+
+#: settings that may differ from the run's: of the measurement, and of the rows in a format
+OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")
+OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tied", "model.formats")
+#: what `fill` and `fill_floats` call a checkpoint
+_CALLED = "the checkpoint"
+
+
+def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the settings given on the command line, as they are given.
+
+    Raises:
+        BenchError: one that means nothing for weights that have been trained.
+    """
+    given = parse_overrides(overrides)
+    for key in given:
+        if key == "model.format":
+            raise BenchError("--model.format: the weights have been trained; give the formats to round to as --formats")
+        if not any(
+            key == known or (known.endswith(".") and key.startswith(known)) for known in OF_MEASURE + OF_FORMATS
+        ):
+            allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in OF_MEASURE + OF_FORMATS)
+            raise BenchError(f"--{key}: the weights of a run have been trained; allowed: {allowed}")
+    return given
+
+
+class Rounded:
+    """A checkpoint's weights on a text, from which trainers are made.
+
+    `given` are settings as `checked_overrides` returns them.
+
+    Raises:
+        BenchError: a text that is not the run's, or settings that can't be used.
+    """
+
+    def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
+        self.trained, self.given = trained, given
+        self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
+        self._shape = trained_shape(trained.folder)
+        measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
+        # As many as the run had: sums in another order would have other last bits.
+        measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
+        own = build_config({**trained.settings, "model.init_from": None, **measure})
+        #: the run's own settings, and how it is measured now
+        self.own = resolve(own)
+        self._start: GPT | None = None
+
+    def check_text(self, corpus: Corpus) -> None:
+        """Refuse a text whose tokens mean something else, and one that nobody asked for in place of the run's.
+
+        Raises:
+            BenchError: says which.
+        """
+        called = str(self.trained.folder)
+        if "data.dir" not in self.given and not same_text(self.trained, corpus):
+            raise BenchError(
+                f"{str(corpus.folder)!r} is not the text that {called!r} was trained on (its sha256 differs); give "
+                "that text, or this one, as --data.dir"
+            )
+        check_text(self.trained, corpus, called)
+
+    def as_trained(self, corpus: Corpus, device: torch.device) -> Trainer:
+        """Return the run's own model with its weights as they were stored."""
+        shape = model_shape(self.own, corpus.vocab_size)
+        trainer = Trainer(self.own, corpus, device, start=build_model(shape, 0))
+        fill(trainer.model, self.trained.tensors, self.trained.metadata, _CALLED)
+        return trainer
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the run computed with float weights, so that nothing is to be learnt from its weights as floats."""
+        own = self.own
+        return own.model.storage == "float32" and own.train.precision != "bf16-pure" and not own.model.torchao_float8
+
+    def rounded(self, formats: Mapping[str, Any], corpus: Corpus, device: torch.device) -> Trainer:
+        """Return a model of the weights, as floats, rounded to the formats of layer patterns; without any, floats.
+
+        Raises:
+            BenchError: formats that can't be used with this model.
+        """
+        return Trainer(self.config(formats), corpus, device, start=copy.deepcopy(self._floats(corpus)))
+
+    def config(self, formats: Mapping[str, Any]) -> Config:
+        """Return the settings of such a model, resolved.
+
+        Raises:
+            BenchError: formats that can't be used.
+        """
+        return resolve(self._row(formats))
+
+    def requantised(self, fmt: str) -> dict[str, Any]:
+        """Return `model.formats` that round every weight to `fmt`, but of layers that the run, or the user, left out.
+
+        What the run does with activations stays.
+        """
+        own = {pattern: _with_weight(value, fmt) for pattern, value in self.own.model.formats.items()}
+        return {"*": fmt, **own, **self.formats}
+
+    def _row(self, formats: Mapping[str, Any]) -> Config:
+        row = copy.deepcopy(self.own)
+        row.rule, row.optimizer = None, OptimizerConfig()
+        row.model.torchao_float8 = None
+        row.model.tie_weights = self._shape.tie_weights
+        if row.train.precision == "bf16-pure":
+            row.train.precision = "bf16-mixed"  # formats are not taken from bfloat16 weights
+        row.model.formats, row.model.format = dict(formats), None
+        if not formats or all(value == "none" for value in formats.values()):
+            row.model.formats = {}
+            row.model.storage = row.model.granularity = row.model.headroom = row.model.tied = None
+            return row
+        row.model.storage = self._storage()
+        row.model.granularity = self.given.get("model.granularity", row.model.granularity)
+        headroom = row.model.headroom if row.model.storage in MANIFOLDS else None
+        row.model.headroom = self.given.get("model.headroom", headroom)
+        row.model.tied = self.given.get("model.tied", row.model.tied if row.model.tie_weights else None)
+        return row
+
+    def _storage(self) -> str:
+        """Where rounded weights live: as in the run, if that rounds; else under a master copy."""
+        asked = self.given.get("model.storage")
+        if asked is not None and asked not in ("master", *ROUNDED):
+            raise BenchError(f"--model.storage: {asked!r} rounds nothing; allowed: master, grid, fp8")
+        own = self.own.model.storage
+        return str(asked or (own if own in ROUNDED else "master"))
+
+    def _floats(self, corpus: Corpus) -> GPT:
+        if self._start is None:
+            row = self._row({})
+            self._start = build_model(model_shape(row, corpus.vocab_size), 0)
+            fill_floats(self._start, self.trained, _CALLED)
+        return self._start
+
+
+def _threads(trained: Trained) -> int | None:
+    """The threads that the run had, None where this machine has fewer cores or nobody knows."""
+    threads = trained.settings.get("runtime.threads") or trained.environment.get("threads")
+    return threads if isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1) else None
+
+
+def _with_weight(value: Any, fmt: str) -> Any:
+    """Return a layer's format or specification with another format for its weight; `none` stays."""
+    if not isinstance(value, dict):
+        return value if value == "none" else fmt
+    weight = value.get("weight")
+    if weight == "none":
+        return value
+    return {**value, "weight": {**weight, "format": fmt} if isinstance(weight, dict) else fmt}
+
+
+def named_formats(names: Sequence[str]) -> list[str]:
+    """Return the canonical names of formats, each once.
+
+    >>> named_formats(["e4m3", "E4M3", "none"])
+    ['E4M3', 'none']
+    """
+    return list(dict.fromkeys(format_name(name, "--formats") for name in names))
+
+
+def folder_of(path: Path) -> str:
+    """Return a checkpoint's folder in words: that of its run, and the step.
+
+    >>> folder_of(Path("runs/e4m3/checkpoints/step-500"))
+    'runs/e4m3, checkpoints/step-500'
+    """
+    parent = path.parent.parent
+    run_dir = parent.parent if parent.name == "best" else parent
+    return f"{run_dir}, {path.relative_to(run_dir)}"

@@ -1,0 +1,94 @@
+"""What a finished run reports: summary.json, and the weights' histograms on their grids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.step.memory import bytes_of
+from nanogpt_bench.step.resolve import format_summary, rule_name
+from nanogpt_bench.step.surgery import quantized_layers
+
+if TYPE_CHECKING:
+    from nanogpt_bench.observers.build import Observers
+    from nanogpt_bench.step.trainer import Trainer
+    from nanogpt_bench.training.outcome import Outcome
+
+
+def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
+    """Return the content of summary.json; losses in nats a token, null where there is none."""
+    model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
+    weights = [layer.weight for layer in _layers(model, config).values()]
+    of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
+    return {
+        "name": name,
+        "rule": rule_name(config),
+        "format": format_summary(config),
+        "storage": config.model.storage,
+        "seed": config.seed,
+        "parameters": count(model.parameters()),
+        "quantized_parameters": count(weights),
+        "steps": outcome.steps,
+        "steps_planned": config.train.max_steps,
+        "status": outcome.status,
+        "failure": outcome.failure,
+        "stop": outcome.stop,
+        "rollbacks": outcome.rollbacks,
+        "alerts": dict(watch.alerts.counts) if watch.alerts else {},
+        "final_val_loss": loss,
+        "best_val_loss": outcome.best_val_loss,
+        "first_val_loss": outcome.first_val_loss,
+        "bytes_per_parameter": _ratio(outcome.held_bytes, count(model.parameters())),
+        "bytes_per_quantized_parameter": _ratio(of_weights, count(weights)),
+        "stall": stall.mean if stall else None,
+        "stall_metric": stall.metric if stall else None,
+        "arrived": stall.arrived if stall else None,
+        "tokens_per_s": _ratio(outcome.tokens, outcome.training_seconds),
+        "shadow_overhead": watch.shadow.overhead if watch.shadow else None,
+        "seconds": outcome.seconds,
+        "tokens": outcome.tokens,
+        "lr": config.optimizer.lr,
+        "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+    }
+
+
+def _ratio(amount: float | None, whole: float) -> float | None:
+    return amount / whole if amount is not None and whole else None
+
+
+def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:
+    return {} if config.model.storage == "float32" else quantized_layers(model)
+
+
+def count(parameters: Iterable[Tensor]) -> int:
+    """Return the number of elements; a shared parameter counts once, as `Module.parameters` yields it."""
+    return sum(parameter.numel() for parameter in parameters)
+
+
+@torch.no_grad()
+def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
+    """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
+    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
+
+
+def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:
+    fmt, scale = layer.weight_format, layer.weight_scale()
+    counts = torch.bincount(layer.weight_codes().flatten().long(), minlength=2**fmt.bits).tolist()
+    by_value: dict[float, int] = {}
+    for code, number in enumerate(counts):
+        value = fmt.decode_code(code)
+        if value == value and abs(value) <= fmt.max:  # neither NaN nor Inf; both zeros are one point
+            by_value[value + 0.0] = by_value.get(value + 0.0, 0) + number
+    values = sorted(by_value)
+    return {
+        "format": fmt.name,
+        "values": values,
+        "counts": [by_value[value] for value in values],
+        "scale_min": float(scale.min()),
+        "scale_max": float(scale.max()),
+    }
