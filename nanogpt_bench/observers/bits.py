@@ -14,12 +14,13 @@ from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.operands import flowing
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import is_rounded
 from nanogpt_bench.step.points import Observer, Step
 
 _FIGURES = (
-    *("entropy", "uniformity", "codes_used", "codes_ever_used", "binades_occupied", "top_exponent"),
-    *("mantissa_utilisation", "exponent_utilisation", "longest_gap"),
+    *(metrics.CODE_ENTROPY, metrics.UNIFORMITY, metrics.CODES_USED, metrics.CODES_EVER_USED, metrics.BINADES_OCCUPIED),
+    *(metrics.TOP_EXPONENT, metrics.MANTISSA_UTILISATION, metrics.EXPONENT_UTILISATION, metrics.LONGEST_GAP),
 )
 
 
@@ -34,7 +35,7 @@ class Bits(Observer):
         self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig, turns: Turns = ALL
     ) -> None:
         self._layers, self._capture, self._monitor, self._turns = layers, capture, monitor, turns
-        self._figures = Figures({"longest_gap": max}, turns, monitor.interval)
+        self._figures = Figures(turns, monitor.interval)
         self._counts: dict[tuple[str, str], tuple[fm.FloatFormat, Tensor]] = {}
         self._ever: dict[tuple[str, str], Tensor] = {}
 
@@ -78,20 +79,21 @@ class Bits(Observer):
         ever = self._ever.get((kind, layer))
         found = fm.monitor.bit_figures(counts, fmt, ever)
         self._ever[kind, layer] = counts if ever is None else ever + counts
-        for name in _FIGURES:
-            self._figures.add(f"bits/{name}/{kind}", layer, getattr(found, name), found.size)
-        for field in ("exponent", "mantissa"):
-            for bit, share in enumerate(getattr(found, f"{field}_bits")):
-                self._figures.add(f"bits/{field}_bit_{bit}/{kind}", layer, share, found.size)
+        for metric in _FIGURES:
+            self._figures.add(metric.by(kind), layer, getattr(found, metric.figure), found.size)
+        bits = (metrics.EXPONENT_BIT, found.exponent_bits), (metrics.MANTISSA_BIT, found.mantissa_bits)
+        for metric, shares in bits:
+            for bit, share in enumerate(shares):
+                self._figures.add(metric.number(bit).by(kind), layer, share, found.size)
 
 
 def _write(step: Step, kind: str, layer: str, fmt: fm.FloatFormat, counts: Tensor) -> None:
     values, numbers = by_value(fmt, counts)
-    step.add_histogram(f"bits/code_histogram/{kind}/{layer}", numbers, values=values)
+    step.add_histogram(metrics.CODE_COUNTS.by(kind).of(layer), numbers, values=values)
     gaps = fm.monitor.gap_lengths(counts, fmt)
     lengths = sorted(set(gaps))
     if lengths:
-        name = f"bits/gap_lengths/{kind}/{layer}"
+        name = metrics.GAP_LENGTHS.by(kind).of(layer)
         step.add_histogram(name, [gaps.count(length) for length in lengths], values=[float(n) for n in lengths])
 
 

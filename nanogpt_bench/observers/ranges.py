@@ -15,11 +15,13 @@ from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.operands import Operand, flowing, of_weight
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.runs import metrics
+from nanogpt_bench.runs.metrics import Metric
 from nanogpt_bench.step.layers import plain
 from nanogpt_bench.step.points import Observer, Step
 
-_SHARES = ("overflow", "underflow", "subnormal", "clamped")
-_MOMENTS = ("amax", "amax_over_std", "kurtosis")
+_SHARES = (metrics.OVERFLOW, metrics.UNDERFLOW, metrics.SUBNORMAL, metrics.CLAMPED)
+_MOMENTS = (metrics.AMAX, metrics.AMAX_OVER_STD, metrics.KURTOSIS)
 
 
 class Ranges(Observer):
@@ -34,7 +36,7 @@ class Ranges(Observer):
     ) -> None:
         self.interval, self._turns = monitor.interval, turns
         self._layers, self._capture, self._monitor = layers, capture, monitor
-        self._figures = Figures({"amax": max, "kurtosis": max}, turns, monitor.interval)
+        self._figures = Figures(turns, monitor.interval)
         self._scales: dict[tuple[str, str], Tensor] = {}
         self._seen: set[str] = set()
 
@@ -74,11 +76,10 @@ class Ranges(Observer):
     @torch.no_grad()
     def _measure(self, operand: Operand) -> None:
         found = fm.monitor.range_figures(operand.values, operand.format, operand.scale)
-        names = _MOMENTS if operand.format is None else (*_SHARES, *_MOMENTS)
-        for name in names:
-            self._note(operand, name, getattr(found, name))
+        for metric in _MOMENTS if operand.format is None else (*_SHARES, *_MOMENTS):
+            self._note(operand, metric, getattr(found, metric.figure))
         if operand.quantized:
-            self._note(operand, "scale", found.scale)
+            self._note(operand, metrics.SCALE, found.scale)
             self._note_changes(operand)
 
     def _note_changes(self, operand: Operand) -> None:
@@ -86,8 +87,8 @@ class Ranges(Observer):
         scale = torch.as_tensor(operand.scale).detach().clone()
         before = self._scales.get((operand.kind, operand.layer))
         if before is not None and before.shape == scale.shape:
-            self._note(operand, "scale_changes", fm.monitor.scale_changes(before, scale))
+            self._note(operand, metrics.SCALE_CHANGES, fm.monitor.scale_changes(before, scale))
         self._scales[operand.kind, operand.layer] = scale
 
-    def _note(self, operand: Operand, figure: str, value: float | None) -> None:
-        self._figures.add(f"quant/{figure}/{operand.kind}", operand.layer, value, operand.values.numel())
+    def _note(self, operand: Operand, metric: Metric, value: float | None) -> None:
+        self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())

@@ -11,6 +11,7 @@ import fp8manifold as fm
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.runs.metrics import ZERO_GRADIENT_ZONE
 from nanogpt_bench.step.layers import forward_weight, is_rounded
 from nanogpt_bench.step.points import Observer, Step
 
@@ -25,7 +26,7 @@ class Zones(Observer):
         self, layers: Mapping[str, fm.QuantizedLinear], capture: Capture, interval: int, turns: Turns = ALL
     ) -> None:
         self._layers, self._capture, self._interval = layers, capture, interval
-        self._figures = Figures(turns=turns, interval=interval)
+        self._figures = Figures(turns, interval)
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
@@ -45,7 +46,7 @@ class Zones(Observer):
                 output=self._capture.output_dtypes[name],
                 bias=layer.bias,
             )
-            self._figures.add("stall/zero_gradient_zone", name, share, layer.weight.numel())
+            self._figures.add(ZERO_GRADIENT_ZONE, name, share, layer.weight.numel())
 
     def written(self, step: Step) -> None:
         if step.due(self._interval):
