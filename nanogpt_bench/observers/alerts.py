@@ -167,7 +167,7 @@ class AlertObserver(Observer):
             for metric, limit in limits.items():
                 value = step.record.get(metric)
                 if limit is not None and value is not None and beyond(float(value), float(limit)):
-                    kind = "geometry_budget" if metric.startswith("geometry/") else "budget"
+                    kind = "geometry_budget" if metric.startswith(f"{metrics.OFF_GRID.namespace}/") else "budget"
                     text = f"{metric} is {value:.4g}, {word} its budget of {limit:g}, at step {step.number}"
                     yield Alert(step.number, "WARN", kind, text, _number(value), float(limit))
 

@@ -105,7 +105,7 @@ class Run:
         named = self.summary.get("stall_metric")
         if named:
             name = str(named)
-            return name if name.startswith("stall/") else f"stall/{name}"
+            return name if "/" in name else f"{STALLS[0].namespace}/{name}"
         return next((metric.name for metric in STALLS if metric.name in self.metrics.names), None)
 
     @property

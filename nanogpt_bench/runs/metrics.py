@@ -1,7 +1,7 @@
 """The metrics of a run, each told once: its name on disk, title, unit, meaning, how layers make one, what is bad.
 
-Whoever records, judges, draws or documents a figure asks here. A name is a key of metrics.jsonl (a `Spread`'s one of
-histograms.jsonl): `NAMESPACE/FIGURE`, then `/OPERAND` where several are measured, then `/LAYER`.
+Whoever records, judges, draws or documents a figure asks here. A name is a key of metrics.jsonl, beside `step`, or of
+histograms.jsonl: `NAMESPACE/FIGURE`, then `/OPERAND` where several are measured, then `/LAYER`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "resid
 _LAYER: Final = OPERANDS[:-1]
 #: the side on which a figure is bad
 ABOVE, BELOW = "above", "below"
-#: how the figures of all layers make one
-MEAN, LARGEST, SMALLEST = "mean", "largest", "smallest"
+#: how the figures of all layers make one; TOGETHER: as one layer, which its observer sees to
+MEAN, LARGEST, SMALLEST, TOGETHER = "mean", "largest", "smallest", "together"
 #: scale of a chart
 LINEAR, LOG = "linear", "log"
 SHARE, NATS, ULPS, RATIO = "share", "nats", "ULPs", "ratio"
@@ -99,14 +99,11 @@ class Metric:
 
 @dataclass(frozen=True)
 class Spread(Metric):
-    """A distribution of histograms.jsonl, by layer; the unit is that of its axis."""
+    """A distribution of histograms.jsonl, by layer; the unit is its axis's."""
 
 
-#: how layers make one
 OVER: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {LARGEST: max, SMALLEST: min}
 
-STEP = Metric("step", "Step", "steps", "Steps that are over.")
-# every step
 LOSS_IS_NAN = Metric("loss_is_nan", "Loss not finite", "0 or 1", "Whether the training loss is NaN or Inf.", bad=ABOVE)
 GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether the gradient's norm is.", bad=ABOVE)
 TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, a token.", bad=ABOVE)
@@ -201,7 +198,12 @@ CODE_UNCHANGED = _stall(
     "stall/code_unchanged", "Codes unchanged", SHARE, "Weights whose master copy moved while their code did not."
 )
 ARRIVED = _stall(
-    "stall/arrived", "Movement that arrived", SHARE, "Of the movement asked for, along its direction.", chart=LINEAR
+    "stall/arrived",
+    "Movement that arrived",
+    SHARE,
+    "Of the movement asked for, along its direction.",
+    over=TOGETHER,
+    chart=LINEAR,
 )
 UPDATE_SUCCESS = _stall(
     "stall/update_success", "Updates that moved a weight", SHARE, "Weights that moved, of those asked to.", chart=LINEAR
