@@ -8,7 +8,7 @@ from typing import Any
 
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.runs.metrics import OVER, Metric
-from nanogpt_bench.step.points import Step
+from nanogpt_bench.step.points import Observer, Step
 
 
 class Figures:
@@ -64,3 +64,31 @@ class Figures:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` gave, if it gave anything."""
         self._latest = defaultdict(dict, {metric: dict(found) for metric, found in state.get("latest", {}).items()})
+
+
+class Monitor(Observer):
+    """An observer with figures: taken every `interval` steps, of the layers whose turn it is, written with the record.
+
+    What looks at updates too (`UpdateConsumer`) adds `see`.
+    """
+
+    def __init__(self, interval: int, turns: Turns = ALL) -> None:
+        self.interval, self._turns = interval, turns
+        self._figures = Figures(turns, interval)
+
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is this layer's turn."""
+        return self._turns.takes(step, self.interval, name)
+
+    def finish(self, step: Step) -> None:
+        """Nothing: what updates have shown is written with the others."""
+
+    def written(self, step: Step) -> None:
+        if step.due(self.interval):
+            self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return self._figures.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._figures.load_state(state)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.watching import MonitorConfig
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import forward_weight, is_rounded, plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
 _FIELD = (
     metrics.STIFFNESS_MEAN,
@@ -27,7 +27,7 @@ _FIELD = (
 )
 
 
-class Geometry(Observer):
+class Geometry(Monitor):
     """Records `geometry/FIGURE/LAYER` every `monitor.interval` steps.
 
     The field is that of the weights as the forward pass uses them. Path length and displacement are those of what the
@@ -35,9 +35,8 @@ class Geometry(Observer):
     """
 
     def __init__(self, layers: Mapping[str, fm.QuantizedLinear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
-        self.interval, self._turns = monitor.interval, turns
+        super().__init__(monitor.interval, turns)
         self._layers, self._monitor = layers, monitor
-        self._figures = Figures(turns, monitor.interval)
         self._paths = {
             name: fm.monitor.PathTracker(plain(layer.weight).float(), layer.weight_format)
             for name, layer in layers.items()
@@ -78,10 +77,6 @@ class Geometry(Observer):
             between = fm.monitor.residual_histogram(plain(layer.weight), fmt, scale)
             step.add_histogram(metrics.WEIGHT_RESIDUALS.of(name), list(between.counts), edges=list(between.edges))
 
-    def takes(self, step: Step, name: str) -> bool:
-        """Whether it is this layer's turn."""
-        return self._turns.takes(step, self.interval, name)
-
     def see(self, step: Step, update: Update) -> None:
         """Measure how the chart bends along a step, and how far the weight has come."""
         warp = fm.monitor.warp_figures(update.before, update.target, update.format, update.scale)
@@ -95,17 +90,10 @@ class Geometry(Observer):
         ):
             self._figures.add(metric, update.name, value, warp.size)
 
-    def finish(self, step: Step) -> None:
-        """Nothing: the figures are written with the others."""
-
-    def written(self, step: Step) -> None:
-        if step.due(self.interval):
-            self._figures.write(step)
-
     def state(self) -> dict[str, Any]:
-        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}, **self._figures.state()}
+        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, path in self._paths.items():
             path.load_state_dict(state["paths"][name])
-        self._figures.load_state(state)
+        super().load_state(state)

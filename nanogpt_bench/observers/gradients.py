@@ -10,23 +10,22 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.watching import MonitorConfig
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
 _FIGURES = (metrics.GRAD_L2, metrics.GRAD_LINF, metrics.GRAD_SNR, metrics.GRAD_ZERO)
 
 
-class Gradients(Observer):
+class Gradients(Monitor):
     """Records `grad/FIGURE/LAYER` every `monitor.interval` steps; runs of dead gradients grow every `dead_interval`."""
 
     def __init__(self, layers: dict[str, nn.Linear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
-        self.interval, self._turns = monitor.interval, turns
+        super().__init__(monitor.interval, turns)
         self._layers, self._monitor = layers, monitor
-        self._figures = Figures(turns, monitor.interval)
         self._dead = {name: fm.monitor.DeadRuns(monitor.dead_steps, monitor.dead_threshold) for name in layers}
 
     @torch.no_grad()
@@ -44,29 +43,18 @@ class Gradients(Observer):
             if self.takes(step, name):
                 self._measure(step, name, gradient)
 
-    def takes(self, step: Step, name: str) -> bool:
-        """Whether it is this layer's turn."""
-        return self._turns.takes(step, self.interval, name)
-
     def see(self, step: Step, update: Update) -> None:
         """Compare what a step asked for with the noise that rounding it adds."""
         ratio = fm.monitor.update_to_noise(update.before, update.target, update.format, update.scale)
         self._figures.add(metrics.UPDATE_TO_NOISE, update.name, ratio, update.before.numel())
 
-    def finish(self, step: Step) -> None:
-        """Nothing: the figures are written with the others."""
-
-    def written(self, step: Step) -> None:
-        if step.due(self.interval):
-            self._figures.write(step)
-
     def state(self) -> dict[str, Any]:
-        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}, **self._figures.state()}
+        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, runs in self._dead.items():
             runs.load_state_dict(state["dead"][name])
-        self._figures.load_state(state)
+        super().load_state(state)
 
     def _measure(self, step: Step, name: str, gradient: torch.Tensor) -> None:
         found = fm.monitor.gradient_figures(gradient)
