@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+from nanogpt_bench.data.stdlib import prepare_stdlib
 
 
 def prepare_default(data_dir: str) -> None:
