@@ -1,7 +1,7 @@
 """What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -24,13 +24,20 @@ from fp8manifold.optim._variant import RESIDUAL_BITS
 from fp8manifold.optim._views import StepView, observed_step
 from fp8manifold.tensor import FP8Tensor
 
-if TYPE_CHECKING:
-    from fp8manifold.optim._in_backward import InBackward
-
 __all__ = ["ManifoldOptimizer"]
 
 
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
+
+
+class Hooks(Protocol):
+    """What takes the steps in the backward pass, where something does."""
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Take the steps of a group's parameters from now on."""
+
+    def finish(self) -> None:
+        """What is left for :meth:`ManifoldOptimizer.step`."""
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
@@ -56,7 +63,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     warn_after: int = 10
     widened_scales: int = 0
     streams_begun: int = 0
-    _in_backward: "InBackward | None" = None
+    _in_backward: Hooks | None = None
     steps_alone = True  # a step of one parameter depends on nothing of the others
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
