@@ -11,7 +11,7 @@ from fp8manifold._stored_scale import broadcasts_to
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._plan import STORED, described, grid_of
-from fp8manifold.optim._variant import RESIDUAL_BITS
+from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_arrays", "check_entry", "check_parameters", "check_state"]
@@ -134,12 +134,11 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
                 f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
             )
-    bits = RESIDUAL_BITS.get(group["writeback"], 0)
-    kept_in = {8: torch.int8, 4: torch.uint8}
-    if bits and "residual" in entry and entry["residual"].dtype != kept_in[bits]:
+    kept_in = {8: torch.int8, 4: torch.uint8}.get(rule_of(group).residual_bits)
+    if kept_in and "residual" in entry and entry["residual"].dtype != kept_in:
         raise ValueError(
             f"{_state_of(parameter)} has a residual in {entry['residual'].dtype}, "
-            f"but writeback={group['writeback']!r} keeps it in {kept_in[bits]}: its width can't change over a run"
+            f"but writeback={group['writeback']!r} keeps it in {kept_in}: its width can't change over a run"
         )
 
 

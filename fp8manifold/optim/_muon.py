@@ -49,7 +49,7 @@ def take_muon_step(
         compile: True, False, or None for what pays.
         observed: whether to return what each part asked for, for which the step is taken eagerly.
     """
-    injects = job.variant.writeback == "momentum" and job.variant.storage in ("codes", "grid")
+    injects = job.variant.injects
     average, mixed = _averaged(job, numbers, keys, compile, keep=injects)
     if job.variant.stiffness != "none":
         mixed = torch.cat([part * _stiffness(job, arrays, numbers) for arrays, part, _ in _parts(job, mixed)])
@@ -114,7 +114,7 @@ def _of_the_average(variant: Variant) -> Variant:
 
 @cache
 def _of_the_weights(variant: Variant) -> Variant:
-    writeback = "stochastic" if variant.writeback == "momentum" else variant.writeback
+    writeback = variant.rule.rounding if variant.rule.injects else variant.writeback
     plain = replace(variant, averages=False, nesterov=False, maximize=False, moments="float32")
     return replace(plain, direction="sgd", writeback=writeback)
 

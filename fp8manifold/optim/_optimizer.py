@@ -20,8 +20,8 @@ from fp8manifold.optim._planned import Member, Planned
 from fp8manifold.optim._run import note_changes, run, run_all
 from fp8manifold.optim._skips import warn_of_skips
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._variant import RESIDUAL_BITS
 from fp8manifold.optim._views import StepView, observed_step
+from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["ManifoldOptimizer"]
@@ -68,9 +68,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
-
     @property
     def bounded_share(self) -> float:
         """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at the last refresh."""
@@ -107,7 +104,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         members = self._members()
         self._check_schedules(self._taken(members))
         for group in self.param_groups:
-            for parameter in group["params"] if group["writeback"] in RESIDUAL_BITS else ():
+            for parameter in group["params"] if rule_of(group).residual_bits else ():
                 self._take_remainder(group, parameter)
         if self._ready(members):
             self.skipped_in_row = 0
@@ -277,9 +274,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         check_finite("weight_decay", group["weight_decay"])
         check_int("seed", group["seed"], 0, 2**64 - 1)
         check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
-        for name in ("maximize",):
-            if not isinstance(group[name], bool):
-                raise TypeError(f"{name}={group[name]!r} must be True or False, not {type(group[name]).__name__}")
+        if not isinstance(maximize := group["maximize"], bool):
+            raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
         if group["compile"] is not None and not isinstance(group["compile"], bool):
             raise TypeError(f"compile={group['compile']!r} must be None, True or False")
         for name in ("stabilize_every", "reset_every"):
@@ -313,7 +309,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _take_remainder(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take what the first rounding left into the state, before anything can be saved without it."""
-        bits = RESIDUAL_BITS.get(group["writeback"], 0)
+        bits = rule_of(group).residual_bits
         if not bits or not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
             return
         state = self.state.setdefault(parameter, {})

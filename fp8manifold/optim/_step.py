@@ -48,7 +48,7 @@ def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: di
     draws = (noise["weight"] >> 8) & 0xFFFFFF if variant.draws_for_weight else None
     stored, after = store_weights(variant, arrays, weights, target, draws)
     averages = descent.averages
-    if variant.writeback == "momentum" and variant.storage in ("codes", "grid"):
+    if variant.injects:
         averages = with_error(variant, descent, weights, target, after, arrays, hyper)
     kept = store_averages(variant, averages, arrays, noise.get("moments"), descent.root)
     return Outcome(stored | kept | bounds, weights, target, descent.direction)

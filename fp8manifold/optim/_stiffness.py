@@ -12,11 +12,9 @@ from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import log2_bounded, power_mode
 from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._kinds import manifold_of, own_manifold
-from fp8manifold.optim._options import reject_flags
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._schedules import scheduled
-from fp8manifold.optim._variant import WRITEBACKS
+from fp8manifold.optim._writeback import WRITEBACKS
 
 __all__ = ["StiffnessOptimizer", "injected"]
 
@@ -27,10 +25,6 @@ class StiffnessOptimizer(GridOptimizer):
     """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
 
     direction: str
-
-    def __init__(self, params: Parameters, defaults: dict[str, Any], flags: dict[str, Any]) -> None:
-        reject_flags(type(self).__name__, flags)
-        super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

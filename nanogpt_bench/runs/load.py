@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
 from nanogpt_bench.runs.history import history_lines
-from nanogpt_bench.config.losing import stall_counts
+from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.runs.read import finite, mapping, numbers, records
 from nanogpt_bench.runs.records import MOST_NAMES, Records
 from nanogpt_bench.runs.watched import (
