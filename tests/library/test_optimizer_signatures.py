@@ -33,8 +33,8 @@ SIGNATURES = {
     "RiemannianSGD": "lr=None, momentum=0, dampening=0, weight_decay=0, nesterov=False, stabilize=None, *, " + CHARTED,
     "FisherNaturalGradient": "model, loader, lr=0.001, momentum=0.9, betas=(0.9, 0.95), eps=1e-08, "
     "weight_decay=0.0, *, representation='kfac', refresh=10, damping=1.0, decay=0.9, batches=1, samples=1, "
-    "normalize=True, max_features=4096, logits=call_model, floor=0.00390625, stiffness=1.0, metric='ulp', writeback='stochastic', "
-    f"moments='float32', seed=0, clip=16.0, {REST}",
+    "normalize=True, max_features=4096, logits=call_model, floor=0.00390625, stiffness=1.0, metric='ulp', "
+    f"writeback='stochastic', moments='float32', seed=0, clip=16.0, {REST}",
 }
 
 
