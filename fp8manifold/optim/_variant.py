@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 from fp8manifold._charts import Metric
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
 __all__ = ["BOUNDS", "MOMENTS", "WRITEBACKS", "Geometry", "Storage", "Variant", "variant_of"]
@@ -81,13 +82,8 @@ class Variant:
             object.__setattr__(self, name, value)
 
     def _stores(self) -> tuple[str, ...]:
-        if self.direction == "adam":
-            return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
-        if self.direction == "madam":
-            return ("exp_avg_sq",)
-        if self.direction == "lion":
-            return ("exp_avg",)
-        return ("momentum_buffer",) if self.averages else ()
+        averages = DIRECTIONS[self.direction].averages if self.averages else ()
+        return (*averages, "max_exp_avg_sq") if self.amsgrad else averages
 
 
 def variant_of(**fields: Any) -> Variant:

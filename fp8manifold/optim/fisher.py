@@ -14,13 +14,12 @@ from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
 from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._job import Job, Member, Parameters
 from fp8manifold.optim._options import Stiffness, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
-from fp8manifold.optim._planned import Member, Parameters, Planned
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness_adamw import StiffnessAdamW, adam_numbers
+from fp8manifold.optim.stiffness_adamw import adam_numbers
 
 __all__ = ["FisherNaturalGradient"]
 
@@ -108,8 +107,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
     """
 
     direction = "adam"
-    preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
-
     steps_alone = False  # the gradients of a layer's weight and bias go together
     steps_in_graphs = False  # the curvature takes backward passes of its own
 
@@ -228,7 +225,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         return self._gradients.get(parameter, super()._gradient(group, parameter))
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
         if parameter in self._metrics:
             for name in METRIC & state.keys():
                 del state[name]

@@ -6,10 +6,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._checks import check_number
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Bounded, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._stiffness import StiffnessOptimizer
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 
@@ -61,7 +60,6 @@ class Madam(StiffnessOptimizer):
     """
 
     direction = "madam"
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
 
     @spelt_out()
     def __init__(
@@ -100,11 +98,7 @@ class Madam(StiffnessOptimizer):
         return "ulp"
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        shared = {"moments": group["moments"], "decays": bool(group["weight_decay"]), "maximize": group["maximize"]}
-        if grid is None:
-            return shared | {"direction": "adam"}
-        writeback = group["writeback"] if grid.storage in ("codes", "grid") else "nearest"
-        return shared | {"direction": "madam", "geometry": "multiplicative", "writeback": writeback}
+        return {"direction": "adam"} if grid is None else {"direction": "madam", "geometry": "multiplicative"}
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         lr, start = float(group["lr"]), group["start_lr"]

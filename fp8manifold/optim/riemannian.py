@@ -8,10 +8,10 @@ from torch import Tensor
 
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.optim._combinations import check_first_average
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Charted, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._riemannian import Riemannian, with_l2
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
@@ -73,7 +73,6 @@ class RiemannianAdam(Riemannian):
     """
 
     direction = "adam"
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "avg_bound", "sq_bound"})
 
     @spelt_out(writeback=None)
     def __init__(
@@ -172,7 +171,6 @@ class RiemannianSGD(Riemannian):
     """
 
     direction = "sgd"
-    preconditioner = frozenset({"momentum_buffer", "avg_bound"})
 
     @spelt_out(writeback=None)
     def __init__(
@@ -245,7 +243,6 @@ def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:
 
 
 def _make_averages(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-    for name in names:
+    for name in (*DIRECTIONS["adam"].averages, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
         if name not in state:
             state[name] = torch.zeros(parameter.shape, dtype=working_dtype(parameter), device=parameter.device)

@@ -7,9 +7,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold.optim._combinations import check_first_average
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 
 __all__ = ["StiffnessAdamW", "adam_numbers"]
@@ -84,7 +83,6 @@ class StiffnessAdamW(StiffnessOptimizer):
     """
 
     direction = "adam"
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
 
     @spelt_out()
     def __init__(

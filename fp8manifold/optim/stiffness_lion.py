@@ -4,9 +4,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Family, check_betas, spelt_out
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._stiffness import StiffnessOptimizer
 
 __all__ = ["StiffnessLion"]
@@ -50,7 +49,6 @@ class StiffnessLion(StiffnessOptimizer):
     """
 
     direction = "lion"
-    preconditioner = frozenset({"exp_avg", "avg_bound"})
 
     @spelt_out()
     def __init__(

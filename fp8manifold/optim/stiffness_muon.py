@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.optim._combinations import check_first_average
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._muon import along, take_muon_step
-from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
-from fp8manifold.optim._orthogonal import (
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
     SHAPES,
     adjusted_rate,
+    along,
     as_matrices,
     orthogonal_factor,
     product_dtype,
+    take_muon_step,
 )
+from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters, Planned
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._views import StepView, viewed
@@ -93,7 +93,6 @@ class StiffnessMuon(StiffnessOptimizer):
     """
 
     direction = "muon"
-    preconditioner = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
 
     @spelt_out(stiffness=0.0)
     def __init__(
@@ -203,18 +202,18 @@ class StiffnessMuon(StiffnessOptimizer):
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
         return numbers | shared
 
-    def _takes_more(self, plan: Planned) -> bool:
-        return bool(plan.group["direction"] == "muon")
+    def _takes_more(self, job: Job) -> bool:
+        return bool(job.group["direction"] == "muon")
 
-    def _take_alone(self, plan: Planned, numbers: Tensor, keys: Tensor) -> StepView | None:
+    def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
         """Adam's parameters as everywhere, a matrix by its own two passes."""
-        if plan.group["direction"] == "adam":
-            return super()._take_alone(plan, numbers, keys)
-        job, factor = plan.job, partial(_factor, plan.group, plan.parameter)
-        is_observed = self._is_observed(plan)
-        take = partial(take_muon_step, job, numbers, keys, factor, compile=plan.compile, observed=is_observed)
+        if job.group["direction"] == "adam":
+            return super()._take_alone(job, numbers, keys)
+        factor, is_observed = partial(_factor, job.group, job.parameter), self._is_observed(job)
+        compiles = job.group["compile"]
+        take = partial(take_muon_step, job, numbers, keys, factor, compile=compiles, observed=is_observed)
         if is_observed:
-            return viewed(plan.parameter, along(job, job.held["gradient"]), numbers, take)
+            return viewed(job.parameter, along(job, job.held["gradient"]), numbers, take)
         take()
         return None
 

@@ -6,10 +6,9 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._checks import check_number
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Family, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._writeback import rule_of
 
@@ -54,7 +53,6 @@ class StiffnessSGD(StiffnessOptimizer):
     """
 
     direction = "sgd"
-    preconditioner = frozenset({"momentum_buffer", "avg_bound"})
 
     @spelt_out(stiffness=2.0)
     def __init__(
