@@ -1,13 +1,8 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
 from fp8manifold import _geoopt_import, monitor, ops, optim, reference  # noqa: F401
-from fp8manifold._layer_spec import LayerSpec
+from fp8manifold._encoded.stalled_average import StalledAverageWarning
 from fp8manifold._native import NativeUnavailableWarning
-from fp8manifold._operands import OperandSpec
-from fp8manifold._report import QuantizationReport, ReportedLayer, quantization_report
-from fp8manifold._scalers import Scale
-from fp8manifold._stalled_average import StalledAverageWarning
-from fp8manifold._surgery import dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.averages import averaged_model
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
@@ -15,6 +10,11 @@ from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
+from fp8manifold.nn._operands import OperandSpec
+from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
+from fp8manifold.nn._scalers import Scale
+from fp8manifold.nn._spec import LayerSpec
+from fp8manifold.nn._surgery import dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from fp8manifold._surgery import dequantize_model
+from fp8manifold.nn._surgery import dequantize_model
 
 __all__ = ["averaged_model"]
 

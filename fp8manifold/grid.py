@@ -6,12 +6,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import blockwise
-from fp8manifold._charts import UlpChart, within
-from fp8manifold._checks import check_choice
-from fp8manifold._float_bits import binade, check_holds, float_bits, working_dtype
 from fp8manifold._native._arrays import Key, decoded, encoded, rounded
-from fp8manifold._rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
+from fp8manifold._numerics.blocks import blockwise
+from fp8manifold._numerics.charts import UlpChart, within
+from fp8manifold._numerics.checks import check_choice
+from fp8manifold._numerics.float_bits import binade, check_holds, float_bits, working_dtype
+from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import check_words, draw_range
 

@@ -5,12 +5,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8manifold._checks import check_choice
-from fp8manifold._float_bits import working_dtype
-from fp8manifold._operands import NONE, is_none
-from fp8manifold._scaled_rounding import rounded_units
+from fp8manifold._numerics.checks import check_choice
+from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.scaled_rounding import rounded_units
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
+from fp8manifold.nn._operands import NONE, is_none
 from fp8manifold.scaling import amax_scale
 
 __all__ = ["fp8_mm"]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8manifold._blocks import BLOCK, runs_in_blocks
-from fp8manifold._eager import eager_only
+from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
+from fp8manifold._numerics.eager import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
 

@@ -8,15 +8,12 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-import fp8manifold._operators  # noqa: F401  # registers them
-from fp8manifold._adoption import adopt_parts, checked_scale
-from fp8manifold._checks import check_choice, check_int
-from fp8manifold._dispatch import DTYPES, TRACED_AS, EncodedTensor
-from fp8manifold._fake import has_values
-from fp8manifold._float_bits import working_dtype
-from fp8manifold._refusals import guard_memory
-from fp8manifold._stalled_average import is_average, warn_if_stalled
-from fp8manifold._storage import (
+import fp8manifold._encoded.operators  # noqa: F401  # registers them
+from fp8manifold._encoded.adoption import adopt_parts, checked_scale
+from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, EncodedTensor
+from fp8manifold._encoded.refusals import guard_memory
+from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
+from fp8manifold._encoded.storage import (
     checked_codes,
     dequantize_codes,
     expand_scale,
@@ -25,7 +22,7 @@ from fp8manifold._storage import (
     next_codes,
     remainder_of,
 )
-from fp8manifold._stored_scale import (
+from fp8manifold._encoded.stored_scale import (
     describe_change,
     describe_scale,
     fresh_scale,
@@ -33,7 +30,10 @@ from fp8manifold._stored_scale import (
     warn_if_lost,
     warn_if_saturated,
 )
-from fp8manifold._traits import ROUNDINGS, Rounding, Traits
+from fp8manifold._encoded.traits import ROUNDINGS, Rounding, Traits
+from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8manifold._codec import largest_bits
+from fp8manifold._numerics.codec import largest_bits
 from fp8manifold.formats import FloatFormat
 
 __all__ = ["ARRAY", "FORMAT", "JOB", "SPEC", "format_record"]

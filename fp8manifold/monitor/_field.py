@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8manifold._float_bits import float_bits
+from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold.formats import FloatFormat
 from fp8manifold.monitor._position import inside, spacing
 

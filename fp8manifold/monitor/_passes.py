@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK, runs_in_blocks
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [

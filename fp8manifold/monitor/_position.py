@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fp8manifold._float_bits import binade, float_bits
+from fp8manifold._numerics.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 
 __all__ = ["chart_steps", "inside", "spacing", "steps_from_zero"]

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fp8manifold._codec import encode_finite
+from fp8manifold._numerics.codec import encode_finite
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.monitor._passes import ScaleLike, fitting, plain, unit_blocks

@@ -7,10 +7,10 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._checks import check_choice, check_int
-from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
-from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches
-from fp8manifold.optim._fisher_metric import Layer, mean_over_tokens
+from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
+from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches
+from fp8manifold._fisher.metric import Layer, mean_over_tokens
+from fp8manifold._numerics.checks import check_choice, check_int
 
 __all__ = ["FisherFigures", "eigenvalue_ratios", "fisher_figures", "fisher_ratio"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import UlpChart
-from fp8manifold._checks import check_entries, check_number
+from fp8manifold._numerics.charts import UlpChart
+from fp8manifold._numerics.checks import check_entries, check_number
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.monitor._field import FieldSums
 from fp8manifold.monitor._passes import ScaleLike, check_shapes, fitting, plain, scaled_blocks, unit_blocks

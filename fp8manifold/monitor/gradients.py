@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK, runs_in_blocks
-from fp8manifold._checks import check_entries, check_int, check_number
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
+from fp8manifold._numerics.checks import check_entries, check_int, check_number
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, unit_blocks
 from fp8manifold.monitor._position import inside, spacing

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.monitor._passes import ScaleLike, fitting, plain

@@ -6,8 +6,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._float_bits import working_dtype
-from fp8manifold._stored_scale import broadcasts_to
+from fp8manifold._encoded.stored_scale import broadcasts_to
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._kinds import own_manifold

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from fp8manifold._checks import check_choice
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold.optim._variant import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 

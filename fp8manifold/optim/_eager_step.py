@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK
+from fp8manifold._numerics.blocks import BLOCK
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._keys import FOR_MOMENTS
 from fp8manifold.optim._step import Outcome, step

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp8manifold._float_bits import float_bits
+from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold.optim._directions import sqrt_exact
 from fp8manifold.optim._hyper import Hyper
 

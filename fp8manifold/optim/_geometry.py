@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Chart, UlpChart, chart_of, sign_of
+from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._field import exp2_exact, factor
 from fp8manifold.optim._hyper import Hyper

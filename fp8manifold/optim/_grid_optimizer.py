@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Metric
-from fp8manifold._checks import check_int, check_number
+from fp8manifold._numerics.charts import Metric
+from fp8manifold._numerics.checks import check_int, check_number
 from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import end_exponents

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8manifold._codec import decode_magnitude, decode_with_ulp, encode_finite, encode_magnitude
+from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encode_magnitude
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._hyper import Hyper
 from fp8manifold.optim._variant import BOUNDS, Variant

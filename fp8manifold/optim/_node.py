@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from fp8manifold._dispatch import EncodedTensor, implements
+from fp8manifold._encoded.dispatch import EncodedTensor, implements
 
 __all__ = ["new_number", "step_as_a_node"]
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8manifold._checks import check_choice, check_int
-from fp8manifold._eager import eager_only
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips

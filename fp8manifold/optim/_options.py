@@ -9,8 +9,8 @@ from typing import Any, Concatenate, Final, ParamSpec, TypedDict, TypeVar, get_a
 
 from torch import Tensor
 
-from fp8manifold._charts import Metric
-from fp8manifold._checks import check_number
+from fp8manifold._numerics.charts import Metric
+from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._schedules import Schedule
 
 __all__ = [

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Metric, chart_of
-from fp8manifold._codec import decode_bits, decode_with_ulp
-from fp8manifold._float_bits import working_dtype
 from fp8manifold._native._arrays import spacings
+from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold

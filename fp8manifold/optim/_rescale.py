@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fp8manifold._codec import encode_finite, encode_signed
-from fp8manifold._stored_scale import describe_change
+from fp8manifold._encoded.stored_scale import describe_change
+from fp8manifold._numerics.codec import encode_finite, encode_signed
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles

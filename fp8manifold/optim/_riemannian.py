@@ -7,7 +7,7 @@ import geoopt
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Metric
+from fp8manifold._numerics.charts import Metric
 from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._geometry import bounds

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8manifold._eager import eager_only
+from fp8manifold._numerics.eager import eager_only
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._eager_step import run_eager
 from fp8manifold.optim._job import Job

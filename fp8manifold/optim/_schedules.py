@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fp8manifold._checks import check_int, check_number
+from fp8manifold._numerics.checks import check_int, check_number
 
 __all__ = ["Schedule", "anneal", "scheduled"]
 

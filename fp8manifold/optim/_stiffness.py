@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fp8manifold._charts import chart_of
-from fp8manifold._checks import check_choice
+from fp8manifold._numerics.charts import chart_of
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._field import log2_bounded, power_mode
 from fp8manifold.optim._grid_optimizer import GridOptimizer

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK
-from fp8manifold._eager import eager_only
 from fp8manifold._native._arrays import content
+from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._numerics.eager import eager_only
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.random_bits import mixed_word, word_range

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, Literal
 
-from fp8manifold._charts import Metric
+from fp8manifold._numerics.charts import Metric
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import chart_of
+from fp8manifold._numerics.charts import chart_of
 from fp8manifold.optim._eager_step import run_eager
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._step import Outcome

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import chart_of
-from fp8manifold._codec import decode_signed, decode_with_ulp, encode_finite
-from fp8manifold._rounding import round_block
+from fp8manifold._numerics.charts import chart_of
+from fp8manifold._numerics.codec import decode_signed, decode_with_ulp, encode_finite
+from fp8manifold._numerics.rounding import round_block
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._writeback import joined_codes
 

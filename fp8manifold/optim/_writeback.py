@@ -6,8 +6,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8manifold._codec import decode_with_ulp, encode_finite, encode_signed
-from fp8manifold._rounding import round_block
+from fp8manifold._numerics.codec import decode_with_ulp, encode_finite, encode_signed
+from fp8manifold._numerics.rounding import round_block
 from fp8manifold.formats import FloatFormat
 
 __all__ = ["WRITEBACKS", "WriteBack", "joined_codes", "rule_of", "split_codes", "unless_special"]

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold.optim._combinations import check_first_average
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._muon import (

@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fp8manifold._charts import Metric, chart_of
-from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold._eager import eager_only
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8manifold.optim._fisher_adapter import LayerFisher
-from fp8manifold.optim._fisher_capture import (
+from fp8manifold._fisher.adapter import LayerFisher
+from fp8manifold._fisher.capture import (
     Draws,
     call_model,
     linear_layers,
     rows_of_batches,
     sample_labels,
 )
-from fp8manifold.optim._fisher_metric import REPRESENTATIONS, Layer
+from fp8manifold._fisher.metric import REPRESENTATIONS, Layer
 from nanogpt_bench.model.gpt import GPTShape, build_model
 
 EVERY = pytest.mark.parametrize("representation", REPRESENTATIONS)

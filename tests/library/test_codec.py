@@ -12,7 +12,7 @@ from grid_inputs import NAMED, ODD, critical, random_float32, random_in_range
 from numpy.typing import NDArray
 
 import fp8manifold as fm
-from fp8manifold._codec import (
+from fp8manifold._numerics.codec import (
     decode_bits,
     decode_magnitude,
     decode_with_ulp,

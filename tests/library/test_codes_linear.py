@@ -11,7 +11,7 @@ from optimizer_cases import normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import _codes_linear
+from fp8manifold.nn import _codes_linear
 
 
 def layer(features: int, dtype: torch.dtype, *, bias: bool, granularity: Any = "channel") -> nn.Module:

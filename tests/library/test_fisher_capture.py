@@ -11,14 +11,14 @@ from fisher_metric_cases import classifier, labels_of, layers_of, normal, passes
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim._fisher_capture import (
+from fp8manifold._fisher.capture import (
     Draws,
     linear_layers,
     rows_of_batches,
     sample_labels,
     take_batches,
 )
-from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, measure
+from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, measure
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 
@@ -133,16 +133,14 @@ def test_labels_depend_on_their_key_alone() -> None:
 
 
 def test_the_smallest_draw_finds_no_label_of_probability_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fp8manifold.optim._fisher_capture.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32)
-    )
+    monkeypatch.setattr("fp8manifold._fisher.capture.random_bits", lambda n, **_: torch.zeros(n, dtype=torch.int32))
     assert sample_labels(torch.tensor([[-torch.inf, -torch.inf, 1.0]]), seed=0, step=0, stream=0).tolist() == [2]
 
 
 def test_labels_of_a_large_vocabulary_are_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = normal(300, 5000) * 3
     whole = sample_labels(scores, seed=3, step=1, stream=2)
-    monkeypatch.setattr("fp8manifold.optim._fisher_capture._CHUNK", 7 * 5000)
+    monkeypatch.setattr("fp8manifold._fisher.capture._CHUNK", 7 * 5000)
     assert torch.equal(sample_labels(scores, seed=3, step=1, stream=2), whole)
     assert len(whole.unique()) > 150
 

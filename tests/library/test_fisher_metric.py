@@ -22,12 +22,12 @@ from fisher_metric_cases import (
 )
 from torch import Tensor, nn
 
-from fp8manifold.optim._fisher_adapter import check_definite
-from fp8manifold.optim._fisher_capture import (
+from fp8manifold._fisher.adapter import check_definite
+from fp8manifold._fisher.capture import (
     Draws,
     rows_of_batches,
 )
-from fp8manifold.optim._fisher_metric import Layer, measure, natural_gradient, rank_one
+from fp8manifold._fisher.metric import Layer, measure, natural_gradient, rank_one
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 

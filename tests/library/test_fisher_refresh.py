@@ -9,8 +9,8 @@ import torch
 from fisher_cases import EVERY, batch, counting, optimizer_of, put_gradients, snapshot, tagger, train, values
 from optimizer_cases import frozen, same_bits
 
+from fp8manifold._fisher.metric import METRIC
 from fp8manifold.optim import FisherNaturalGradient, anneal
-from fp8manifold.optim._fisher_metric import METRIC
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 

@@ -25,7 +25,7 @@ from tables import Int64, StochasticSteps, steps, stochastic_steps
 
 import fp8manifold as fm
 from fp8manifold import reference
-from fp8manifold._rounding import OVERFLOWS, ROUNDINGS
+from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS
 
 DETERMINISTIC = ROUNDINGS[:4]
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)

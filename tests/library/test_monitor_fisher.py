@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from fp8manifold._fisher.capture import sample_labels
 from fp8manifold.monitor import FisherFigures, eigenvalue_ratios, fisher_figures, fisher_ratio
-from fp8manifold.optim._fisher_capture import sample_labels
 
 pytest.importorskip("nngeometry", reason="extra fisher")
 

@@ -19,9 +19,9 @@ from optimizer_cases import normal
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays, _layouts, is_available
-from fp8manifold._scaled_rounding import rounded_at
-from fp8manifold._storage import dequantize_codes
+from fp8manifold._numerics.scaled_rounding import rounded_at
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._streams import content_word
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8manifold import LayerSpec, QuantizedLinear, quantize_model
-from fp8manifold._recomputation import _NOTES
+from fp8manifold.nn._recomputation import _NOTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # nested, reentrant
 Run = Callable[..., Tensor]

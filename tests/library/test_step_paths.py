@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._charts import UlpChart
+from fp8manifold._numerics.charts import UlpChart
 from fp8manifold.optim import CompileUnavailableWarning, _compiled_step, anneal
 from fp8manifold.optim._directions import adam, madam
 from fp8manifold.optim._field import exp2_exact

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim import anneal
 from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._hyper import row

@@ -1,4 +1,4 @@
-"""Quantised linear layers."""
+"""The quantised linear layer."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,12 +8,19 @@ from typing import Any, Final, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._called_whole import forbid_fused_operators, over_nested
-from fp8manifold._checks import check_choice, check_number
-from fp8manifold._codes_linear import linear
-from fp8manifold._fake import has_values
-from fp8manifold._gradients import Rounded, linear_with_rounded_gradients
-from fp8manifold._grid_weight import (
+from fp8manifold._encoded.storage import expand_scale
+from fp8manifold._numerics.checks import check_choice, check_number
+from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.scaled_rounding import Key, rounded_at
+from fp8manifold.fake_quant import quantize_at
+from fp8manifold.formats import FloatFormat
+from fp8manifold.grid import encode
+from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
+from fp8manifold.nn._checks import check_blocks, check_storage
+from fp8manifold.nn._codes_linear import linear
+from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients
+from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_on_manifold,
     grid_weight,
@@ -21,17 +28,10 @@ from fp8manifold._grid_weight import (
     prepare_grid_state,
     renew_grid_weight,
 )
-from fp8manifold._layer_checks import check_blocks, check_storage
-from fp8manifold._layer_spec import LayerSpec
-from fp8manifold._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
-from fp8manifold._recomputation import Pass, pass_of
-from fp8manifold._scaled_rounding import Key, rounded_at
-from fp8manifold._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
-from fp8manifold._storage import expand_scale
-from fp8manifold.fake_quant import quantize_at
-from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import encode
-from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.nn._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
+from fp8manifold.nn._recomputation import Pass, pass_of
+from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
+from fp8manifold.nn._spec import LayerSpec
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE, Granularity
 from fp8manifold.tensor import FP8Tensor

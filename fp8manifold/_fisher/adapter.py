@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fp8manifold.optim._fisher_capture import Rows
+from fp8manifold._fisher.capture import Rows
 
 __all__ = ["LayerFisher", "check_definite", "load_nngeometry"]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fp8manifold.nn import QuantizedLinear
+from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.random_bits import RANDOM_BITS, random_bits
 
 __all__ = ["Draws", "Logits", "Rows", "call_model", "linear_layers", "rows_of_batches", "sample_labels", "take_batches"]

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._storage import is_traced
+from fp8manifold._encoded.storage import is_traced
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.scaling import (

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fp8manifold.optim._fisher_adapter import LayerFisher, check_definite
-from fp8manifold.optim._fisher_capture import Rows
+from fp8manifold._fisher.adapter import LayerFisher, check_definite
+from fp8manifold._fisher.capture import Rows
 
 __all__ = [
     "METRIC",

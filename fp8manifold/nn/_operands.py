@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal
 
-from fp8manifold._checks import check_choice, check_int, check_keys, check_number
-from fp8manifold._scalers import POLICIES, Policy
+from fp8manifold._numerics.checks import check_choice, check_int, check_keys, check_number
 from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.nn._scalers import POLICIES, Policy
 from fp8manifold.scaling import GRANULARITIES, Granularity
 
 __all__ = [

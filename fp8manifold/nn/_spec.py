@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-from fp8manifold._checks import check_choice, check_int, check_keys
-from fp8manifold._operands import GLOBAL, OPERANDS, OperandLike, OperandName, OperandSpec, read_operand
-from fp8manifold._scalers import HISTORY, POLICIES, Policy
+from fp8manifold._numerics.checks import check_choice, check_int, check_keys
 from fp8manifold.fake_quant import STE, STES
 from fp8manifold.formats import FloatFormat, FormatLike
+from fp8manifold.nn._operands import GLOBAL, OPERANDS, OperandLike, OperandName, OperandSpec, read_operand
+from fp8manifold.nn._scalers import HISTORY, POLICIES, Policy
 from fp8manifold.scaling import GRANULARITIES, Granularity
 
 __all__ = ["LAYER_ROUNDINGS", "Formats", "LayerRounding", "LayerSpec", "check_options_are_taken", "read_formats"]

@@ -6,8 +6,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._checks import check_choice, check_int
-from fp8manifold._fake import has_values
+from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.scaling import (
     GRANULARITIES,

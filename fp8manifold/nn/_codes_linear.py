@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native._arrays import is_plain
-from fp8manifold._storage import dequantize_codes
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["linear"]

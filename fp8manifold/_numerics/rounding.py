@@ -8,7 +8,7 @@ from typing import Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from fp8manifold._float_bits import binade, float_bits
+from fp8manifold._numerics.float_bits import binade, float_bits
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import RANDOM_BITS
 

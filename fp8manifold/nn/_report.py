@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fp8manifold._candidates import is_linear, obstacle
-from fp8manifold.nn import QuantizedLinear
+from fp8manifold.nn._candidates import is_linear, obstacle
+from fp8manifold.nn._linear import QuantizedLinear
 
 __all__ = ["QuantizationReport", "ReportedLayer", "quantization_report"]
 

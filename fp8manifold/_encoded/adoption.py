@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8manifold._loading import is_loading
-from fp8manifold._stored_scale import broadcasts_to, check_covers, power_of_two
+from fp8manifold._encoded.loading import is_loading
+from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, power_of_two
 
 __all__ = ["adopt_parts", "checked_scale"]
 

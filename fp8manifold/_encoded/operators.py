@@ -7,9 +7,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._dispatch import DTYPES, EncodedTensor, Replay, View, implements, name_of, plain, view_of
-from fp8manifold._storage import dequantize_codes, is_traced
-from fp8manifold._stored_scale import refit_scale_
+from fp8manifold._encoded.dispatch import DTYPES, EncodedTensor, Replay, View, implements, name_of, plain, view_of
+from fp8manifold._encoded.storage import dequantize_codes, is_traced
+from fp8manifold._encoded.stored_scale import refit_scale_
 
 __all__: list[str] = []
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK, runs_in_blocks
-from fp8manifold._float_bits import check_holds, working_dtype
 from fp8manifold._native._arrays import rounded
-from fp8manifold._rounding import round_block
+from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
+from fp8manifold._numerics.float_bits import check_holds, working_dtype
+from fp8manifold._numerics.rounding import round_block
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import draw_range
 from fp8manifold.scaling import BLOCK_SIZE

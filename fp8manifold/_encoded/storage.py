@@ -5,10 +5,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._blocks import BLOCK
-from fp8manifold._codec import decode_bits, encode_bits
-from fp8manifold._fake import has_values
 from fp8manifold._native._arrays import decoded
+from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._numerics.codec import decode_bits, encode_bits
+from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, encode, to_chart
 from fp8manifold.random_bits import named_word

@@ -7,12 +7,12 @@ from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 
-from fp8manifold._candidates import is_conv1d, is_linear, obstacle
-from fp8manifold._carried import carry_over, check_can_be_carried
-from fp8manifold._checks import check_choice, check_int
-from fp8manifold._conv1d import QuantizedConv1D, linear_of
-from fp8manifold._layer_spec import Formats, LayerSpec, read_formats
-from fp8manifold.nn import STORAGES, QuantizedLinear, Storage
+from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold.nn._candidates import is_conv1d, is_linear, obstacle
+from fp8manifold.nn._carried import carry_over, check_can_be_carried
+from fp8manifold.nn._conv1d import QuantizedConv1D, linear_of
+from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
+from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 

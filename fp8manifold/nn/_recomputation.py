@@ -21,9 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._eager import eager_only
-from fp8manifold._recall import is_backward
-from fp8manifold._scalers import Scaler
+from fp8manifold._encoded.recall import is_backward
+from fp8manifold._numerics.eager import eager_only
+from fp8manifold.nn._scalers import Scaler
 
 __all__ = ["Pass", "pass_of"]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fp8manifold._eager import eager_only
-from fp8manifold._recall import is_backward, recall
-from fp8manifold._refusals import NoStorage, check_not_distributed, guard_memory, refuse_memory
-from fp8manifold._storage import is_traced
+from fp8manifold._encoded.recall import is_backward, recall
+from fp8manifold._encoded.refusals import NoStorage, check_not_distributed, guard_memory, refuse_memory
+from fp8manifold._encoded.storage import is_traced
+from fp8manifold._numerics.eager import eager_only
 
 __all__ = [
     "DTYPES",

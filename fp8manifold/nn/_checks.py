@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from fp8manifold._layer_spec import LayerSpec, check_options_are_taken
-from fp8manifold._operands import OperandName, OperandSpec
+from fp8manifold.nn._operands import OperandName, OperandSpec
+from fp8manifold.nn._spec import LayerSpec, check_options_are_taken
 from fp8manifold.scaling import BLOCK_SIZE
 
 __all__ = ["check_blocks", "check_storage"]

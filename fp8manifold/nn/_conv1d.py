@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8manifold._layer_spec import LayerSpec
-from fp8manifold.nn import QuantizedLinear, Storage
+from fp8manifold.nn._linear import QuantizedLinear, Storage
+from fp8manifold.nn._spec import LayerSpec
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["QuantizedConv1D", "linear_of"]

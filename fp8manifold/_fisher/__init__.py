@@ -1,0 +1,1 @@
+"""The Fisher information of linear layers: captured, handed to nngeometry, and as a metric."""

@@ -1,0 +1,1 @@
+"""The arithmetic of formats on plain tensors: below it there is no tensor subclass."""
