@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import fp8manifold as fm
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RATES
+from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
 from nanogpt_bench.config.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
@@ -19,7 +20,6 @@ from nanogpt_bench.config.schema import (
     ModelConfig,
     OptimizerConfig,
 )
-from nanogpt_bench.config.settings import get
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.start import pinned, start_shape
@@ -181,7 +181,8 @@ def _fill_rule(config: Config, preset: Rule) -> None:
         _fill(optimizer, moments=preset.moments or "float32")
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
     options = OPTIONS[optimizer.name or ""]
-    _fill(optimizer, **{name: value for name, value in options.items() if name not in RATES})
+    rates = keys_where("is_rate")
+    _fill(optimizer, **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates})
     if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
         _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
     _fill(optimizer, **options)
@@ -238,7 +239,8 @@ def _check_optimizer(config: Config) -> None:
             f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
         )
     _check_peer(config)
-    for key, storages in _NEEDS.items():
+    for key in keys_where("storages"):
+        storages = FIELDS[key].facts["storages"]
         if storage not in storages and get(config, key) not in (None, False):
             raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
     _check_options(optimizer)
@@ -299,15 +301,6 @@ def _check_peer(config: Config) -> None:
     if recipe is not None and (storage != "float32" or precision == "bf16-pure"):
         what = f"model.storage {storage!r}" if storage != "float32" else f"train.precision {precision!r}"
         raise BenchError(f"model.torchao_float8: {recipe!r} can't be used with {what}")
-
-
-#: settings that mean something under some storages only
-_NEEDS = {
-    "optimizer.writeback": ROUNDED,
-    "optimizer.moments": MANIFOLDS,
-    "optimizer.compile": MANIFOLDS,
-    "model.headroom": MANIFOLDS,
-}
 
 
 def _either(names: Sequence[str]) -> str:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
-from nanogpt_bench.config.precedence import OF_FORMATS
+from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.reference import reference_settings
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config, get
-from nanogpt_bench.report.comparable import SETTINGS
+from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.step.resolve import format_summary, resolve, rule_name, weight_format
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
@@ -94,7 +93,7 @@ def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoi
     """
     if sweep.reference is None:
         return []
-    keys = [key for key in (*SETTINGS, "seed") if key not in sweep.reference]
+    keys = [key for key in (*keys_where("of_task"), "seed") if key not in sweep.reference]
     found = [{key: point[key] for key in keys if key in point} for point in points]
     base = reference_settings(sweep.base, sweep.reference)
     return [plan_point(base, point) for point in {repr(point): point for point in found}.values()]
@@ -109,7 +108,7 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     axes = _without_formats(base, point)
     settings = assemble(base, axes)
     if "rule" in point and _keeps_floats(base, point):  # what the other rules of the axis share
-        settings = {key: value for key, value in settings.items() if key not in OF_FORMATS}
+        settings = {key: value for key, value in settings.items() if key not in keys_where("of_formats")}
     try:
         built = build_config(settings)
         config = resolve(built)
