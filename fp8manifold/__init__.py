@@ -1,6 +1,7 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
 from fp8manifold import _geoopt_import, monitor, ops, optim  # noqa: F401
+from fp8manifold._format_check import check_formats
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold._operands import OperandSpec
@@ -39,6 +40,7 @@ __all__ = [
     "UnderflowWarning",
     "amax_scale",
     "averaged_model",
+    "check_formats",
     "decode",
     "dequantize_model",
     "encode",

@@ -1,6 +1,6 @@
 """Which options of a layer exclude each other."""
 
-from torch import nn
+from collections.abc import Mapping
 
 from fp8manifold._layer_spec import LayerSpec, check_options_are_taken
 from fp8manifold._operands import OperandName, OperandSpec
@@ -32,9 +32,9 @@ def _check_stored(storage: str, spec: LayerSpec) -> None:
             )
 
 
-def check_blocks(operands: dict[OperandName, OperandSpec], linear: nn.Linear) -> None:
+def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, out_features: int) -> None:
     for name, operand in operands.items():
-        length = linear.out_features if name == "activation_gradient" else linear.in_features
+        length = out_features if name == "activation_gradient" else in_features
         if operand.granularity == "block" and length % BLOCK_SIZE:
             raise ValueError(
                 f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "

@@ -2,7 +2,8 @@
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
@@ -16,7 +17,15 @@ from fp8manifold.nn import STORAGES, QuantizedLinear, Storage
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["TIED", "Tied", "dequantize_model", "quantize_model", "quantize_weight_gradients"]
+__all__ = [
+    "TIED",
+    "Tied",
+    "dequantize_model",
+    "patterns_chosen",
+    "quantize_model",
+    "quantize_weight_gradients",
+    "refuse_shared",
+]
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")
@@ -88,12 +97,8 @@ def quantize_model(
     check_int("seed", seed, 0, 2**31 - 1)
     specs = _matched_specs(model, read_formats(formats, granularity))
     shared = _shared_weights(model, specs)
-    if shared and tied == "refuse":
-        tied_layer, owners = next(iter(shared.items()))
-        raise ValueError(
-            f"the weight of {tied_layer!r} is shared ({', '.join(owners)}): give tied='untie' for a copy of its own, "
-            f"or leave it alone with tied='leave' or {{{tied_layer!r}: 'none'}}"
-        )
+    if tied == "refuse":
+        refuse_shared(shared)
     if tied == "leave":
         specs = {name: spec for name, spec in specs.items() if name not in shared}
     options: dict[str, Any] = {
@@ -202,12 +207,8 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
         for name, module in linears.items()
         if not isinstance(module, QuantizedLinear) and (found := obstacle(module)) is not None
     }
-    chosen: dict[str, str] = {}
-    for pattern in sorted(specs, key=lambda p: len(_literal(p))):
-        matched = [name for name in linears if _matches(pattern, name)]
-        if not matched or (set(matched) <= set(left) and not specs[pattern].quantizes_nothing):
-            raise ValueError(_no_match(pattern, list(linears), {name: left[name].reason for name in matched}, left))
-        chosen.update(dict.fromkeys(matched, pattern))
+    reasons = {name: found.reason for name, found in left.items()}
+    chosen = patterns_chosen(specs, list(linears), reasons)
     chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
     for name, pattern in chosen.items():
         if isinstance(linears[name], QuantizedLinear):
@@ -220,12 +221,38 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
     return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
 
 
+def patterns_chosen(
+    specs: Mapping[str, LayerSpec], names: Sequence[str], left: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """The pattern that every layer takes, by name; ``left`` says why layers are left that can't be quantised.
+
+    Raises:
+        ValueError: a pattern that matches no layer, or none that can be quantised.
+    """
+    chosen: dict[str, str] = {}
+    for pattern in sorted(specs, key=lambda p: len(_literal(p))):
+        matched = [name for name in names if _matches(pattern, name)]
+        if not matched or (left.keys() >= set(matched) and not specs[pattern].quantizes_nothing):
+            raise ValueError(_no_match(pattern, names, {name: left[name] for name in matched}, left))
+        chosen.update(dict.fromkeys(matched, pattern))
+    return chosen
+
+
+def refuse_shared(shared: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError for the first layer whose weight is another module's too, given the names of the weight."""
+    for layer, owners in shared.items():
+        raise ValueError(
+            f"the weight of {layer!r} is shared ({', '.join(owners)}): give tied='untie' for a copy of its own, "
+            f"or leave it alone with tied='leave' or {{{layer!r}: 'none'}}"
+        )
+
+
 def _literal(pattern: str) -> str:
     """What of a pattern stands for itself."""
     return pattern.replace("*", "").replace("?", "")
 
 
-def _no_match(pattern: str, names: list[str], matched: Mapping[str, str], left: Collection[str]) -> str:
+def _no_match(pattern: str, names: Sequence[str], matched: Mapping[str, str], left: Collection[str]) -> str:
     """What to say of a pattern that quantises nothing."""
     count = sum(name not in left for name in names)
     if matched:

@@ -128,7 +128,7 @@ class QuantizedLinear(nn.Linear):
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
         self._defers = defer_weight_gradient
         self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
-        check_blocks(self._operands, linear)
+        check_blocks(self._operands, linear.in_features, linear.out_features)
         self._take_weight(linear.weight, rounding, seed)
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):

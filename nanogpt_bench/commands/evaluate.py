@@ -21,7 +21,8 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.trained import is_checkpoint, is_run, run_folder
-from nanogpt_bench.step.resolve import format_name, format_summary, resolve
+from nanogpt_bench.step.formats import format_name, format_summary
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.train import runtime, write_json

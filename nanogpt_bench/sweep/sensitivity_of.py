@@ -16,7 +16,7 @@ from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.report.build import report
 from nanogpt_bench.runs.trained import Trained, choose, is_checkpoint, load, run_folder
-from nanogpt_bench.step.resolve import format_name
+from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.start import model_shape
 from nanogpt_bench.step.surgery import quantize
