@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from fp8manifold._checks import check_choice
 from fp8manifold._layer_checks import check_blocks, check_storage
 from fp8manifold._layer_spec import Formats, LayerSpec, read_formats
-from fp8manifold._operands import OPERANDS
 from fp8manifold._surgery import TIED, Tied, patterns_chosen, refuse_shared
 from fp8manifold.nn import STORAGES, Storage
 from fp8manifold.scaling import Granularity
@@ -62,4 +61,4 @@ def check_formats(
 
 def _check_layer(spec: LayerSpec, sizes: tuple[int, int], storage: Storage, keep_remainder: bool) -> None:
     check_storage(storage, spec, keep_remainder)
-    check_blocks({name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}, *sizes)
+    check_blocks(spec.operands, *sizes)

@@ -11,7 +11,7 @@ __all__ = ["check_blocks", "check_storage"]
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
     """Refuse options of the weight that its storage would ignore."""
-    weight = spec.operand("weight")
+    weight = spec.operands.get("weight")
     if weight is not None and weight.granularity == "block" and storage == "grid":
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
     if keep_remainder and storage != "fp8":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -33,15 +33,19 @@ _OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_
 _QUOTED_NULLS = ("null", "Null", "NULL", "~")
 
 
-def checked(key: str, value: Any) -> Any:
-    """Return a setting's value as its type has it, such as 1.0 for 1 where a float is meant.
+def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {dotted key: value} settings as their types have them, such as 1.0 for 1 where a float is meant.
 
-    >>> checked("optimizer.lr", 1), checked("optimizer.name", "StiffnessAdamW")
-    (1.0, 'stiffness_adamw')
+    >>> checked({"optimizer.lr": 1, "optimizer.name": "StiffnessAdamW"})
+    {'optimizer.lr': 1.0, 'optimizer.name': 'stiffness_adamw'}
 
     Raises:
         BenchError: a wrong type, out of range, or null where that means nothing.
     """
+    return {key: _checked(key, value) for key, value in settings.items()}
+
+
+def _checked(key: str, value: Any) -> Any:
     _check_names(key, value)
     if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
         raise _not_allowed(key, value)
@@ -84,7 +88,7 @@ def _reader(setting: Setting) -> Callable[[Any], Any]:
     if setting.kind is not str:
         return functools.partial(_said, setting.kind)
     if setting.facts["choices"]:
-        return functools.partial(own_spelling, setting.key)
+        return functools.partial(_own_spelling, setting.facts["choices"])
     return lambda value: None if setting.optional and value in _QUOTED_NULLS else value
 
 
@@ -106,13 +110,17 @@ def parse_text(text: str) -> Any:
         return text
 
 
-def own_spelling(key: str, value: Any) -> Any:
-    """Return a choice spelt in other case or without its underscores (StiffnessAdamW) in its own spelling.
+def own_spellings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with every choice spelt in other case or without its underscores in its own spelling.
 
-    YAML reads a bare off as false: where off is a choice, that is what was meant.
+    >>> own_spellings({"optimizer.name": "StiffnessAdamW"})
+    {'optimizer.name': 'stiffness_adamw'}
     """
-    choices = FIELDS[key].facts["choices"] or ()
-    if value is False and "off" in choices:
+    return {key: _own_spelling(FIELDS[key].facts["choices"] or (), value) for key, value in settings.items()}
+
+
+def _own_spelling(choices: Sequence[str], value: Any) -> Any:
+    if value is False and "off" in choices:  # as YAML reads a bare off
         return "off"
     return next((known for known in choices if isinstance(value, str) and _folded(known) == _folded(value)), value)
 

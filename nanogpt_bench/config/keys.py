@@ -82,9 +82,3 @@ def get(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
-
-
-def put(config: Config, key: str, value: Any) -> None:
-    """Change the setting at a dotted key."""
-    section, _, last = key.rpartition(".")
-    setattr(get(config, section) if section else config, last, value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
-from nanogpt_bench.config.rules import RULES, Rule, agrees, meaning
+from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
 from nanogpt_bench.config.schema import ROUNDED
 
 Settings = dict[str, Any]
@@ -64,7 +64,7 @@ def _without_rule(weak: Settings, said: Mapping[str, Any], kept: Settings) -> Se
     means = meaning(rule)
     if rule.storage == "float32" and has_format(said):  # which leaves nothing to do for the rule's arithmetic on floats
         return {key: value for key, value in kept.items() if key != "rule"}
-    if all(agrees(said.get(key), value) for key, value in means.items()):
+    if not contradicting(said.get, means):
         return kept
     implied = {key: value for key, value in means.items() if value is not None}
     return implied | {key: value for key, value in kept.items() if key != "rule" and value is not None}
@@ -75,7 +75,7 @@ def _by_meaning(file: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[
     rule = _rule(said)
     if rule is not None:
         means = meaning(rule) | _exponents(rule)
-        yield from (key for key, value in means.items() if not agrees(file.get(key), value))
+        yield from contradicting(file.get, means)
     if _keeps_floats(rule, said, kept):
         yield from keys_where("of_formats")
     elif rule is not None or has_format(said):

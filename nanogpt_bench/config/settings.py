@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from nanogpt_bench.config.check import NULL_WORDS, checked, own_spelling, parse_text, type_name
-from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above, put
+from nanogpt_bench.config.check import NULL_WORDS, checked, own_spellings, parse_text, type_name
+from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
@@ -44,7 +44,7 @@ def load_settings(
     """
     file = read_yaml(path) if path else {}
     given = (file, parse_overrides(overrides), parse_overrides(overrides, file))
-    kept, lines = settle(*({key: own_spelling(key, value) for key, value in each.items()} for each in given))
+    kept, lines = settle(*map(own_spellings, given))
     for line in lines if say and path else ():
         say(f"{path.name}: {line}")
     return kept
@@ -184,8 +184,9 @@ def build_config(values: dict[str, Any]) -> Config:
         BenchError: a value of a wrong type, out of range, or null where that means nothing.
     """
     config = Config()
-    for key, value in values.items():
-        put(config, key, checked(key, value))
+    for key, value in checked(values).items():
+        section, _, name = key.rpartition(".")
+        setattr(getattr(config, section) if section else config, name, value)
     return config
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
 from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
+from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -163,12 +164,11 @@ def _default_storage(config: Config) -> str:
 
 def _check_agreement(config: Config, preset: Rule) -> None:
     """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
-    for key, value in meaning(preset).items():
-        given = get(config, key)
-        if not agrees(given, value):
-            raise BenchError(
-                f"{key}: {given!r} contradicts rule {config.rule!r}, which means {value!r}; leave one of them out"
-            )
+    means = meaning(preset)
+    for key, given in contradicting(functools.partial(get, config), means).items():
+        raise BenchError(
+            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; leave one of them out"
+        )
 
 
 def _check_storage(config: Config) -> None:
