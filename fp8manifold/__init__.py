@@ -1,14 +1,13 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
 from fp8manifold import _geoopt_import, monitor, ops, optim  # noqa: F401
-from fp8manifold._format_check import check_formats
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold._operands import OperandSpec
 from fp8manifold._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold._scalers import Scale
 from fp8manifold._stalled_average import StalledAverageWarning
-from fp8manifold._surgery import dequantize_model, quantize_model, quantize_weight_gradients
+from fp8manifold._surgery import check_formats, dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.averages import averaged_model
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize

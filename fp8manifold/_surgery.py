@@ -12,6 +12,7 @@ from fp8manifold._candidates import is_conv1d, is_linear, obstacle
 from fp8manifold._carried import carry_over, check_can_be_carried
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._conv1d import QuantizedConv1D, linear_of
+from fp8manifold._layer_checks import check_blocks, check_storage
 from fp8manifold._layer_spec import Formats, LayerSpec, read_formats
 from fp8manifold.nn import STORAGES, QuantizedLinear, Storage
 from fp8manifold.scaling import Granularity
@@ -20,11 +21,10 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = [
     "TIED",
     "Tied",
+    "check_formats",
     "dequantize_model",
-    "patterns_chosen",
     "quantize_model",
     "quantize_weight_gradients",
-    "refuse_shared",
 ]
 
 Tied = Literal["refuse", "untie", "leave"]
@@ -98,7 +98,7 @@ def quantize_model(
     specs = _matched_specs(model, read_formats(formats, granularity))
     shared = _shared_weights(model, specs)
     if tied == "refuse":
-        refuse_shared(shared)
+        _refuse_shared(shared)
     if tied == "leave":
         specs = {name: spec for name, spec in specs.items() if name not in shared}
     options: dict[str, Any] = {
@@ -118,6 +118,58 @@ def quantize_model(
             first_global = layer
         layers[name] = layer
     return _replace(model, layers)
+
+
+def check_formats(
+    formats: Formats,
+    layers: Mapping[str, tuple[int, int]],
+    storage: Storage = "master",
+    *,
+    granularity: Granularity = "channel",
+    keep_remainder: bool = False,
+    shared: Mapping[str, tuple[str, ...]] | None = None,
+    tied: Tied = "refuse",
+) -> dict[str, LayerSpec]:
+    """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
+
+    Args:
+        formats, storage, granularity, keep_remainder, tied: as in :func:`quantize_model`.
+        layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
+        shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
+
+    Returns:
+        The specification of every pattern, which :func:`quantize_model` takes as its ``formats``.
+
+    Raises:
+        TypeError: formats of another type.
+        ValueError: a pattern that matches no layer; an unknown format or option, one that the storage does not have,
+            or blocks that do not divide a row; a layer whose weight is shared under ``tied="refuse"``.
+
+    Example:
+        >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
+        >>> {name: spec.weight.format.name for name, spec in check_formats({"attn": "e4m3"}, layers).items()}
+        {'attn': 'E4M3'}
+        >>> check_formats({"atn": "E4M3"}, layers)
+        Traceback (most recent call last):
+        ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
+    """
+    check_choice("storage", storage, STORAGES)
+    check_choice("tied", tied, TIED)
+    specs = read_formats(formats, granularity)
+    chosen = _patterns_chosen(specs, list(layers))
+    quantized = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
+    together = {name: names for name, names in (shared or {}).items() if name in quantized}
+    if tied == "refuse":
+        _refuse_shared(together)
+    kinds = dict.fromkeys((p, layers[name]) for name, p in quantized.items() if tied != "leave" or name not in together)
+    for pattern, sizes in kinds:
+        _check_layer(specs[pattern], sizes, storage, keep_remainder)
+    return specs
+
+
+def _check_layer(spec: LayerSpec, sizes: tuple[int, int], storage: Storage, keep_remainder: bool) -> None:
+    check_storage(storage, spec, keep_remainder)
+    check_blocks(spec.operands, *sizes)
 
 
 def quantize_weight_gradients(model: nn.Module) -> None:
@@ -208,7 +260,7 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
         if not isinstance(module, QuantizedLinear) and (found := obstacle(module)) is not None
     }
     reasons = {name: found.reason for name, found in left.items()}
-    chosen = patterns_chosen(specs, list(linears), reasons)
+    chosen = _patterns_chosen(specs, list(linears), reasons)
     chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
     for name, pattern in chosen.items():
         if isinstance(linears[name], QuantizedLinear):
@@ -221,7 +273,7 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
     return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
 
 
-def patterns_chosen(
+def _patterns_chosen(
     specs: Mapping[str, LayerSpec], names: Sequence[str], left: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, str]:
     """The pattern that every layer takes, by name; ``left`` says why layers are left that can't be quantised.
@@ -238,7 +290,7 @@ def patterns_chosen(
     return chosen
 
 
-def refuse_shared(shared: Mapping[str, Sequence[str]]) -> None:
+def _refuse_shared(shared: Mapping[str, Sequence[str]]) -> None:
     """Raise ValueError for the first layer whose weight is another module's too, given the names of the weight."""
     for layer, owners in shared.items():
         raise ValueError(

@@ -17,22 +17,13 @@ class Setting:
     """A setting as `config.schema` declares it."""
 
     key: str
-    #: its type, with null where it may be null
-    hint: Any
+    #: its type without null; `list` or `dict` where it holds several values
+    kind: type
+    #: whether it may be null
+    optional: bool
     #: help, bounds and choices (see `config.field.allowed`), and `config.field.FACTS`
     facts: Mapping[str, Any]
     declared: dataclasses.Field[Any]
-
-    @property
-    def kind(self) -> type:
-        """Its type without null, and without that of the entries of a list or a mapping."""
-        given = next((kind for kind in get_args(self.hint) if self.optional and kind is not type(None)), self.hint)
-        return get_origin(given) or given
-
-    @property
-    def optional(self) -> bool:
-        """Whether it may be null."""
-        return type(None) in get_args(self.hint)
 
     @property
     def default(self) -> Any:
@@ -48,7 +39,9 @@ def _settings(section: type, prefix: str, inherited: Mapping[str, Any]) -> Itera
         if dataclasses.is_dataclass(hint):
             yield from _settings(hint, f"{key}.", facts)
         else:
-            yield Setting(key, hint, facts, item)
+            optional = type(None) in get_args(hint)
+            kind = get_args(hint)[0] if optional else get_origin(hint) or hint
+            yield Setting(key, kind, optional, facts, item)
 
 
 #: in the order of their declaration, sections flattened
