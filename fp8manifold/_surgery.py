@@ -29,6 +29,7 @@ __all__ = [
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")
+_WILD: Final = frozenset("*?[")
 
 
 def quantize_model(
@@ -138,7 +139,8 @@ def check_formats(
         shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
 
     Returns:
-        The specification of every pattern, which :func:`quantize_model` takes as its ``formats``.
+        The specification of every layer that is quantised, by its name; as ``formats`` of :func:`quantize_model` it
+        says the same, unless it is empty.
 
     Raises:
         TypeError: formats of another type.
@@ -148,7 +150,7 @@ def check_formats(
     Example:
         >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
         >>> {name: spec.weight.format.name for name, spec in check_formats({"attn": "e4m3"}, layers).items()}
-        {'attn': 'E4M3'}
+        {'attn.qkv': 'E4M3'}
         >>> check_formats({"atn": "E4M3"}, layers)
         Traceback (most recent call last):
         ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
@@ -157,19 +159,17 @@ def check_formats(
     check_choice("tied", tied, TIED)
     specs = read_formats(formats, granularity)
     chosen = _patterns_chosen(specs, list(layers))
-    quantized = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
+    quantized = {name: chosen[name] for name in layers if name in chosen and not specs[chosen[name]].quantizes_nothing}
     together = {name: names for name, names in (shared or {}).items() if name in quantized}
     if tied == "refuse":
         _refuse_shared(together)
-    kinds = dict.fromkeys((p, layers[name]) for name, p in quantized.items() if tied != "leave" or name not in together)
-    for pattern, sizes in kinds:
-        _check_layer(specs[pattern], sizes, storage, keep_remainder)
-    return specs
-
-
-def _check_layer(spec: LayerSpec, sizes: tuple[int, int], storage: Storage, keep_remainder: bool) -> None:
-    check_storage(storage, spec, keep_remainder)
-    check_blocks(spec.operands, *sizes)
+    elif tied == "leave":
+        quantized = {name: pattern for name, pattern in quantized.items() if name not in together}
+    for pattern in dict.fromkeys(quantized.values()):
+        check_storage(storage, specs[pattern], keep_remainder)
+    for pattern, sizes in dict.fromkeys((pattern, layers[name]) for name, pattern in quantized.items()):
+        check_blocks(specs[pattern].operands, *sizes)
+    return {name: specs[pattern] for name, pattern in quantized.items()}
 
 
 def quantize_weight_gradients(model: nn.Module) -> None:
@@ -281,9 +281,10 @@ def _patterns_chosen(
     Raises:
         ValueError: a pattern that matches no layer, or none that can be quantised.
     """
+    parts = {name: _parts(name) for name in names}
     chosen: dict[str, str] = {}
     for pattern in sorted(specs, key=lambda p: len(_literal(p))):
-        matched = [name for name in names if _matches(pattern, name)]
+        matched = [name for name in names if _matches(pattern, parts[name])]
         if not matched or (left.keys() >= set(matched) and not specs[pattern].quantizes_nothing):
             raise ValueError(_no_match(pattern, names, {name: left[name] for name in matched}, left))
         chosen.update(dict.fromkeys(matched, pattern))
@@ -325,8 +326,10 @@ def _parts(name: str) -> list[str]:
     return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
 
 
-def _matches(pattern: str, name: str) -> bool:
-    return any(fnmatch.fnmatchcase(part, pattern) for part in _parts(name))
+def _matches(pattern: str, parts: Sequence[str]) -> bool:
+    return pattern in parts or (
+        not _WILD.isdisjoint(pattern) and any(fnmatch.fnmatchcase(part, pattern) for part in parts)
+    )
 
 
 def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ class Resolved(Config):
     Its keys are those of `Config`: written down, they are a configuration that resolves to the same.
     """
 
-    #: layer pattern -> what is quantised there; `model.formats` is how that is written down
+    #: linear layer -> what is quantised in it; `model.formats` is how that is written down
     layers: Mapping[str, LayerSpec]
     #: shape of the model that a run began with whose `model.init_from` is gone since
     begun: GPTShape | None

@@ -75,7 +75,7 @@ def format_name(name: Any, key: str = "model.format") -> str:
 
 
 def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str, fm.LayerSpec]:
-    """Return what is quantised by layer pattern, where the rest of the model's configuration is filled in.
+    """Return what is quantised in which linear layer, where the rest of the model's configuration is filled in.
 
     Raises:
         BenchError: a pattern that matches no linear layer, options that do not go together or that the storage does

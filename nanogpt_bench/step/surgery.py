@@ -22,7 +22,7 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
     settings = config.model
     if settings.outliers == "clip_sigma":
         clip_residual_outputs(model, settings.outlier_sigma or 0.0)
-    if settings.storage == "float32":
+    if not config.layers:
         return model
     continuous = settings.storage == "continuous"
     weights = _float_weights(model) if continuous else {}
