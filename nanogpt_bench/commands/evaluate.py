@@ -13,6 +13,7 @@ from rich.table import Table
 from nanogpt_bench.commands.evaluate_run import evaluate_run
 from nanogpt_bench.commands.evaluation import Evaluation, measured
 from nanogpt_bench.commands.run import say
+from nanogpt_bench.config.precedence import has_format
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import load_config
@@ -88,12 +89,13 @@ def _base(config: Config, formats: Sequence[str]) -> Config:
     """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
     if not formats:
         return resolve(config)
-    base = _without_formats(config)
+    base = copy.deepcopy(config)
     rule = RULES.get(config.rule or "")
     rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
     if rounds and not (config.model.formats or config.model.format):
         base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
-    return resolve(base)
+    has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})
+    return resolve(base if has_one else _without_formats(base))
 
 
 def _without_formats(config: Config) -> Config:
