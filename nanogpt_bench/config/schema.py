@@ -36,7 +36,6 @@ LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 SCHEDULES = ("cosine", "trapezoid", "constant")
-#: reasons to end a run before its last step
 STOPS = ("nan", "divergence", "plateau")
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise

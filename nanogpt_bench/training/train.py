@@ -87,12 +87,11 @@ def run(
         trainer = Trainer(config, corpus, device, start=config.begun and build_model(config.begun, 0))
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder"):
-            found = None
-            if resume:
-                found = find_checkpoint(run_dir, config, facts, allow_change=allow_config_change, say=say)
-                check_start(config, found)
-            else:
+            if not resume:
                 check_unused(run_dir)  # another process may have come and gone
+            told = {"allow_change": allow_config_change, "say": say}
+            found = find_checkpoint(run_dir, config, facts, **told) if resume else None
+            check_start(config, found)
             progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
             progress.begin(found)
             del found  # its tensors would be held as long as the run takes
