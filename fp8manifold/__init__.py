@@ -14,7 +14,7 @@ from fp8manifold.nn._operands import OperandSpec
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import LayerSpec
-from fp8manifold.nn._surgery import dequantize_model, quantize_model, quantize_weight_gradients
+from fp8manifold.nn._surgery import check_formats, dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits
 from fp8manifold.scaling import SaturationWarning, UnderflowWarning, amax_scale, storage_scale, widened_scale
@@ -39,6 +39,7 @@ __all__ = [
     "UnderflowWarning",
     "amax_scale",
     "averaged_model",
+    "check_formats",
     "decode",
     "dequantize_model",
     "encode",

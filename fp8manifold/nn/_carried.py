@@ -78,7 +78,8 @@ def _own(layer: nn.Module) -> frozenset[str]:
 
 def _attributes(layer: nn.Module) -> list[str]:
     """Names of what somebody set on the layer."""
-    return [key for key in vars(layer) if key not in _own(layer)]
+    own = _own(layer)
+    return [key for key in vars(layer) if key not in own]
 
 
 def _registered(layer: nn.Module) -> dict[str, dict[str, Any]]:

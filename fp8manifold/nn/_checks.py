@@ -1,6 +1,6 @@
 """Which options of a layer exclude each other."""
 
-from torch import nn
+from collections.abc import Mapping
 
 from fp8manifold.nn._operands import OperandName, OperandSpec
 from fp8manifold.nn._spec import LayerSpec, check_options_are_taken
@@ -11,7 +11,7 @@ __all__ = ["check_blocks", "check_storage"]
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
     """Refuse options of the weight that its storage would ignore."""
-    weight = spec.operand("weight")
+    weight = spec.operands.get("weight")
     if weight is not None and weight.granularity == "block" and storage == "grid":
         raise ValueError(f"granularity='block' needs storage='fp8' or 'master', not storage={storage!r}")
     if keep_remainder and storage != "fp8":
@@ -32,9 +32,9 @@ def _check_stored(storage: str, spec: LayerSpec) -> None:
             )
 
 
-def check_blocks(operands: dict[OperandName, OperandSpec], linear: nn.Linear) -> None:
+def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, out_features: int) -> None:
     for name, operand in operands.items():
-        length = linear.out_features if name == "activation_gradient" else linear.in_features
+        length = out_features if name == "activation_gradient" else in_features
         if operand.granularity == "block" and length % BLOCK_SIZE:
             raise ValueError(
                 f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "

@@ -127,8 +127,8 @@ class QuantizedLinear(nn.Linear):
         self.weight = linear.weight
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
         self._defers = defer_weight_gradient
-        self._operands = {name: operand for name in OPERANDS if (operand := spec.operand(name)) is not None}
-        check_blocks(self._operands, linear)
+        self._operands = spec.operands
+        check_blocks(self._operands, linear.in_features, linear.out_features)
         self._take_weight(linear.weight, rounding, seed)
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_keys
 from fp8manifold.fake_quant import STE, STES
@@ -64,6 +64,7 @@ class LayerSpec:
     ste: STE | None
     rounding: LayerRounding | None
     history: int | None
+    _filled: ClassVar[dict[OperandName, OperandSpec | None]]  # an instance's own, no field: it follows from the others
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class LayerSpec:
         values = (*operands, granularity, policy, ste, rounding, history)
         for field, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, field.name, value)
+        object.__setattr__(self, "_filled", {name: self._fill(name) for name in OPERANDS})
         self._check()
 
     @property
@@ -103,6 +105,14 @@ class LayerSpec:
             ValueError: another name.
         """
         check_choice("name", name, OPERANDS)
+        return self._filled[name]
+
+    @property
+    def operands(self) -> dict[OperandName, OperandSpec]:
+        """What is quantised, by name, as :meth:`operand` has it."""
+        return {name: spec for name, spec in self._filled.items() if spec is not None}
+
+    def _fill(self, name: OperandName) -> OperandSpec | None:
         spec: OperandSpec | None = getattr(self, name)
         if spec is None:
             return None
@@ -117,11 +127,9 @@ class LayerSpec:
         )
 
     def _check(self) -> None:
-        filled = {name: self.operand(name) for name in OPERANDS}
-        for name, spec in filled.items():
-            if spec is not None:
-                _check_operand(name, spec)
-        if self.history is not None and all(spec is None or spec.policy != "delayed" for spec in filled.values()):
+        for name, spec in self.operands.items():
+            _check_operand(name, spec)
+        if self.history is not None and all(spec.policy != "delayed" for spec in self.operands.values()):
             raise ValueError(f"history={self.history} belongs to policy='delayed', which no operand has")
 
 

@@ -2,7 +2,8 @@
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from torch import Tensor, nn
@@ -10,16 +11,25 @@ from torch import Tensor, nn
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.nn._candidates import is_conv1d, is_linear, obstacle
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
+from fp8manifold.nn._checks import check_blocks, check_storage
 from fp8manifold.nn._conv1d import QuantizedConv1D, linear_of
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["TIED", "Tied", "dequantize_model", "quantize_model", "quantize_weight_gradients"]
+__all__ = [
+    "TIED",
+    "Tied",
+    "check_formats",
+    "dequantize_model",
+    "quantize_model",
+    "quantize_weight_gradients",
+]
 
 Tied = Literal["refuse", "untie", "leave"]
 TIED: Final = ("refuse", "untie", "leave")
+_WILD: Final = frozenset("*?[")
 
 
 def quantize_model(
@@ -88,12 +98,8 @@ def quantize_model(
     check_int("seed", seed, 0, 2**31 - 1)
     specs = _matched_specs(model, read_formats(formats, granularity))
     shared = _shared_weights(model, specs)
-    if shared and tied == "refuse":
-        tied_layer, owners = next(iter(shared.items()))
-        raise ValueError(
-            f"the weight of {tied_layer!r} is shared ({', '.join(owners)}): give tied='untie' for a copy of its own, "
-            f"or leave it alone with tied='leave' or {{{tied_layer!r}: 'none'}}"
-        )
+    if tied == "refuse":
+        _refuse_shared(shared)
     if tied == "leave":
         specs = {name: spec for name, spec in specs.items() if name not in shared}
     options: dict[str, Any] = {
@@ -113,6 +119,57 @@ def quantize_model(
             first_global = layer
         layers[name] = layer
     return _replace(model, layers)
+
+
+def check_formats(
+    formats: Formats,
+    layers: Mapping[str, tuple[int, int]],
+    storage: Storage = "master",
+    *,
+    granularity: Granularity = "channel",
+    keep_remainder: bool = False,
+    shared: Mapping[str, tuple[str, ...]] | None = None,
+    tied: Tied = "refuse",
+) -> dict[str, LayerSpec]:
+    """Read formats as :func:`quantize_model` does, and refuse what it would refuse of them; no model is needed.
+
+    Args:
+        formats, storage, granularity, keep_remainder, tied: as in :func:`quantize_model`.
+        layers: ``(in_features, out_features)`` of every linear layer by its dotted name, in the model's order.
+        shared: for a layer whose weight is another module's too, the names of that weight; None: there is none.
+
+    Returns:
+        The specification of every layer that is quantised, by its name; as ``formats`` of :func:`quantize_model` it
+        says the same, unless it is empty.
+
+    Raises:
+        TypeError: formats of another type.
+        ValueError: a pattern that matches no layer; an unknown format or option, one that the storage does not have,
+            or blocks that do not divide a row; a layer whose weight is shared under ``tied="refuse"``.
+
+    Example:
+        >>> layers = {"attn.qkv": (64, 192), "mlp.fc": (64, 256)}
+        >>> {name: spec.weight.format.name for name, spec in check_formats({"attn": "e4m3"}, layers).items()}
+        {'attn.qkv': 'E4M3'}
+        >>> check_formats({"atn": "E4M3"}, layers)
+        Traceback (most recent call last):
+        ValueError: pattern 'atn' matches none of the 2 linear layers; did you mean 'attn'?
+    """
+    check_choice("storage", storage, STORAGES)
+    check_choice("tied", tied, TIED)
+    specs = read_formats(formats, granularity)
+    chosen = _patterns_chosen(specs, list(layers))
+    quantized = {name: chosen[name] for name in layers if name in chosen and not specs[chosen[name]].quantizes_nothing}
+    together = {name: names for name, names in (shared or {}).items() if name in quantized}
+    if tied == "refuse":
+        _refuse_shared(together)
+    elif tied == "leave":
+        quantized = {name: pattern for name, pattern in quantized.items() if name not in together}
+    for pattern in dict.fromkeys(quantized.values()):
+        check_storage(storage, specs[pattern], keep_remainder)
+    for pattern, sizes in dict.fromkeys((pattern, layers[name]) for name, pattern in quantized.items()):
+        check_blocks(specs[pattern].operands, *sizes)
+    return {name: specs[pattern] for name, pattern in quantized.items()}
 
 
 def quantize_weight_gradients(model: nn.Module) -> None:
@@ -202,12 +259,8 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
         for name, module in linears.items()
         if not isinstance(module, QuantizedLinear) and (found := obstacle(module)) is not None
     }
-    chosen: dict[str, str] = {}
-    for pattern in sorted(specs, key=lambda p: len(_literal(p))):
-        matched = [name for name in linears if _matches(pattern, name)]
-        if not matched or (set(matched) <= set(left) and not specs[pattern].quantizes_nothing):
-            raise ValueError(_no_match(pattern, list(linears), {name: left[name].reason for name in matched}, left))
-        chosen.update(dict.fromkeys(matched, pattern))
+    reasons = {name: found.reason for name, found in left.items()}
+    chosen = _patterns_chosen(specs, list(linears), reasons)
     chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
     for name, pattern in chosen.items():
         if isinstance(linears[name], QuantizedLinear):
@@ -220,12 +273,39 @@ def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, L
     return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
 
 
+def _patterns_chosen(
+    specs: Mapping[str, LayerSpec], names: Sequence[str], left: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
+    """The pattern that every layer takes, by name; ``left`` says why layers are left that can't be quantised.
+
+    Raises:
+        ValueError: a pattern that matches no layer, or none that can be quantised.
+    """
+    parts = {name: _parts(name) for name in names}
+    chosen: dict[str, str] = {}
+    for pattern in sorted(specs, key=lambda p: len(_literal(p))):
+        matched = [name for name in names if _matches(pattern, parts[name])]
+        if not matched or (left.keys() >= set(matched) and not specs[pattern].quantizes_nothing):
+            raise ValueError(_no_match(pattern, names, {name: left[name] for name in matched}, left))
+        chosen.update(dict.fromkeys(matched, pattern))
+    return chosen
+
+
+def _refuse_shared(shared: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError for the first layer whose weight is another module's too, given the names of the weight."""
+    for layer, owners in shared.items():
+        raise ValueError(
+            f"the weight of {layer!r} is shared ({', '.join(owners)}): give tied='untie' for a copy of its own, "
+            f"or leave it alone with tied='leave' or {{{layer!r}: 'none'}}"
+        )
+
+
 def _literal(pattern: str) -> str:
     """What of a pattern stands for itself."""
     return pattern.replace("*", "").replace("?", "")
 
 
-def _no_match(pattern: str, names: list[str], matched: Mapping[str, str], left: Collection[str]) -> str:
+def _no_match(pattern: str, names: Sequence[str], matched: Mapping[str, str], left: Collection[str]) -> str:
     """What to say of a pattern that quantises nothing."""
     count = sum(name not in left for name in names)
     if matched:
@@ -246,8 +326,10 @@ def _parts(name: str) -> list[str]:
     return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
 
 
-def _matches(pattern: str, name: str) -> bool:
-    return any(fnmatch.fnmatchcase(part, pattern) for part in _parts(name))
+def _matches(pattern: str, parts: Sequence[str]) -> bool:
+    return pattern in parts or (
+        not _WILD.isdisjoint(pattern) and any(fnmatch.fnmatchcase(part, pattern) for part in parts)
+    )
 
 
 def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[str, list[str]]:

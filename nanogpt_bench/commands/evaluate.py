@@ -13,6 +13,7 @@ from rich.table import Table
 from nanogpt_bench.commands.evaluate_run import evaluate_run
 from nanogpt_bench.commands.evaluation import Evaluation, measured
 from nanogpt_bench.commands.run import say
+from nanogpt_bench.config.precedence import has_format
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import load_config
@@ -21,7 +22,8 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.trained import is_checkpoint, is_run, run_folder
-from nanogpt_bench.step.resolve import format_name, format_summary, resolve
+from nanogpt_bench.step.formats import format_name, format_summary
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.train import runtime, write_json
@@ -87,12 +89,13 @@ def _base(config: Config, formats: Sequence[str]) -> Config:
     """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
     if not formats:
         return resolve(config)
-    base = _without_formats(config)
+    base = copy.deepcopy(config)
     rule = RULES.get(config.rule or "")
     rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
     if rounds and not (config.model.formats or config.model.format):
         base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
-    return resolve(base)
+    has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})
+    return resolve(base if has_one else _without_formats(base))
 
 
 def _without_formats(config: Config) -> Config:

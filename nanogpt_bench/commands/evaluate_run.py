@@ -15,7 +15,7 @@ from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.step.resolve import format_summary
+from nanogpt_bench.step.formats import format_summary
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import printable

@@ -7,9 +7,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_type_hints
 
+from nanogpt_bench.config.check import type_name
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FIELDS, default_of, type_name
 from nanogpt_bench.config.shipped import FOLDER, shipped_configs
 from nanogpt_bench.system.errors import BenchError, nearest
 
@@ -92,10 +93,9 @@ def describe(keys: Iterable[str]) -> str:
     """Return one line for every setting: key, allowed values, default, help."""
     lines = []
     for key in keys:
-        item = FIELDS[key][0]
-        choices = item.metadata["choices"]
+        setting = FIELDS[key]
+        choices = setting.facts["choices"]
         allowed = "{" + ",".join(choices) + "}" if choices else type_name(key)
-        default = default_of(item)
-        shown = "null" if default is None else default
-        lines.append(f"  --{key:<26} {item.metadata['help']} [{allowed}; default {shown}]")
+        shown = "null" if setting.default is None else setting.default
+        lines.append(f"  --{key:<26} {setting.facts['help']} [{allowed}; default {shown}]")
     return "\n".join(lines)

@@ -16,9 +16,8 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.data.default import prepare_default
-from nanogpt_bench.step.older import at_the_rate_begun
+from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.start import as_begun
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.signals import RESUMABLE, stop_requests
@@ -50,11 +49,7 @@ def run_command(
     given = load_config(path, overrides, gave_way.append)
     named = None if name is None else RUNS / checked_name(name)
     earlier = (named or latest_name(path.stem)) if resume else None
-    begun = None
-    if earlier is not None:
-        given, begun = as_begun(given, earlier)
-        given = at_the_rate_begun(given, earlier, begun)
-    config = resolve(given, begun)
+    config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
     prepare_default(config.data.dir)
     options = {"resume": resume, "allow_config_change": allow_config_change}
     with (

@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
-from nanogpt_bench.config.precedence import OF_FORMATS
 from nanogpt_bench.config.rules import RULES, Rule
-from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED
+from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.system.errors import BenchError
 
-#: settings that make the rows, and the option that gives them
-VARIED = {
-    "rule": "--rules",
-    "model.format": "--formats",
-    **dict.fromkeys(("optimizer.name", "optimizer.writeback", "optimizer.moments", "model.torchao_float8"), "--rules"),
-}
 LR = "optimizer.lr"
-_ON_MANIFOLDS = ("model.headroom", "optimizer.compile")
 
 
 def read_given(words: Sequence[str]) -> dict[str, Any]:
@@ -30,12 +23,12 @@ def read_given(words: Sequence[str]) -> dict[str, Any]:
     """
     if not words:
         return {}
-    from nanogpt_bench.config.settings import build_config, get, parse_overrides
+    from nanogpt_bench.config.settings import build_config, parse_overrides
 
     given = parse_overrides(words)
     for key in given:
-        if key in VARIED:
-            raise BenchError(f"--{key}: the rows of a comparison differ in it; give {VARIED[key]}")
+        if key in FIELDS and (option := FIELDS[key].facts["rows_by"]):
+            raise BenchError(f"--{key}: the rows of a comparison differ in it; give {option}")
     config = build_config(given)
     return {key: get(config, key) for key in given}  # 1e-3 is a number
 
@@ -83,13 +76,14 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
     section, _, option = key.partition(".")
     if section == "optimizer" and option in OPTION_NAMES:
         return option in OPTIONS[rule.optimizer]
-    if key in _ON_MANIFOLDS:
-        return rule.storage in MANIFOLDS
+    if key in FIELDS and (storages := FIELDS[key].facts["storages"]):
+        return rule.storage in storages
     if key == "model.storage":
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
     if key == "shadow.of":
         return value != "master" or rule.storage not in ROUNDED
-    return rule.storage != "float32" if key in (*OF_FORMATS, "train.precision") else True
+    of_formats = key == "train.precision" or (key in FIELDS and FIELDS[key].facts["of_formats"])
+    return rule.storage != "float32" if of_formats else True
 
 
 def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Callable[[str], None]) -> int:

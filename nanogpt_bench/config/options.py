@@ -26,8 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 #: what the options are called, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
-#: of the options, those that a rule has values of its own for
-RATES = ("lr", "float_lr")
 _UNITS = {
     "sgd": "gradients",
     "stiffness_sgd": "gradients",

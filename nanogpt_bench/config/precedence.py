@@ -10,16 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RATES, unit
-from nanogpt_bench.config.rules import RULES, Rule, agrees, meaning
+from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
+from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
 from nanogpt_bench.config.schema import ROUNDED
 
 Settings = dict[str, Any]
-#: what means nothing where all weights are floats
-OF_FORMATS = (
-    *("model.format", "model.formats", "model.granularity", "model.tied", "model.headroom"),
-    *("optimizer.writeback", "optimizer.moments", "optimizer.compile"),
-)
 _TIED = (
     "model.tied: leave, since lm_head shares the embedding's weight and stays float with it; --model.tied untie "
     "quantises a copy"
@@ -68,7 +64,7 @@ def _without_rule(weak: Settings, said: Mapping[str, Any], kept: Settings) -> Se
     means = meaning(rule)
     if rule.storage == "float32" and has_format(said):  # which leaves nothing to do for the rule's arithmetic on floats
         return {key: value for key, value in kept.items() if key != "rule"}
-    if all(agrees(said.get(key), value) for key, value in means.items()):
+    if not contradicting(said.get, means):
         return kept
     implied = {key: value for key, value in means.items() if value is not None}
     return implied | {key: value for key, value in kept.items() if key != "rule" and value is not None}
@@ -79,9 +75,9 @@ def _by_meaning(file: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[
     rule = _rule(said)
     if rule is not None:
         means = meaning(rule) | _exponents(rule)
-        yield from (key for key, value in means.items() if not agrees(file.get(key), value))
+        yield from contradicting(file.get, means)
     if _keeps_floats(rule, said, kept):
-        yield from OF_FORMATS
+        yield from keys_where("of_formats")
     elif rule is not None or has_format(said):
         yield "model.torchao_float8"
         yield from ("train.precision",) if kept.get("train.precision") == "bf16-pure" else ()
@@ -113,7 +109,7 @@ def _options(file: Mapping[str, Any], _: Mapping[str, Any], kept: Mapping[str, A
         return
     yield from (f"optimizer.{option}" for option in OPTION_NAMES if option not in OPTIONS[now])
     if unit(before) != unit(now):
-        yield from (f"optimizer.{rate}" for rate in RATES)
+        yield from keys_where("is_rate")
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str:

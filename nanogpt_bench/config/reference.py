@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: what a rule means; a reference of another rule leaves it behind
-RULE_KEYS = (
-    *("rule", "model.format", "model.formats", "model.storage", "model.headroom", "model.granularity", "model.tied"),
-    *("optimizer.name", "optimizer.lr", "optimizer.float_lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
-    *("optimizer.momentum", "optimizer.weight_decay", "optimizer.writeback", "optimizer.moments"),
-    *("optimizer.stiffness", "optimizer.stiffness_end", "optimizer.representation", "optimizer.refresh"),
-    *("optimizer.damping", "optimizer.compile", "train.precision"),
-)
+from nanogpt_bench.config.keys import keys_where
 
 
 def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,7 +14,8 @@ def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) ->
     >>> reference_settings({"rule": "nearest", "model.format": "E4M3", "seed": 1}, {"rule": "fp32"})
     {'seed': 1, 'rule': 'fp32'}
     """
-    return {key: value for key, value in base.items() if key not in RULE_KEYS} | dict(reference)
+    of_rule = keys_where("of_rule")
+    return {key: value for key, value in base.items() if key not in of_rule} | dict(reference)
 
 
 def float_rule(precision: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -209,9 +210,20 @@ def meaning(entry: Rule) -> dict[str, Any]:
     return meant
 
 
-def agrees(given: Any, meant: Any) -> bool:
-    """Whether a setting, None if it was not given, has the value that is meant; fp8 and grid hold the same values."""
-    return given is None or given == meant or (given in ROUNDED and meant in ROUNDED)
+def contradicting(given: Callable[[str], Any], means: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings, None where they were not given, that have another value than is meant.
+
+    fp8 and grid hold the same values.
+
+    >>> contradicting({"model.storage": "grid", "train.precision": "float32"}.get, {"model.storage": "fp8"})
+    {}
+    """
+    found = {key: given(key) for key in means}
+    return {
+        key: value
+        for key, value in found.items()
+        if value is not None and value != means[key] and not (value in ROUNDED and means[key] in ROUNDED)
+    }
 
 
 def available_rules() -> list[str]:

@@ -6,10 +6,10 @@ folder are all derived from the fields below. A field's metadata says what value
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.config.field import allowed, setting
+from nanogpt_bench.config.field import section, setting
 from nanogpt_bench.config.watching import AlertsConfig, MonitorConfig, ShadowConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
@@ -36,7 +36,6 @@ LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 SCHEDULES = ("cosine", "trapezoid", "constant")
-#: reasons to end a run before its last step
 STOPS = ("nan", "divergence", "plateau")
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
@@ -47,10 +46,15 @@ DEFAULT_DATA_DIR = "data/stdlib"
 class DataConfig:
     """Which text, and in which order it is read."""
 
-    dir: str = setting(DEFAULT_DATA_DIR, "folder with train.bin, val.bin and meta.json (see prepare)")
+    dir: str = setting(
+        DEFAULT_DATA_DIR,
+        "folder with train.bin, val.bin and meta.json (see prepare)",
+        changes_numbers=False,
+        of_task=True,
+    )
     seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0)
     train_tokens: int | None = setting(
-        None, "train on this many tokens, the first of the corpus, only; null: all", minimum=1
+        None, "train on this many tokens, the first of the corpus, only; null: all", minimum=1, of_task=True
     )
 
 
@@ -62,17 +66,19 @@ class ModelConfig:
         None,
         "named size, for what is not given below; 124M is GPT-2's own; null: 0.8M, or the checkpoint of init_from",
         choices=("0.8M", "10M", "50M", "124M"),
+        of_task=True,
     )
     init_from: str | None = setting(
         None,
         "weights to start from: those of a run, by its folder (its newest checkpoint) or one of its checkpoints; or of "
         "a GPT-2 checkpoint in Hugging Face's layout (config.json and model.safetensors), by its folder, an id on the "
         "hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
+        of_task=True,
     )
-    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1)
-    n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1)
-    n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1)
-    block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1)
+    n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, of_task=True)
+    n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
+    n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True)
+    block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1, of_task=True)
     dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
     bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: the size's (124M: true)")
     tie_weights: bool | None = setting(
@@ -88,39 +94,56 @@ class ModelConfig:
         "in float32) or continuous (float32, the format's geometry without its rounding); null: the rule's, or what "
         "formats and optimizer call for",
         choices=STORAGES,
+        of_rule=True,
     )
-    format: str | None = setting(None, "one format for every linear layer: short for formats: {'*': FORMAT}")
-    formats: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=allowed(
-            "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
-            "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
-            "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
-            "(identity, clipped, relu, none)"
-        ),
+    format: str | None = setting(
+        None,
+        "one format for every linear layer: short for formats: {'*': FORMAT}",
+        of_rule=True,
+        of_formats=True,
+        rows_by="--formats",
+    )
+    formats: dict[str, Any] = setting(
+        dict,
+        "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
+        "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
+        "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
+        "(identity, clipped, relu, none)",
+        of_rule=True,
+        of_formats=True,
+        words=True,
+        maps="layer pattern to format name",
     )
     torchao_float8: str | None = setting(
         None,
         "torchao's float8 training of the blocks' linear layers, by its recipe of scales (extra torchao; emulated "
         "where the device has no FP8 products); null: none",
         choices=FLOAT8_RECIPES,
+        rows_by="--rules",
     )
     headroom: float | None = setting(
         None,
         "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
         minimum=1.0,
+        of_rule=True,
+        of_formats=True,
+        storages=MANIFOLDS,
     )
     granularity: str | None = setting(
         None,
         "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row; null: "
         "channel",
         choices=("tensor", "channel", "block"),
+        of_rule=True,
+        of_formats=True,
     )
     tied: str | None = setting(
         None,
         "what formats do with an lm_head that shares the embedding's weight: untie (quantise a copy) or leave (in "
         "float); null: refuse a pattern that names it",
         choices=("untie", "leave"),
+        of_rule=True,
+        of_formats=True,
     )
     outliers: str = setting(
         "none",
@@ -135,18 +158,20 @@ class ModelConfig:
 class OptimizerConfig:
     """How a step is computed and written back."""
 
-    name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS)
+    name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS, rows_by="--rules")
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
         "null: the rule's, whether it is named or its settings are given one by one",
         above=0.0,
+        is_rate=True,
     )
     float_lr: float | None = setting(
         None,
         "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; stiffness_muon: of what is no "
         "hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon 4e-3",
         above=0.0,
+        is_rate=True,
     )
     beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
@@ -163,12 +188,22 @@ class OptimizerConfig:
         "float_lr, quantised weights only; sgd on floats: added to the gradient); null: 0.1, for madam and sgd 0",
         minimum=0.0,
     )
-    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0)
+    grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0, of_rule=False)
     writeback: str | None = setting(
-        None, "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic", choices=WRITEBACKS
+        None,
+        "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic",
+        choices=WRITEBACKS,
+        of_formats=True,
+        storages=ROUNDED,
+        rows_by="--rules",
     )
     moments: str | None = setting(
-        None, "grid, fp8 and continuous storage: how running averages are kept; null: float32", choices=MOMENTS
+        None,
+        "grid, fp8 and continuous storage: how running averages are kept; null: float32",
+        choices=MOMENTS,
+        of_formats=True,
+        storages=MANIFOLDS,
+        rows_by="--rules",
     )
     stiffness: float | None = setting(
         None,
@@ -190,11 +225,15 @@ class OptimizerConfig:
     compile: bool = setting(
         False,
         "the library's optimizers: take their steps through torch.compile and not in native code, with the same result",
+        of_formats=True,
+        storages=MANIFOLDS,
     )
-    schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES)
-    warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0)
-    min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0)
-    decay_share: float = setting(0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0)
+    schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES, of_rule=False)
+    warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0, of_rule=False)
+    min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0, of_rule=False)
+    decay_share: float = setting(
+        0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0, of_rule=False
+    )
 
 
 @dataclass
@@ -202,14 +241,23 @@ class TrainConfig:
     """The length and the shape of the training."""
 
     max_steps: int = setting(
-        2000, "optimizer steps", minimum=1, instead="nanogpt-bench evaluate measures a loss without training"
+        2000,
+        "optimizer steps",
+        minimum=1,
+        instead="nanogpt-bench evaluate measures a loss without training",
+        of_task=True,
     )
-    batch_size: int = setting(12, "sequences in a micro-batch", minimum=1)
-    accumulation: int = setting(1, "micro-batches in a step", minimum=1)
+    batch_size: int = setting(12, "sequences in a micro-batch", minimum=1, of_task=True)
+    accumulation: int = setting(1, "micro-batches in a step", minimum=1, of_task=True)
     precision: str | None = setting(
-        None, "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed", choices=PRECISIONS
+        None,
+        "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed",
+        choices=PRECISIONS,
+        of_rule=True,
     )
-    max_seconds: float | None = setting(None, "stop after this many seconds; null: never", above=0.0)
+    max_seconds: float | None = setting(
+        None, "stop after this many seconds; null: never", above=0.0, changes_numbers=False
+    )
     on_anomaly: str = setting(
         "skip",
         "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "
@@ -218,14 +266,13 @@ class TrainConfig:
         choices=ANOMALY_POLICIES,
     )
     max_rollbacks: int = setting(3, "on_anomaly rollback: times that a run goes back before it fails", minimum=0)
-    stop_on: list[str] = field(
-        default_factory=lambda: ["nan"],
-        metadata=allowed(
-            "end the run on alerts.nan_patience steps in a row whose loss or gradient is not finite (nan), on a loss "
-            "that stays above where it was or should be (divergence: alerts.divergence), on a validation loss that no "
-            "longer falls (plateau: alerts.plateau)",
-            choices=STOPS,
-        ),
+    stop_on: list[str] = setting(
+        lambda: ["nan"],
+        "end the run on alerts.nan_patience steps in a row whose loss or gradient is not finite (nan), on a loss "
+        "that stays above where it was or should be (divergence: alerts.divergence), on a validation loss that no "
+        "longer falls (plateau: alerts.plateau)",
+        choices=STOPS,
+        changes_numbers=False,
     )
 
 
@@ -234,8 +281,8 @@ class EvalConfig:
     """The validation: always the same batches."""
 
     interval: int = setting(250, "steps between validations", minimum=1)
-    batches: int = setting(20, "batches of train.batch_size sequences", minimum=1)
-    seed: int = setting(1337, "chooses the validation batches", minimum=0)
+    batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
+    seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
 
 
 @dataclass
@@ -319,7 +366,10 @@ class RuntimeConfig:
         "monitor hooks itself run uncompiled",
     )
     peak_tflops: float | None = setting(
-        None, "10^12 operations a second of the machine, for mfu; null: those of known GPUs", above=0.0
+        None,
+        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
+        above=0.0,
+        changes_numbers=False,
     )
 
 
@@ -327,17 +377,23 @@ class RuntimeConfig:
 class Config:
     """One training run. Keys left null are filled in by `nanogpt_bench.step.resolve.resolve`."""
 
-    rule: str | None = setting(None, "preset for storage, optimizer, write-back and precision; null: none")
+    rule: str | None = setting(
+        None,
+        "preset for storage, optimizer, write-back and precision; null: none",
+        changes_numbers=False,
+        of_rule=True,
+        rows_by="--rules",
+    )
     seed: int = setting(42, "model, data and rounding, where they have no seed of their own", minimum=0)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    shadow: ShadowConfig = field(default_factory=ShadowConfig)
-    alerts: AlertsConfig = field(default_factory=AlertsConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    failure: FailureConfig = field(default_factory=FailureConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    data: DataConfig = section(DataConfig)
+    model: ModelConfig = section(ModelConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig, of_rule=True)
+    train: TrainConfig = section(TrainConfig)
+    eval: EvalConfig = section(EvalConfig)
+    monitor: MonitorConfig = section(MonitorConfig)
+    shadow: ShadowConfig = section(ShadowConfig)
+    alerts: AlertsConfig = section(AlertsConfig, changes_numbers=False)
+    tracking: TrackingConfig = section(TrackingConfig, changes_numbers=False)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, changes_numbers=False)
+    failure: FailureConfig = section(FailureConfig, changes_numbers=False)
+    runtime: RuntimeConfig = section(RuntimeConfig)

@@ -1,47 +1,23 @@
 """From YAML files and `--section.key value` overrides to a checked `Config`, and back to YAML.
 
-Keys are checked here, so that a typo is answered with its nearest valid spelling; `config.typed` checks the types and
-`_check_range` the bounds written down in `config.schema`.
+Keys are checked here, so that a typo is answered with its nearest valid spelling; `config.check` checks values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 
+from nanogpt_bench.config.check import NULL_WORDS, checked, own_spellings, parse_text, type_name
+from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.typed import typed
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, nearest, one_line, unknown
-
-#: words that mean null for a key that may be null
-NULL_WORDS = ("null", "none", "~", "")
-
-
-def fields_of(section: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield (dotted key, field, type) for every setting, sections flattened.
-
-    >>> [key for key, _, _ in fields_of()][:3]
-    ['rule', 'seed', 'data.dir']
-    """
-    hints = get_type_hints(section)
-    for item in dataclasses.fields(section):
-        if dataclasses.is_dataclass(hints[item.name]):
-            yield from fields_of(hints[item.name], f"{prefix}{item.name}.")
-        else:
-            yield prefix + item.name, item, hints[item.name]
-
-
-FIELDS = {key: (item, hint) for key, item, hint in fields_of()}
-MAPPINGS = tuple(key for key, (_, hint) in FIELDS.items() if str(hint).startswith("dict"))
-SECTIONS = {key.rsplit(".", 1)[0] for key in FIELDS if "." in key}
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None) -> Config:
@@ -68,7 +44,7 @@ def load_settings(
     """
     file = read_yaml(path) if path else {}
     given = (file, parse_overrides(overrides), parse_overrides(overrides, file))
-    kept, lines = settle(*({key: _own_spelling(key, value) for key, value in each.items()} for each in given))
+    kept, lines = settle(*map(own_spellings, given))
     for line in lines if say and path else ():
         say(f"{path.name}: {line}")
     return kept
@@ -188,45 +164,17 @@ def _next_override(queue: list[str]) -> tuple[str, str]:
     return key, text if equals else queue.pop(0)
 
 
-def mapping_above(key: str) -> str | None:
-    """Return the mapping setting whose entry `key` names, if it names one."""
-    return next((name for name in MAPPINGS if key.startswith(f"{name}.") and key != f"{name}."), None)
-
-
-def _is_mapping(key: str) -> bool:
-    return key in MAPPINGS
-
-
-def _is_list(key: str) -> bool:
-    return key in FIELDS and str(FIELDS[key][1]).startswith("list")
-
-
 def _read_entry(mapping: str, text: str) -> Any:
-    """Return one entry of a mapping: formats are words, whatever they look like."""
-    return text if mapping == "model.formats" else _yaml(text)
-
-
-def _yaml(text: str) -> Any:
-    """Return what a text says as YAML, the text itself where it says nothing."""
-    try:
-        return untrusted.parse_yaml(text)
-    except ValueError:
-        return text
+    return text if FIELDS[mapping].facts["words"] else parse_text(text)
 
 
 def _read_value(key: str, text: str) -> Any:
-    hint = FIELDS[key][1]
-    if _is_list(key):
+    setting = FIELDS[key]
+    if setting.kind is list:
         return [word.strip() for word in text.strip("[] ").split(",") if word.strip()]
-    if _optional(hint) and text.lower() in NULL_WORDS:
+    if setting.optional and text.lower() in NULL_WORDS:
         return None
-    if "str" in str(hint) and not _is_mapping(key):
-        return text
-    return _yaml(text)
-
-
-def _optional(hint: Any) -> bool:
-    return type(None) in getattr(hint, "__args__", ())
+    return text if setting.kind is str else parse_text(text)
 
 
 def build_config(values: dict[str, Any]) -> Config:
@@ -235,123 +183,11 @@ def build_config(values: dict[str, Any]) -> Config:
     Raises:
         BenchError: a value of a wrong type, out of range, or null where that means nothing.
     """
-    values = {key: _own_spelling(key, _off(key, value)) for key, value in values.items()}
-    for key, value in values.items():
-        if value is None and not _optional(FIELDS[key][1]):
-            raise BenchError(f"{key}: null is not allowed; give {type_name(key)}")
-        if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
-            raise BenchError(f"{key}: {value!r} is not allowed; give {type_name(key)}")
-        _check_names(key, value)
     config = Config()
-    for key, value in values.items():
-        _set(config, key, _typed(key, value))
-        _check_range(key, get(config, key), FIELDS[key][0].metadata)
+    for key, value in checked(values).items():
+        section, _, name = key.rpartition(".")
+        setattr(getattr(config, section) if section else config, name, value)
     return config
-
-
-def _check_names(key: str, value: Any) -> None:
-    """Refuse a mapping, anywhere in a setting, that names an entry by something else than a word."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise BenchError(f"{key}: {name!r} is not allowed as the name of an entry; give a word, in quotes")
-            _check_names(key, item)
-    for item in value if isinstance(value, list | tuple) else ():
-        _check_names(key, item)
-
-
-def _off(key: str, value: Any) -> Any:
-    """Return a setting as it was meant: YAML reads a bare off as false."""
-    return "off" if value is False and "off" in (FIELDS[key][0].metadata["choices"] or ()) else value
-
-
-def _own_spelling(key: str, value: Any) -> Any:
-    """Return a choice spelt in other case or without its underscores (StiffnessAdamW) in its own spelling."""
-    choices = FIELDS[key][0].metadata["choices"] or ()
-    return next((known for known in choices if isinstance(value, str) and _folded(known) == _folded(value)), value)
-
-
-def _folded(word: str) -> str:
-    return word.lower().replace("_", "").replace("-", "")
-
-
-def _set(config: Config, key: str, value: Any) -> None:
-    section, _, last = key.rpartition(".")
-    setattr(get(config, section) if section else config, last, value)
-
-
-def get(config: Config, key: str) -> Any:
-    """Return the setting at a dotted key.
-
-    >>> get(Config(), "train.batch_size")
-    12
-    """
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _typed(key: str, value: Any) -> Any:
-    try:
-        return typed(key, FIELDS[key][1], value)
-    except TypeError:
-        raise BenchError(f"{key}: {value!r} is not allowed; give {type_name(key)}") from None
-
-
-def type_name(key: str) -> str:
-    """Return what a setting takes, in words."""
-    item, hint = FIELDS[key]
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    if _is_list(key):
-        return "a list of words"
-    kinds = getattr(hint, "__args__", (hint,)) if not _is_mapping(key) else ()
-    what = "layer pattern to format name" if key == "model.formats" else item.metadata["help"].partition(",")[0]
-    named = [words[kind] for kind in kinds if kind in words] or [f"a mapping of {what.replace(' ->', ' to')}"]
-    return " or ".join(named) + bounds(item.metadata) + (" or null" if _optional(hint) else "")
-
-
-def bounds(metadata: Any) -> str:
-    """Return what a field's metadata allows, in words."""
-    limits = [
-        f" {word} {metadata[name]:g}"
-        for name, word in (("minimum", ">="), ("above", ">"), ("maximum", "<="), ("below", "<"))
-        if metadata[name] is not None
-    ]
-    return " and".join(limits)
-
-
-def _check_range(key: str, value: Any, metadata: Any) -> None:
-    if value is None:
-        return
-    for word in value if isinstance(value, list) else [value]:
-        if metadata["choices"] and word not in metadata["choices"]:
-            raise _not_a_choice(key, word, metadata["choices"])
-    if not isinstance(value, int | float):
-        return
-    if not (is_finite(value) and inside(value, metadata)):
-        instead = f"; {metadata['instead']}" if metadata["instead"] else ""
-        raise BenchError(f"{key}: {value!r} is out of range; give {type_name(key)}{instead}")
-
-
-def is_finite(value: float) -> bool:
-    """Return whether a number is one that a float can hold."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
-
-
-def inside(value: float, metadata: Any) -> bool:
-    """Return whether a number is within the bounds of a field's metadata."""
-    compare = {"minimum": operator.ge, "above": operator.gt, "maximum": operator.le, "below": operator.lt}
-    return all(metadata[name] is None or holds(value, metadata[name]) for name, holds in compare.items())
-
-
-def _not_a_choice(key: str, value: str, choices: Sequence[str]) -> BenchError:
-    guess = nearest(value, choices)
-    hint = f"; did you mean {guess!r}?" if guess else ";"
-    return BenchError(f"{key}: {value!r} is not known{hint} allowed: {', '.join(choices)}")
 
 
 def to_yaml(config: Config) -> str:
@@ -361,8 +197,3 @@ def to_yaml(config: Config) -> str:
     ['rule: null', 'seed: 42']
     """
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
-
-
-def default_of(item: dataclasses.Field[Any]) -> Any:
-    """Return the value that a setting has when nobody gives one."""
-    return item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.config.field import allowed, setting
+from nanogpt_bench.config.field import setting
 
 #: what a shadow's weights are copied from
 SHADOW_OF = ("dequantised", "master")
@@ -84,7 +84,10 @@ class AlertsConfig:
 
     enabled: bool = setting(True, "watch the thresholds below")
     nan_patience: int = setting(
-        3, "steps in a row with a loss or gradient that is not finite, all skipped, before the run ends", minimum=1
+        3,
+        "steps in a row with a loss or gradient that is not finite, all skipped, before the run ends",
+        minimum=1,
+        changes_numbers=True,
     )
     save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
     nan_cooldown_s: float = setting(60.0, "seconds before the same alert about NaN is repeated", minimum=0.0)
@@ -93,23 +96,27 @@ class AlertsConfig:
     overflow: float = setting(0.01, "largest share of values beyond the range", minimum=0.0, maximum=1.0)
     kurtosis: float = setting(10.0, "largest kurtosis of a tensor; a normal distribution has 3", minimum=1.0)
     attention_entropy: float = setting(0.1, "smallest mean entropy of an attention head, in nats", minimum=0.0)
-    baseline: str | None = setting(None, "run folder whose losses divergence is measured against; null: the run's own")
+    baseline: str | None = setting(
+        None, "run folder whose losses divergence is measured against; null: the run's own", changes_numbers=True
+    )
     divergence: float = setting(
-        0.1, "smoothed training loss above the baseline's at the same step, or the run's own best: share", above=0.0
+        0.1,
+        "smoothed training loss above the baseline's at the same step, or the run's own best: share",
+        above=0.0,
+        changes_numbers=True,
     )
-    divergence_evals: int = setting(3, "validations in a row that make a divergence", minimum=1)
-    plateau: float = setting(0.001, "fall of the best validation loss that counts: share", minimum=0.0)
-    plateau_evals: int = setting(5, "validations in a row without one that make a plateau", minimum=1)
-    at_most: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=allowed("metric -> its budget, the largest value that raises no alert; null takes it away"),
+    divergence_evals: int = setting(3, "validations in a row that make a divergence", minimum=1, changes_numbers=True)
+    plateau: float = setting(
+        0.001, "fall of the best validation loss that counts: share", minimum=0.0, changes_numbers=True
     )
-    at_least: dict[str, Any] = field(
-        default_factory=dict, metadata=allowed("metric -> the smallest value that raises no alert; null takes it away")
+    plateau_evals: int = setting(
+        5, "validations in a row without one that make a plateau", minimum=1, changes_numbers=True
     )
-    levels: dict[str, Any] = field(
-        default_factory=dict, metadata=allowed("kind of alert -> WARN, ERROR or off, where it is not to be WARN")
+    at_most: dict[str, Any] = setting(
+        dict, "metric -> its budget, the largest value that raises no alert; null takes it away"
     )
+    at_least: dict[str, Any] = setting(dict, "metric -> the smallest value that raises no alert; null takes it away")
+    levels: dict[str, Any] = setting(dict, "kind of alert -> WARN, ERROR or off, where it is not to be WARN")
 
 
 @dataclass
@@ -122,5 +129,5 @@ class TrackingConfig:
     wandb_project: str = setting("nanogpt-bench", "project of the runs")
     wandb_entity: str | None = setting(None, "user or team; null: the key's own")
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
-    tags: list[str] = field(default_factory=list, metadata=allowed("words to find the run by"))
+    tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")

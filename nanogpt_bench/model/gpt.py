@@ -47,6 +47,32 @@ SIZES: dict[str, GPTShape] = {
 }
 
 
+#: of the modules that stay float, one by each name, and what it is
+FLOATS = {
+    "token_embedding": "Embedding",
+    "position_embedding": "Embedding",
+    "dropout": "Dropout",
+    "blocks.0.norm1": "LayerNorm",
+    "blocks.0.norm2": "LayerNorm",
+    "final_norm": "LayerNorm",
+}
+
+
+def linear_sizes(n_layer: int, n_embd: int, vocab_size: int = 0) -> dict[str, tuple[int, int]]:
+    """Return (inputs, outputs) of every linear layer of a GPT by its name, in the model's order.
+
+    >>> linear_sizes(1, 8, 257)["lm_head"]
+    (8, 257)
+    """
+    block = {"attn.qkv": (1, 3), "attn.proj": (1, 1), "mlp.fc": (1, 4), "mlp.proj": (4, 1)}
+    sizes = {
+        f"blocks.{index}.{name}": (inputs * n_embd, outputs * n_embd)
+        for index in range(n_layer)
+        for name, (inputs, outputs) in block.items()
+    }
+    return {**sizes, "lm_head": (n_embd, vocab_size)}
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention: (B, T, C) -> (B, T, C)."""
 

@@ -15,9 +15,10 @@ from nanogpt_bench.config.reference import float_rule, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.layers import forward_weight, linear_layers
 from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.resolve import format_name, resolve
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.sweep.axes import assemble
 from nanogpt_bench.system.errors import BenchError

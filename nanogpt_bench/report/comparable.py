@@ -106,11 +106,7 @@ def _validation(run: Run) -> Any:
     return parts if None not in parts else None
 
 
-#: the settings that the facts below follow from
-SETTINGS = (
-    *("data.dir", "data.train_tokens", "model.init_from", "model.size", *(f"model.{key}" for key in SHAPE)),
-    *("train.max_steps", "train.batch_size", "train.accumulation", "eval.batches", "eval.seed"),
-)
+#: beside the settings that are `of_task` (`nanogpt_bench.config.field`), what says the same of a run's records
 FACTS: Mapping[str, Fact] = {
     "corpus": _tokens,
     "training tokens": _training_tokens,

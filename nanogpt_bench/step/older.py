@@ -1,33 +1,34 @@
-"""Going on with runs of version 0.1 by the command that began them."""
+"""Resolving for a run: a new one, or one that goes on, those of version 0.1 by the command that began them."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.model.gpt import GPTShape
 from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.start import as_begun
 
 
-def at_the_rate_begun(config: Config, run_dir: Path, begun_shape: GPTShape | None = None) -> Config:
-    """Return a configuration at the learning rate that the run in `run_dir` began with, if nobody gives one.
+def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
+    """Return a configuration resolved for the run in `run_dir`: where it goes on, from what it began, at its own rate.
 
-    Up to version 0.1 settings that amount to a rule had the optimizer's default rate, not the rule's. Where a run has
-    that one, it goes on with it. `begun_shape` is for `resolve`.
+    One that is resolved already is that. Up to version 0.1 settings that amount to a rule had the optimizer's default
+    rate, not the rule's. Where a run has that one, it goes on with it if nobody gives another.
 
     Raises:
-        BenchError: a config.yaml that can't be read.
+        BenchError: settings that can't be used, or a config.yaml that can't be read.
     """
-    path = run_dir / "config.yaml"
-    if config.rule is not None or config.optimizer.lr is not None or not path.is_file():
+    if isinstance(config, Resolved):
         return config
-    begun, now = load_config(path).optimizer, resolve(config, begun_shape).optimizer
-    default = OPTIONS[now.name or ""]
-    if begun.name != now.name or begun.lr != default["lr"]:
-        return config
-    config = copy.deepcopy(config)
-    config.optimizer.lr = begun.lr
-    return config
+    path, unsaid = run_dir / "config.yaml", config.rule is None and config.optimizer.lr is None
+    if not resume or not (unsaid or config.model.init_from) or not path.is_file():
+        return resolve(config)
+    saved = load_config(path)
+    resolved = resolve(*as_begun(config, saved, run_dir))
+    ours, theirs = resolved.optimizer, saved.optimizer
+    if unsaid and ours.name == theirs.name and theirs.lr == OPTIONS[ours.name or ""]["lr"]:
+        ours.lr = theirs.lr
+    return resolved

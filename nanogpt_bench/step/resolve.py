@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import fp8manifold as fm
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RATES
-from nanogpt_bench.config.rules import RULES, Rule, agrees, check_available, meaning, rules_with_format
+from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
+from nanogpt_bench.config.resolved import Resolved
+from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -19,35 +20,39 @@ from nanogpt_bench.config.schema import (
     ModelConfig,
     OptimizerConfig,
 )
-from nanogpt_bench.config.settings import get
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
+from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.step.start import pinned, start_shape
-from nanogpt_bench.system.errors import BenchError, one_line, unknown
+from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from
 _NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
 
 
-def resolve(config: Config, start: GPTShape | None = None) -> Config:
-    """Return a copy with every key that has a value in the run filled in: rule, sizes, formats and seeds.
+def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
+    """Return the configuration with every key that has a value in the run filled in: rule, sizes, formats and seeds.
 
-    A resolved configuration resolves to itself. `start` is the shape of what `model.init_from` names where that need
-    not be looked up.
+    `start` is the shape of what `model.init_from` names where that can't be looked up any more.
 
     Raises:
-        BenchError: unknown rule or format, or settings that contradict each other.
+        BenchError: unknown rule or format, settings that contradict each other, or formats that no layer can take.
+        TypeError: it is resolved already.
     """
-    config = copy.deepcopy(config)
+    if isinstance(config, Resolved):
+        raise TypeError("a resolved configuration can't be resolved again")
+    config = Resolved.filling(config, start)
     preset = _preset(config.rule)
     _fill_sizes(config.model, start)
     _fill_seeds(config)
-    _fill_formats(config.model)
+    formats = fill_formats(config.model)
     _fill_outliers(config.model)
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
     _check_monitors(config)
+    if formats:
+        config.layers = dict(read_layers(config.model, formats))
     return config
 
 
@@ -129,44 +134,6 @@ def _fill_outliers(model: ModelConfig) -> None:
         raise BenchError(f"model.outlier_sigma: {model.outlier_sigma} needs model.outliers clip_sigma")
 
 
-def _fill_formats(model: ModelConfig) -> None:
-    if model.format is not None:
-        model.formats = {**model.formats, "*": model.format}
-        model.format = None
-    model.formats = {pattern: _canonical(value, pattern) for pattern, value in model.formats.items()}
-    if all(value == "none" for value in model.formats.values()):
-        model.formats = {}
-
-
-def _canonical(value: Any, pattern: str) -> Any:
-    """Return a format or layer specification with its formats' canonical names."""
-    if not isinstance(value, dict):
-        return format_name(value, f"model.formats.{pattern}")
-    formats = {key: _canonical(value[key], pattern) for key in _FORMAT_KEYS if value.get(key)}
-    return {**value, **formats}
-
-
-#: keys of a layer specification whose values are formats, or mappings that hold some
-_FORMAT_KEYS = ("weight", "activation", "gradient", "format")
-
-
-def format_name(name: Any, key: str = "model.format") -> str:
-    """Return the canonical name of a format, or "none"; `key` is what an error names.
-
-    >>> format_name("e4m3")
-    'E4M3'
-
-    Raises:
-        BenchError: no such format.
-    """
-    if name is None or str(name).lower() == "none":
-        return "none"
-    try:
-        return fm.FloatFormat.from_string(name).name
-    except (ValueError, TypeError) as error:
-        raise BenchError(f"{key}: {one_line(error)}") from None
-
-
 def _fill_rule(config: Config, preset: Rule) -> None:
     optimizer = config.optimizer
     if config.rule:
@@ -181,7 +148,8 @@ def _fill_rule(config: Config, preset: Rule) -> None:
         _fill(optimizer, moments=preset.moments or "float32")
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
     options = OPTIONS[optimizer.name or ""]
-    _fill(optimizer, **{name: value for name, value in options.items() if name not in RATES})
+    rates = keys_where("is_rate")
+    _fill(optimizer, **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates})
     if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
         _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
     _fill(optimizer, **options)
@@ -196,12 +164,11 @@ def _default_storage(config: Config) -> str:
 
 def _check_agreement(config: Config, preset: Rule) -> None:
     """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
-    for key, value in meaning(preset).items():
-        given = get(config, key)
-        if not agrees(given, value):
-            raise BenchError(
-                f"{key}: {given!r} contradicts rule {config.rule!r}, which means {value!r}; leave one of them out"
-            )
+    means = meaning(preset)
+    for key, given in contradicting(functools.partial(get, config), means).items():
+        raise BenchError(
+            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; leave one of them out"
+        )
 
 
 def _check_storage(config: Config) -> None:
@@ -238,7 +205,8 @@ def _check_optimizer(config: Config) -> None:
             f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
         )
     _check_peer(config)
-    for key, storages in _NEEDS.items():
+    for key in keys_where("storages"):
+        storages = FIELDS[key].facts["storages"]
         if storage not in storages and get(config, key) not in (None, False):
             raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
     _check_options(optimizer)
@@ -301,15 +269,6 @@ def _check_peer(config: Config) -> None:
         raise BenchError(f"model.torchao_float8: {recipe!r} can't be used with {what}")
 
 
-#: settings that mean something under some storages only
-_NEEDS = {
-    "optimizer.writeback": ROUNDED,
-    "optimizer.moments": MANIFOLDS,
-    "optimizer.compile": MANIFOLDS,
-    "model.headroom": MANIFOLDS,
-}
-
-
 def _either(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
@@ -344,24 +303,3 @@ def _follows(config: Config, entry: Rule) -> bool:
         and optimizer.stiffness == entry.stiffness
         and optimizer.stiffness_end == entry.stiffness_end
     )
-
-
-def weight_format(value: Any) -> str:
-    """Return the weight's format in a format, a layer specification or an operand's.
-
-    >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
-    ('E4M3', 'none')
-    """
-    if isinstance(value, dict):
-        return weight_format(value.get("weight", value.get("format")))
-    return str(value or "none")
-
-
-def format_summary(config: Config) -> str:
-    """Return the one weight format all patterns share, "mixed" when they differ, "none" without any.
-
-    >>> format_summary(Config())
-    'none'
-    """
-    weights = {weight_format(value) for value in config.model.formats.values()}
-    return "mixed" if len(weights) > 1 else next(iter(weights), "none")

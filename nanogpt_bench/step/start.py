@@ -8,8 +8,8 @@ from typing import Any
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.checkpoint.read import read_manifest
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
@@ -152,16 +152,17 @@ def same_text(trained: Trained, corpus: Corpus) -> bool:
     )
 
 
-def as_begun(config: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
+def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
     """Return the settings with which a run goes on that started from another one, and the model's shape where needed.
+
+    `saved` are those in the run's config.yaml.
 
     What was named by a run's folder is the checkpoint that it stood for when the run began, however many followed.
     Where that checkpoint is gone, the run's own ones have its weights, and its settings the shape.
     """
     name = config.model.init_from
-    if not name or not (run_dir / "config.yaml").is_file():
+    if not name:
         return config, None
-    saved = load_config(run_dir / "config.yaml")
     begun = Path(saved.model.init_from or "")
     if not _looks_like_one(begun) or Path(name) not in (begun, begun.parent.parent):
         return config, None
@@ -173,11 +174,11 @@ def as_begun(config: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
     return config, model_shape(saved, vocabulary)
 
 
-def check_start(config: Config, found: object, begun: GPTShape | None) -> None:
+def check_start(config: Resolved, found: object) -> None:
     """Refuse to begin without the weights to begin with.
 
     Raises:
         BenchError: nothing to go on from was found, and what the run started from is gone.
     """
-    if found is None and begun is not None:
+    if found is None and config.begun is not None:
         raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and nothing whole to go on from")

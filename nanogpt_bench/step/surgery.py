@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 import geoopt
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, Config
 from nanogpt_bench.system.errors import BenchError, one_line
 
 
-def quantize(model: nn.Module, config: Config) -> nn.Module:
+def quantize(model: nn.Module, config: Resolved) -> nn.Module:
     """Replace the linear layers that `model.formats` names; a run in float returns the model as it is.
 
     Raises:
-        BenchError: a pattern matches no linear layer, or names a tied lm_head that nobody decided on.
+        BenchError: weights that can't be quantised.
     """
     settings = config.model
     if settings.outliers == "clip_sigma":
         clip_residual_outputs(model, settings.outlier_sigma or 0.0)
-    if settings.storage == "float32":
+    if not config.layers:
         return model
     continuous = settings.storage == "continuous"
     weights = _float_weights(model) if continuous else {}
     try:
         model = fm.quantize_model(
             model,
-            formats=dict(settings.formats),
+            formats=dict(config.layers),
             storage="grid" if continuous else settings.storage,
-            granularity=settings.granularity or "channel",
             seed=config.seed,
             tied=settings.tied or "refuse",
             defer_weight_gradients=True,  # see nanogpt_bench.step.clipping
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:
-        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
-        said = _always_float(model, settings.formats) or f"model.formats: {one_line(error)}{hint}"
-        raise BenchError(said) from None
+        raise BenchError(f"model.formats: {one_line(error)}") from None
     if continuous:
         _put_back(model, weights)
     return model
-
-
-def _always_float(model: nn.Module, patterns: Iterable[str]) -> str | None:
-    """Return what to say of a pattern that names a module without linear layers, such as an embedding."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    reached = {part for name in linear for part in name.split(".")}
-    layers = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
-    for pattern in patterns:
-        for name, module in model.named_modules():
-            last = name.rpartition(".")[2]
-            if last not in reached and fnmatch(last, pattern) and not any(fnmatch(part, pattern) for part in reached):
-                return (
-                    f"model.formats.{pattern}: {type(module).__name__} {name!r} stays float, as all embeddings and "
-                    f"norms do; formats are for linear layers: {', '.join(layers)}, attn, mlp, blocks.N"
-                )
-    return None
 
 
 def _grid_options(config: Config) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from nanogpt_bench.config.settings import FIELDS, entries_of, flatten, mapping_above, unknown_key
+from nanogpt_bench.config.keys import FIELDS, mapping_above
+from nanogpt_bench.config.settings import entries_of, flatten, unknown_key
 from nanogpt_bench.system.errors import BenchError, unknown
 
 SCALES = ("log", "linear")
@@ -156,7 +157,7 @@ def _range(key: str, values: Mapping[Any, Any]) -> Range:
         raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are not allowed; min < max, above 0 on a log scale")
     if not math.isfinite(high / low if scale == "log" else high - low):
         raise BenchError(f"axes.{key}: min {low:g} and max {high:g} are too far apart")
-    return Range(low, high, scale, points, whole=key in FIELDS and FIELDS[key][1] in (int, int | None))
+    return Range(low, high, scale, points, whole=key in FIELDS and FIELDS[key].kind is int)
 
 
 def _number(key: str, name: str, value: Any) -> float:

@@ -11,21 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
-from nanogpt_bench.config.precedence import OF_FORMATS
+from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.reference import reference_settings
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config, get
-from nanogpt_bench.report.comparable import SETTINGS
+from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.results import row_label
-from nanogpt_bench.step.resolve import format_summary, resolve, rule_name, weight_format
+from nanogpt_bench.step.formats import format_summary, weight_format
+from nanogpt_bench.step.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable
 
 LONGEST_NAME = 120
-#: width of the model that formats are tried on: one block of scales
-NARROW = 32
 #: settings that a label says through its first words, or leaves to the name
 _SAID = ("rule", "model.format", "seed")
 
@@ -94,7 +92,7 @@ def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoi
     """
     if sweep.reference is None:
         return []
-    keys = [key for key in (*SETTINGS, "seed") if key not in sweep.reference]
+    keys = [key for key in (*keys_where("of_task"), "seed") if key not in sweep.reference]
     found = [{key: point[key] for key in keys if key in point} for point in points]
     base = reference_settings(sweep.base, sweep.reference)
     return [plan_point(base, point) for point in {repr(point): point for point in found}.values()]
@@ -109,7 +107,7 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     axes = _without_formats(base, point)
     settings = assemble(base, axes)
     if "rule" in point and _keeps_floats(base, point):  # what the other rules of the axis share
-        settings = {key: value for key, value in settings.items() if key not in OF_FORMATS}
+        settings = {key: value for key, value in settings.items() if key not in keys_where("of_formats")}
     try:
         built = build_config(settings)
         config = resolve(built)
@@ -201,27 +199,12 @@ def named_once(planned: Iterable[PlannedPoint]) -> list[PlannedPoint]:
 
 
 def check_inputs(planned: Iterable[PlannedPoint]) -> None:
-    """Refuse a corpus that a run could not use and patterns that match no layer, before anything is written."""
+    """Refuse a corpus that a run could not use, before anything is written."""
     from nanogpt_bench.data.batches import open_corpus
 
-    vocabularies: dict[str, int] = {}
-    models: set[str] = set()
+    seen: set[str] = set()
     for run in planned:
-        config = resolve(build_config(run.settings))
-        corpus = f"{config.data} {config.model.block_size}"
-        if corpus not in vocabularies:
-            vocabularies[corpus] = open_corpus(config).vocab_size
-        model = f"{replace(config.model, seed=0)} {config.data.dir}"  # the seed of weights fits any pattern
-        if model not in models:
-            models.add(model)
-            _check_formats(config, vocabularies[corpus])
-
-
-def _check_formats(config: Config, vocab_size: int) -> None:
-    """Raise what the surgery has against the formats' patterns and options, on a narrow model of the same layers."""
-    from nanogpt_bench.model.gpt import GPT
-    from nanogpt_bench.step.start import model_shape
-    from nanogpt_bench.step.surgery import quantize
-
-    shape = model_shape(config, vocab_size)
-    quantize(GPT(replace(shape, n_head=1, n_embd=NARROW, block_size=1, vocab_size=NARROW)), config)
+        corpus = repr([item for item in run.settings.items() if item[0].startswith(("data.", "model."))])
+        if corpus not in seen:
+            seen.add(corpus)
+            open_corpus(resolve(build_config(run.settings)))

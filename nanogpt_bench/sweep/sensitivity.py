@@ -13,7 +13,8 @@ from nanogpt_bench.compare.plan import check_count
 from nanogpt_bench.config.reference import float_rule, reference_settings
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.runs.load import finite
-from nanogpt_bench.step.resolve import format_name, resolve
+from nanogpt_bench.step.formats import format_name
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile
 from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord

@@ -6,22 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fp8manifold as fm
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
-from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.report.build import report
 from nanogpt_bench.runs.trained import Trained, choose, is_checkpoint, load, run_folder
-from nanogpt_bench.step.resolve import format_name
+from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.start import model_shape
-from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
-from nanogpt_bench.sweep.plan import NARROW
 from nanogpt_bench.sweep.sensitivity import FILE, gaps_table
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
@@ -116,7 +110,7 @@ def measure_of(weights: Rounded, options: Sensitivity, formats: Sequence[str]) -
     blocks = [f"blocks.{index}" for index in range(weights.own.model.n_layer or 0)] if options.blocks else []
     patterns = list(dict.fromkeys([*options.patterns, *blocks]))
     cells = [[_formats_of(pattern, fmt, options.operand) for fmt in formats] for pattern in patterns]
-    rounded = [_rounds(weights, row[0], corpus.vocab_size) for row in cells]
+    rounded = [bool(weights.config(row[0]).layers) for row in cells]  # a tied lm_head may be left alone
     with runtime(weights.own) as device:
         reference = weights.rounded({}, corpus, device).validate()
         gaps: list[list[float | None]] = []
@@ -141,18 +135,6 @@ def measure_of(weights: Rounded, options: Sensitivity, formats: Sequence[str]) -
 
 def _formats_of(pattern: str, fmt: str, operand: str) -> dict[str, Any]:
     return {pattern: fmt if operand == "weight" else {operand: fmt}}
-
-
-def _rounds(weights: Rounded, formats: Mapping[str, Any], vocab_size: int) -> bool:
-    """Whether anything is quantised, as a tied lm_head that is left alone is not; tried on a narrow model.
-
-    Raises:
-        BenchError: a pattern that matches no layer, or a tied lm_head that nobody decided on.
-    """
-    config = weights.config(formats)
-    shape = model_shape(config, vocab_size)
-    model = quantize(GPT(replace(shape, n_head=1, n_embd=NARROW, block_size=1, vocab_size=NARROW)), config)
-    return any(isinstance(module, fm.QuantizedLinear) for module in model.modules())
 
 
 def _of(trained: Trained) -> Mapping[str, Any]:

@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.checkpoint import Contents, clean, newest, read
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FIELDS, default_of, load_config
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.runs.history import latest
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused
 
-#: settings that change nothing in the numbers of a run: where they go, how long it lasts, who is told
-FREE = (
-    *("rule", "data.dir", "train.max_seconds", "train.stop_on", "runtime.peak_tflops"),
-    *("tracking.", "checkpoint.", "failure."),
-    *("alerts.enabled", "alerts.save_on_anomaly", "alerts.nan_cooldown_s", "alerts.cooldown_s", "alerts.stall"),
-    *("alerts.overflow", "alerts.kurtosis", "alerts.attention_entropy", "alerts.at_most", "alerts.at_least"),
-    "alerts.levels",
-)
 #: what a run leaves behind that begins anew; its other files are written over
 _OUTPUT = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
 Say = Callable[[str], None]
@@ -84,7 +77,9 @@ def resumed_environment(contents: Contents, environment: Mapping[str, Any], conf
     first = dict(contents.facts.get("environment", {}))
     again = {"step": contents.step, **{key: value for key, value in environment.items() if key != "corpus"}}
     changes = _changes(contents.facts.get("config", {}), config_facts(config))
-    changed: dict[str, Any] = {key: [before, now] for key, before, now in changes if not _is_free(key)}
+    changed: dict[str, Any] = {
+        key: [before, now] for key, before, now in changes if FIELDS[key].facts["changes_numbers"]
+    }
     digests = [_digests(facts) for facts in (latest(first), environment)]
     changed |= {"corpus": digests} if digests[0] != digests[1] else {}
     again |= {"changed": changed} if changed else {}
@@ -116,7 +111,7 @@ def _status(path: Path) -> Any:
 
 def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: bool, say: Say) -> None:
     changed = [(key, f"{key} was {was!r}, is {now!r}") for key, was, now in _changes(saved, config_facts(config))]
-    fixed = [text for key, text in changed if not _is_free(key)]
+    fixed = [text for key, text in changed if _changes_numbers(key)]
     if fixed and not allow_change:
         raise BenchError(
             f"the run was made with other settings: {', '.join(fixed)}; give the same, or --allow-config-change to go "
@@ -128,8 +123,8 @@ def _check_config(saved: Mapping[str, Any], config: Config, *, allow_change: boo
 
 def _changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys that differ, with both values; a key that the saved ones do not know had its default."""
-    for key, (item, _) in FIELDS.items():
-        default = json.loads(json.dumps(default_of(item)), parse_constant=str)
+    for key, setting in FIELDS.items():
+        default = json.loads(json.dumps(setting.default), parse_constant=str)
         before, now = _at(saved, key, default), _at(current, key, default)
         if before != now:
             yield key, before, now
@@ -143,8 +138,8 @@ def _at(tree: Any, key: str, default: Any) -> Any:
     return tree
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or (free.endswith(".") and key.startswith(free)) for free in FREE)
+def _changes_numbers(key: str) -> bool:
+    return bool(FIELDS[key].facts["changes_numbers"])
 
 
 def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, allow_change: bool, say: Say) -> None:

@@ -16,7 +16,8 @@ from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import Trained, fill_floats, trained_shape
-from nanogpt_bench.step.resolve import format_name, resolve
+from nanogpt_bench.step.formats import format_name
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import check_text, model_shape, same_text
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
@@ -62,9 +63,9 @@ class Rounded:
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
         # As many as the run had: sums in another order would have other last bits.
         measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
-        own = build_config({**trained.settings, "model.init_from": None, **measure})
+        self._given = build_config({**trained.settings, "model.init_from": None, **measure})
         #: the run's own settings, and how it is measured now
-        self.own = resolve(own)
+        self.own = resolve(self._given)
         self._start: GPT | None = None
 
     def check_text(self, corpus: Corpus) -> None:
@@ -119,7 +120,7 @@ class Rounded:
         return {"*": fmt, **own, **self.formats}
 
     def _row(self, formats: Mapping[str, Any]) -> Config:
-        row = copy.deepcopy(self.own)
+        row = copy.deepcopy(self._given)
         row.rule, row.optimizer = None, OptimizerConfig()
         row.model.torchao_float8 = None
         row.model.tie_weights = self._shape.tie_weights

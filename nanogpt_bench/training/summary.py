@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.step.formats import format_summary
 from nanogpt_bench.step.memory import bytes_of
-from nanogpt_bench.step.resolve import format_summary, rule_name
+from nanogpt_bench.step.resolve import rule_name
 from nanogpt_bench.step.surgery import quantized_layers
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.history import config_history, history_comment
 from nanogpt_bench.step.anomalies import Anomaly, Sentry, figure_of
 from nanogpt_bench.step.memory import held_bytes
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.run_state import capture, expected_bytes, restore
 from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.start import as_begun, check_start, start_facts
+from nanogpt_bench.step.start import check_start, start_facts
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
@@ -75,8 +75,7 @@ def run(
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
             With `resume`, settings that would change the numbers, unless `allow_config_change`.
     """
-    config, begun = as_begun(config, run_dir) if resume else (config, None)
-    config = resolve(config, begun)
+    config = resolve_for(config, run_dir, resume=resume)
     with runtime(config) as device:
         corpus = open_corpus(config)
         facts = environment(corpus, config.runtime.threads) | start_facts(config)
@@ -85,15 +84,14 @@ def run(
         check_monitors(config)
         if not resume:
             check_unused(run_dir)
-        trainer = Trainer(config, corpus, device, start=begun and build_model(begun, 0))
+        trainer = Trainer(config, corpus, device, start=config.begun and build_model(config.begun, 0))
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder"):
-            found = None
-            if resume:
-                found = find_checkpoint(run_dir, config, facts, allow_change=allow_config_change, say=say)
-                check_start(config, found, begun)
-            else:
+            if not resume:
                 check_unused(run_dir)  # another process may have come and gone
+            told = {"allow_change": allow_config_change, "say": say}
+            found = find_checkpoint(run_dir, config, facts, **told) if resume else None
+            check_start(config, found)
             progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
             progress.begin(found)
             del found  # its tensors would be held as long as the run takes

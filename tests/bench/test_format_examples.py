@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FIELDS, get, load_config, to_yaml
+from nanogpt_bench.config.settings import load_config, to_yaml
 from nanogpt_bench.config.shipped import FOLDER, find_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.step.resolve import resolve

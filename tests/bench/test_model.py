@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape, build_model
+from nanogpt_bench.model.gpt import FLOATS, GPT, SIZES, GPTShape, build_model, linear_sizes
 
 SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=50)
 
@@ -16,6 +16,17 @@ def test_linear_layers_have_the_names_that_patterns_match() -> None:
     names = {name for name, module in GPT(SMALL).named_modules() if isinstance(module, torch.nn.Linear)}
     inside = {"attn.qkv", "attn.proj", "mlp.fc", "mlp.proj"}
     assert names == {f"blocks.{block}.{name}" for block in (0, 1) for name in inside} | {"lm_head"}
+
+
+def test_what_is_known_of_layers_before_there_is_a_model_is_so() -> None:
+    modules = dict(GPT(SMALL).named_modules())
+    linear = {name: (m.in_features, m.out_features) for name, m in modules.items() if isinstance(m, torch.nn.Linear)}
+    assert list(linear_sizes(2, 32, 50).items()) == list(linear.items())
+    kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in modules.items()}
+    blocks = {"blocks", "0", "1", "attn", "mlp", ""}  # what holds others
+    floats = {last: kind for last, kind in kinds.items() if kind != "Linear" and last not in blocks}
+    assert {name.rpartition(".")[2]: type(modules[name]).__name__ for name in FLOATS} == floats
+    assert {name: type(modules[name]).__name__ for name in FLOATS} == FLOATS
 
 
 def test_a_token_does_not_see_later_ones() -> None:

@@ -16,7 +16,7 @@ from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.system.errors import BenchError
 
 SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)
-ONE_BYTE = ("--model.format=E4M3", "--model.storage=fp8")
+ONE_BYTE = ("--model.n_layer=1", "--model.format=E4M3", "--model.storage=fp8")
 UNTIED = GPTShape(1, 2, 8, 16, vocab_size=11)
 
 

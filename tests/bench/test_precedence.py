@@ -10,11 +10,12 @@ import gpt2_checkpoints
 import pytest
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.options import OPTIONS
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES, available_rules, meaning, rules_with_format
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FIELDS, get, load_config, read_yaml
+from nanogpt_bench.config.settings import load_config, read_yaml
 from nanogpt_bench.config.shipped import find_config, shipped_configs
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.step.resolve import resolve, rule_name
@@ -94,10 +95,9 @@ def test_a_shipped_file_takes_any_rule_and_any_format_at_one_learning_rate_a_rul
         shape = (config.model.storage, str(config.model.formats), config.model.tied, config.optimizer.writeback)
         if shape not in shapes:  # and the surgery takes it
             shapes.add(shape)
-            tied = bool(config.model.tie_weights)
-            quantize(
-                GPT(GPTShape(n_layer=2, n_head=1, n_embd=32, block_size=1, vocab_size=32, tie_weights=tied)), config
-            )
+            layers, tied = config.model.n_layer or 0, bool(config.model.tie_weights)
+            narrow = GPTShape(layers, n_head=1, n_embd=32, block_size=1, vocab_size=32, tie_weights=tied)
+            quantize(GPT(narrow), config)
         kept = "optimizer.lr" in file and not any("optimizer.lr" in line for line in said)
         assert config.optimizer.lr == (file["optimizer.lr"] if kept else RULES[rule].lr), rule
         other = by_its_settings(config)

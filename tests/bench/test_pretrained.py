@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import load_config, to_yaml
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.model.gpt import GPT, SIZES, GPTShape
 from nanogpt_bench.model.pretrained import HUB_IDS, find_checkpoint, load_checkpoint
@@ -68,9 +68,10 @@ def test_the_shape_is_the_checkpoint_s(folder: Path) -> None:
     assert (model.bias, model.tie_weights, model.gelu, model.size) == (True, True, "tanh", None)
 
 
-def test_a_resolved_configuration_resolves_to_itself(folder: Path) -> None:
+def test_a_resolved_configuration_resolves_to_itself(folder: Path, tmp_path: Path) -> None:
     config = resolve(load_config(None, ["--model.init_from", str(folder), "--model.block_size=8"]))
-    assert resolve(config) == config
+    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+    assert resolve(load_config(tmp_path / "resolved.yaml")) == config
     assert config.model.block_size == 8
 
 

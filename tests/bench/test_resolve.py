@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.settings import load_config, to_yaml
 from nanogpt_bench.config.shipped import find_config
-from nanogpt_bench.step.resolve import format_summary, resolve, rule_name
+from nanogpt_bench.step.formats import format_summary
+from nanogpt_bench.step.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError
 
 FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")
@@ -37,9 +39,14 @@ def test_a_rule_fills_in_what_it_stands_for(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", available_rules())
-def test_a_resolved_configuration_resolves_to_itself(rule: str) -> None:
-    once = resolve(load_config(None, arguments_of(rule)))
-    assert resolve(once) == once
+def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself(rule: str, tmp_path: Path) -> None:
+    once, path = resolve(load_config(None, arguments_of(rule))), tmp_path / "config.yaml"
+    path.write_text(to_yaml(once))
+    again = resolve(load_config(path))
+    assert again == once
+    assert again.layers == once.layers
+    with pytest.raises(TypeError, match="can't be resolved again"):
+        resolve(once)
 
 
 @pytest.mark.parametrize("rule", available_rules())

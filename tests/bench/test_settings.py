@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.commands.help_topics import describe, keys_of, text_on, topics
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import FIELDS, build_config, load_config, to_yaml
+from nanogpt_bench.config.settings import build_config, load_config, to_yaml
 from nanogpt_bench.system.errors import BenchError
 
 

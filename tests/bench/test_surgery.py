@@ -18,7 +18,8 @@ from nanogpt_bench.system.errors import BenchError
 
 def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
     model = build_model(GPTShape(2, 2, width, 16, vocab_size=11, tie_weights=tie), seed=0)
-    return quantize(model, resolve(load_config(None, list(arguments))))
+    shape = (f"--model.n_embd={width}", "--model.n_layer=2", "--model.n_head=2", f"--model.tie_weights={tie}")
+    return quantize(model, resolve(load_config(None, [*shape, *arguments])))
 
 
 def test_patterns_choose_layers_and_formats() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_bench.config.settings import FIELDS
+from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.system.errors import nearest
 from nanogpt_bench.system.untrusted import (
     DEEPEST,

@@ -21,7 +21,8 @@ TOKENS = torch.arange(11)[None]
 
 def wrapped(storage: str, seed: int, fmt: str = "E4M3", width: int = 32, tie: bool = False) -> nn.Module:
     formats = f"{{'*': {fmt}, lm_head: none, mlp.fc: {{weight: {fmt}, activation: E5M2}}}}"
-    config = resolve(load_config(None, ["--model.formats", formats, "--model.storage", storage]))
+    shape = ["--model.n_layer=2", "--model.n_head=2", f"--model.n_embd={width}"]
+    config = resolve(load_config(None, [*shape, "--model.formats", formats, "--model.storage", storage]))
     model = build_model(GPTShape(2, 2, width, 16, vocab_size=11, bias=True, tie_weights=tie), seed)
     return quantize(model, config).eval()
 

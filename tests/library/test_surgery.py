@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,13 @@ from surgery_models import LINEARS, Model
 from torch import nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
+from fp8manifold import LayerSpec, QuantizedLinear, check_formats, dequantize_model, quantize_model
 
 storages = pytest.mark.parametrize("storage", ["master", "grid"])
+
+
+def sizes_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def formats_of(model: nn.Module) -> dict[str, str]:
@@ -161,8 +166,40 @@ def test_subclasses_of_linear_are_left_as_they_are() -> None:
 )
 def test_bad_formats_are_refused_and_the_model_left_alone(formats: Any, error: type[Exception], message: str) -> None:
     model = Model()
-    with left_alone(model), pytest.raises(error, match=message):
+    with left_alone(model), pytest.raises(error, match=message) as caught:
         quantize_model(model, formats, "grid")
+    with pytest.raises(error) as sooner:
+        check_formats(formats, sizes_of(model), "grid")
+    assert str(sooner.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        "E4M3",
+        {"*": "E4M3", "attn": "none", "blocks.1": "E5M2", "mlp.out": {"weight": "E3M4", "activation": "E5M2"}},
+        {"attn": {"activation": "E4M3"}, "blocks.1.attn": {"weight": "none"}, "lm_head": "E4M3"},
+        {"*": {"weight": "E4M3", "granularity": "block"}},
+        {"*": "E4M3", "lm_head": {"weight": {"format": "E4M3", "rounding": "nearest"}}},
+    ],
+    ids=str,
+)
+@storages
+def test_what_is_allowed_is_known_without_a_model(storage: Any, formats: Any, tied: Any) -> None:
+    model = Model(tied=True)
+    shared = {"lm_head": ("embedding.weight", "lm_head.weight")}
+    layers = sizes_of(model)
+    try:
+        quantize_model(model, formats, storage, tied=tied)
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            check_formats(formats, layers, storage, tied=tied, shared=shared)
+        return
+    found = check_formats(formats, layers, storage, tied=tied, shared=shared)
+    assert found == {name: m.spec for name, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    again = quantize_model(Model(tied=True), found, storage, tied=tied)
+    assert [bits_of(p) for p in again.parameters()] == [bits_of(p) for p in model.parameters()]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import pytest
 import yaml
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.settings import FIELDS, load_config, mapping_above
+from nanogpt_bench.config.keys import FIELDS, mapping_above
+from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.sweep.file import KEYS, read_sweep
 from nanogpt_bench.system.errors import BenchError
 
@@ -101,24 +101,14 @@ WRONG: dict[type, tuple[Any, ...]] = {
 }
 
 
-def kinds(key: str) -> list[type]:
-    """The types a setting may have."""
-    hint = FIELDS[key][1]
-    if get_origin(hint) in (Union, UnionType):
-        return [get_origin(kind) or kind for kind in get_args(hint) if kind is not type(None)]
-    return [get_origin(hint) or hint]
-
-
 def wrong_types(key: str) -> list[Any]:
     """Values of every other type; null where it is not allowed."""
-    (kind,) = kinds(key)
-    optional = type(None) in getattr(FIELDS[key][1], "__args__", ())
-    return [*WRONG[kind], *([] if optional else [None])]
+    return [*WRONG[FIELDS[key].kind], *([] if FIELDS[key].optional else [None])]
 
 
 def out_of_range(key: str) -> list[Any]:
     """Values of the right type just beyond every bound, or that are none of the choices."""
-    (kind,), limits = kinds(key), FIELDS[key][0].metadata
+    kind, limits = FIELDS[key].kind, FIELDS[key].facts
     if limits["choices"]:
         return ["no-such-word"] if kind is str else [["no-such-word"]]
     if kind not in (int, float):
@@ -137,8 +127,7 @@ def as_text(value: Any) -> str:
 
 def typed_wrongly(key: str, value: Any) -> bool:
     """Whether a value is wrong as a word too: any text is a word, or a list of them, where there are no choices."""
-    (kind,) = kinds(key)
-    return value is not None and kind not in (str, list)
+    return value is not None and FIELDS[key].kind not in (str, list)
 
 
 @pytest.mark.parametrize("section", sorted({key.partition(".")[0] for key in FIELDS}))

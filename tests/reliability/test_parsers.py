@@ -26,15 +26,15 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint.tree import capture_tree
 from nanogpt_bench.cli import main
 from nanogpt_bench.config import shipped
+from nanogpt_bench.config.keys import FIELDS, SECTIONS
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.settings import FIELDS, SECTIONS, default_of
 from nanogpt_bench.sweep import file as sweep_file
 
 #: of each of the coverage-guided fuzzers
 GUIDED_SECONDS = 120
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
 CONTROL = st.sampled_from(["\x1b[2J", "\x00", "\x85", "\u2028", "\u202e", "\ud800", "\r", "\n", "\x7f", "\ufeff"])
-CHOICES = {word for item, _ in FIELDS.values() for word in item.metadata["choices"] or ()}
+CHOICES = {word for setting in FIELDS.values() for word in setting.facts["choices"] or ()}
 FORMATS = ("E4M3", "e7m0", "E3M4IEEE", "E9M9", "none")
 WORDS = st.sampled_from([*sorted(CHOICES), *RULES, *FORMATS, "*", "attn", "weight", "off", "nan", "null", "../x"])
 NUMBERS = st.integers(-2, 10**6) | st.sampled_from([10**399, -(2**70), 1e308, -0.0, 5e-324]) | st.floats()
@@ -53,15 +53,15 @@ VALUES = st.recursive(
 
 def values_of(key: str) -> st.SearchStrategy[Any]:
     """Values that a setting may have, more or less, and now and then any other."""
-    item, hint = FIELDS[key]
-    if item.metadata["choices"]:
-        known: st.SearchStrategy[Any] = st.sampled_from(item.metadata["choices"])
+    setting = FIELDS[key]
+    if setting.facts["choices"]:
+        known: st.SearchStrategy[Any] = st.sampled_from(setting.facts["choices"])
     elif key == "rule":
         known = st.sampled_from(sorted(RULES))
     elif "format" in key:
         known = st.sampled_from(FORMATS)
     else:
-        known = st.integers(1, 9) if "int" in str(hint) else st.just(default_of(item)) | st.sampled_from([0.25, 1, 2.5])
+        known = st.integers(1, 9) if setting.kind is int else st.just(setting.default) | st.sampled_from([0.25, 1, 2.5])
     if key == "model.formats":
         known = st.dictionaries(st.sampled_from(["*", "attn", "blocks.0"]) | ANY_TEXT, known | LAYERS, max_size=2)
     return st.one_of(known, known, known, known, known, VALUES)

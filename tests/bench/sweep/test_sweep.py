@@ -13,19 +13,19 @@ import sys
 import time
 from pathlib import Path
 
-import jsonargparse
 import pytest
 import torch
 from rich.console import Console
 from sweep_runs import read_json, runs_of, trained
 
+import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import cores as cores_module
 from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.cores import cores, divide, threads_asked
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.step import surgery
+from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
@@ -118,20 +118,17 @@ def test_any_setting_is_an_axis_and_float_rules_stand_once(write):
     assert config.train.max_steps == 4
 
 
-def test_planning_parses_every_value_once_however_many_runs_have_it(write, monkeypatch):
-    parsed, tried = [], []
-    parse, quantize = jsonargparse.ArgumentParser.parse_object, surgery.quantize
-    monkeypatch.setattr(
-        jsonargparse.ArgumentParser, "parse_object", lambda *given: parsed.append(given) or parse(*given)
-    )
-    monkeypatch.setattr(surgery, "quantize", lambda *given: tried.append(given) or quantize(*given))
-    axes = {"model.format": ["E4M3", "E7M0"], "optimizer.lr": [0.011, 0.012, 0.013], "seed": list(range(900, 912))}
-    planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "nearest"})))
+def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_have_it(write, monkeypatch):
+    read, built = [], []
+    check, init = fm.check_formats, GPT.__init__
+    monkeypatch.setattr(fm, "check_formats", lambda *given, **more: read.append(given) or check(*given, **more))
+    monkeypatch.setattr(GPT, "__init__", lambda self, shape: built.append(shape) or init(self, shape))
+    axes = {"model.format": ["E3M2", "E7M0"], "optimizer.lr": [0.011, 0.012, 0.013], "seed": list(range(900, 912))}
+    planned = plan_sweep(read_sweep(write(axes=axes, settings={"rule": "nearest", "model.n_layer": 3})))
     check_inputs(planned)
     assert len(planned) == 2 * 3 * 12
-    values = {(key, repr(value)) for run in planned for key, value in run.settings.items()}
-    assert 0 < len(parsed) <= len(values) < len(planned)
-    assert len(tried) == 2  # a model for each format, whatever its seed
+    assert len(read) == 2  # once for each format, whatever its seed
+    assert not built
 
 
 def test_granularities_of_a_float_rule_are_one_point(write):

@@ -1,0 +1,102 @@
+"""How far it is from a configuration to the first codes, and what planning a sweep takes.
+
+    python benchmarks/configuration.py [--points 1000]
+
+The way is that of a YAML file with one format for one layer, read, resolved and brought to a model of one block, whose
+layer then holds codes: how many files of the two packages are entered on it, how many of their functions, how often one
+is called, and how often the next call is in another file.  What is counted is what the profiler sees; the first time
+something is cached for the second.  The plan is that of a sweep of 4 formats, 5 rules, 5 learning rates and so many
+seeds that there are at least ``--points`` runs, and the check that the corpus and the layers can be had, in process CPU
+time, the least of three.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import nanogpt_bench.training.train  # what `run` has imported when it begins
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data.text import prepare_text
+from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
+
+ROOT = Path(nanogpt_bench.__file__).parent.parent
+PACKAGES = tuple(str(ROOT / name) for name in ("fp8manifold/", "nanogpt_bench/"))
+CONFIG = "rule: nearest\nmodel: {n_layer: 1, formats: {attn.qkv: E4M3}}\n"
+SWEEP = """
+settings: {{train.max_steps: 100, data.dir: {data}}}
+reference: {{rule: bf16-mixed}}
+axes:
+  model.format: [E4M3, E5M2, E3M4, E7M0]
+  rule: [nearest, stochastic, residual8, stiffness, momentum]
+  optimizer.lr: [0.0005, 0.001, 0.002, 0.004, 0.008]
+  seed: {seeds}
+"""
+
+
+class Way:
+    """What a profiler counts of the calls into the two packages."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+        self.functions: set[Any] = set()
+        self.calls = self.moves = 0
+        self._last = ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGES) and frame.f_code.co_name != "<module>":
+            self.calls += 1
+            self.moves += file != self._last
+            self.files.add(file)
+            self.functions.add(frame.f_code)
+            self._last = file
+
+
+def way_of(work: Callable[[], Any]) -> Way:
+    """What is passed through while something is done."""
+    way = Way()
+    sys.setprofile(way)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return way
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=1000, help="runs of the sweep, at least")
+    points = parser.parse_args().points
+    with tempfile.TemporaryDirectory() as folder:
+        config, sweep = Path(folder) / "a.yaml", Path(folder) / "b.yaml"
+        config.write_text(CONFIG)
+        (Path(folder) / "text").write_text("to be or not to be " * 1000)
+        prepare_text(Path(folder) / "text", Path(folder) / "data", "char")
+        sweep.write_text(SWEEP.format(seeds=list(range(-(-points // 100))), data=Path(folder) / "data"))
+        for times in ("first", "second"):
+            model = GPT(GPTShape(n_layer=1, n_head=4, n_embd=128, block_size=64))
+            way = way_of(lambda model=model: quantize(model, resolve(load_config(config))))
+            print(
+                f"configuration to codes, {times} time: {len(way.files)} files, {len(way.functions)} functions, "
+                f"{way.calls} calls, {way.moves} moves between files"
+            )
+        spent = []
+        for _ in range(3):
+            begun = time.process_time()
+            planned = plan_sweep(read_sweep(sweep))
+            check_inputs(planned)
+            spent.append(time.process_time() - begun)
+        print(f"plan of {len(planned):,} runs: {min(spent):.2f} s")
+
+
+if __name__ == "__main__":
+    main()

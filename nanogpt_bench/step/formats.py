@@ -1,0 +1,156 @@
+"""Formats of a configuration: each name read once, into what is quantised in which layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase as fnmatch
+from typing import Any
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import Config, ModelConfig
+from nanogpt_bench.model.gpt import FLOATS, linear_sizes
+from nanogpt_bench.system.errors import BenchError, one_line
+
+#: keys of a layer specification whose values are formats, or mappings that hold some
+_FORMAT_KEYS = ("weight", "activation", "gradient", "format")
+#: of a tied lm_head, the names of its weight
+_TIED = {"lm_head": ("token_embedding.weight", "lm_head.weight")}
+#: a format that was read, "none", or a layer specification that holds some
+Read = fm.FloatFormat | str | dict[str, Any]
+
+
+def fill_formats(model: ModelConfig) -> dict[str, Read]:
+    """Put `model.format` into `model.formats`, all in canonical names, and return the formats that were read.
+
+    Raises:
+        BenchError: no such format.
+    """
+    if model.format is not None:
+        model.formats, model.format = {**model.formats, "*": model.format}, None
+    formats = {pattern: _read(value, f"model.formats.{pattern}") for pattern, value in model.formats.items()}
+    if all(value == "none" for value in formats.values()):
+        formats = {}
+    model.formats = {pattern: _written(value) for pattern, value in formats.items()}
+    return formats
+
+
+def _read(value: Any, key: str) -> Read:
+    if not isinstance(value, dict):
+        return _format(value, key)
+    return {**value, **{name: _read(value[name], key) for name in _FORMAT_KEYS if value.get(name)}}
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, fm.FloatFormat):
+        return value.name
+    return {name: _written(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _format(name: Any, key: str) -> fm.FloatFormat | str:
+    if name is None or str(name).lower() == "none":
+        return "none"
+    try:
+        return _named(name) if isinstance(name, str) else fm.FloatFormat.from_string(name)
+    except (ValueError, TypeError) as error:
+        raise BenchError(f"{key}: {one_line(error)}") from None
+
+
+@functools.lru_cache(maxsize=1000)
+def _named(name: str) -> fm.FloatFormat:
+    return fm.FloatFormat.from_string(name)
+
+
+def format_name(name: Any, key: str = "model.format") -> str:
+    """Return the canonical name of a format, or "none"; `key` is what an error names.
+
+    >>> format_name("e4m3")
+    'E4M3'
+
+    Raises:
+        BenchError: no such format.
+    """
+    return str(_written(_format(name, key)))
+
+
+def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str, fm.LayerSpec]:
+    """Return what is quantised in which linear layer, where the rest of the model's configuration is filled in.
+
+    Raises:
+        BenchError: a pattern that matches no linear layer, options that do not go together or that the storage does
+            not have, or a tied lm_head that nobody decided on.
+    """
+    return _layers(
+        _Asked(
+            repr(model.formats),
+            "grid" if model.storage == "continuous" else str(model.storage),
+            model.granularity or "channel",
+            (model.n_layer or 0, model.n_embd or 0),
+            bool(model.tie_weights),
+            model.tied or "refuse",
+            formats,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What decides on what is allowed; the runs of a sweep ask the same again and again."""
+
+    written: str
+    storage: str
+    granularity: str
+    size: tuple[int, int]
+    tie: bool
+    tied: str
+    formats: Mapping[str, Read] = field(compare=False)
+
+
+@functools.lru_cache(maxsize=1000)
+def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
+    layers: Any = linear_sizes(*asked.size)
+    options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}
+    try:
+        specs = fm.check_formats(dict(asked.formats), layers, shared=_TIED if asked.tie else {}, **options)
+    except (ValueError, TypeError) as error:
+        hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
+        said = _always_float(layers, asked.formats) or f"model.formats: {one_line(error)}{hint}"
+        raise BenchError(said) from None
+    return specs
+
+
+def _always_float(linear: Mapping[str, Any], patterns: Mapping[str, Any]) -> str | None:
+    """Return what to say of a pattern that names a module without linear layers, such as an embedding."""
+    reached = {part for name in linear for part in name.split(".")}
+    layers = dict.fromkeys(name.split(".", 2)[-1] for name in linear)
+    for pattern in patterns:
+        for name, kind in FLOATS.items():
+            last = name.rpartition(".")[2]
+            if fnmatch(last, pattern) and not any(fnmatch(part, pattern) for part in reached):
+                return (
+                    f"model.formats.{pattern}: {kind} {name!r} stays float, as all embeddings and norms do; formats "
+                    f"are for linear layers: {', '.join(layers)}, attn, mlp, blocks.N"
+                )
+    return None
+
+
+def weight_format(value: Any) -> str:
+    """Return the weight's format in a format, a layer specification or an operand's, as `model.formats` has it.
+
+    >>> weight_format("E4M3"), weight_format({"activation": "E5M2"})
+    ('E4M3', 'none')
+    """
+    if isinstance(value, dict):
+        return weight_format(value.get("weight", value.get("format")))
+    return str(value or "none")
+
+
+def format_summary(config: Config) -> str:
+    """Return the one weight format all patterns share, "mixed" when they differ, "none" without any.
+
+    >>> format_summary(Config())
+    'none'
+    """
+    weights = {weight_format(value) for value in config.model.formats.values()}
+    return "mixed" if len(weights) > 1 else next(iter(weights), "none")
