@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from typing import Any
 
-from nanogpt_bench.report.charts import Chart, axes, colour
+from nanogpt_bench.report.chart import SHARE, Chart, lines, quantity
+from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.series import Line
 from nanogpt_bench.runs.watched import Distribution
-
-FEW = 8  # bins that would hardly show as a line alone
 
 
 @dataclass(frozen=True)
@@ -48,36 +46,20 @@ def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[
 
 
 def _chart(family: Family, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    traces = [trace for row in rows for trace in _traces(family, row, looks)]
-    if not traces:
+    drawn = [line for row in rows for line in _lines(family, row)]
+    if not drawn:
         return None
-    layout = axes(family.axis, "share")
-    layout["yaxis"] |= {"tickformat": ".3~p", "rangemode": "tozero"}
-    if family.logarithmic:
-        layout["xaxis"] |= {"type": "log", "exponentformat": "power", "nticks": 6}
+    bent = {"log": True, "format": "~g", "tickCount": 5} if family.logarithmic else {}
+    y = quantity("y", "share", zero=True, format=SHARE)
+    spec = lines(drawn, looks, quantity("x", family.axis, **bent), y, step=True)
     name = family.prefix.strip("/").replace("/", "-")
-    return Chart(f"spread-{name}", family.title, family.caption, traces, layout, height=300)
+    return Chart(f"spread-{name}", family.title, family.caption, spec, rows=shown(drawn))
 
 
-def _traces(family: Family, row: Row, looks: Mapping[str, Look]) -> list[dict[str, Any]]:
+def _lines(family: Family, row: Row) -> list[Line]:
     shares = merged([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(family.prefix)])
     xs = [x for x in shares if x > 0 or not family.logarithmic]
-    if not xs:
-        return []
-    look = looks[row.label]
-    return [
-        {
-            "type": "scatter",
-            "mode": "lines" if len(xs) > FEW else "lines+markers",
-            "x": xs,
-            "y": [shares[x] for x in xs],
-            "name": escape(row.label),
-            "meta": {"row": row.label},
-            "line": {"color": colour(look), "dash": look.dash, "width": look.width, "shape": "hvh"},
-            "marker": {"color": colour(look), "symbol": look.marker, "size": 5},
-            "hovertemplate": "%{fullData.name}<br>%{x:.4~g}: %{y:.2%}<extra></extra>",
-        }
-    ]
+    return [Line(row.label, None, xs, [shares[x] for x in xs])] if xs else []
 
 
 def merged(distributions: Sequence[Distribution]) -> dict[float, float]:
