@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
         "labelLimit": 130,
     },
     "axisX": {"labelFlush": False, "labelOverlap": "greedy", "labelSeparation": 8},
-    "legend": {**WORDS, "labelLimit": 280, "symbolSize": 500, "symbolStrokeWidth": 2},
+    "legend": {**WORDS, "labelLimit": 280},
     "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},
     "line": {"strokeCap": "butt"},

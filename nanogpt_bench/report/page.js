@@ -32,7 +32,7 @@
   const digits = (number) => String(Number(number.toPrecision(5)));
   // The point of a curve nearest to the pointer, if one is near.
   const nearest = (chart, [x, y]) => {
-    const { view, spec } = chart;
+    const { place: { view }, spec } = chart;
     const [across, up] = [view.scale("x"), view.scale("y")];
     let best = { distance: 30 * 30 };
     for (const line of spec.data.values) {
@@ -54,17 +54,16 @@
   box.hidden = true;
   const inside = (chart, event) => {
     const frame = chart.place.querySelector("svg, canvas").getBoundingClientRect();
-    const [left, top] = chart.view.origin();
+    const [left, top] = chart.place.view.origin();
     return [event.clientX - frame.left - left, event.clientY - frame.top - top];
   };
-  const magnify = (chart, from, to) => {
-    for (const [i, axis] of ["x", "y"].entries()) {
-      if (!chart.drag.includes(axis)) continue;
-      const scale = chart.view.scale(axis);
-      const ends = [from[i], to[i]].sort((a, b) => a - b).map((place) => scale.invert(place));
-      chart.view.signal(`zoom_${axis}`, ends.sort((a, b) => a - b));
+  const magnify = (chart, corners) => {
+    const { view } = chart.place;
+    for (const [i, axis] of [...chart.drag].entries()) {
+      const ends = corners && corners.map((corner) => view.scale(axis).invert(corner[i])).sort((a, b) => a - b);
+      view.signal(`zoom_${axis}`, ends);
     }
-    chart.view.runAsync();
+    view.runAsync();
   };
   const watch = (chart) => {
     const { place } = chart;
@@ -77,16 +76,17 @@
         box.style.width = `${Math.abs(start.clientX - event.clientX)}px`;
         box.style.height = `${Math.abs(start.clientY - event.clientY)}px`;
         box.hidden = false;
-      } else if (curves && chart.view && !chart.told) say(nearest(chart, inside(chart, event)), event);
+      } else if (curves && chart.place.view && !chart.told) say(nearest(chart, inside(chart, event)), event);
     });
     place.addEventListener("pointerleave", () => say(""));
+    place.addEventListener("dblclick", () => chart.drag && magnify(chart, null));
     place.addEventListener("pointerdown", (event) => {
-      if (chart.view && chart.drag && event.pointerType === "mouse" && event.button === 0) start = event;
+      if (chart.place.view && chart.drag && event.pointerType === "mouse" && event.button === 0) start = event;
       if (start) event.preventDefault();
     });
     window.addEventListener("pointerup", (event) => {
       if (start && Math.hypot(start.clientX - event.clientX, start.clientY - event.clientY) > 8) {
-        magnify(chart, inside(chart, start), inside(chart, event));
+        magnify(chart, [inside(chart, start), inside(chart, event)]);
       }
       if (start) box.hidden = true;
       start = null;
@@ -96,7 +96,7 @@
   const draw = async (chart) => {
     const spec = themed(chart.spec);
     if (chart.rows.length) spec.params = [{ name: "hidden", value: [...hidden] }];
-    if (chart.view) chart.view.finalize();
+    if (chart.place.view) chart.place.view.finalize();
     const { view } = await vegaEmbed(chart.place, spec, {
       mode: "vega-lite",
       config: themed(config),
@@ -109,7 +109,8 @@
         say(chart.told ? told(value) : "", event);
       },
     });
-    chart.view = view;
+    view.logLevel(1); // a chart whose rows are all hidden has no extent, which is no news
+    chart.place.view = view;
   };
   // A few charts at a time, so that a long page can be read while the rest is drawn; a later call takes over.
   const drawAll = async () => {
@@ -139,7 +140,7 @@
         if (twin.dataset.row === row) twin.setAttribute("aria-pressed", String(!hidden.has(row)));
       }
       for (const chart of charts) {
-        if (chart.view && chart.rows.includes(row)) chart.view.signal("hidden", [...hidden]).runAsync();
+        if (chart.place.view && chart.rows.includes(row)) chart.place.view.signal("hidden", [...hidden]).runAsync();
       }
     });
   }

@@ -71,7 +71,7 @@ def _on_page(chart: Chart) -> Spec:
         spec |= _hiding(spec) | {"params": [{"name": "hidden", "value": []}]}
         spec["layer"] = [_hiding(layer) for layer in spec["layer"]]
     if chart.drag:
-        select = {"type": "interval", "encodings": list(chart.drag), "translate": False, "zoom": False}
+        select = {"type": "interval", "encodings": list(chart.drag), "translate": False, "zoom": False, "clear": False}
         first = next(i for i, layer in enumerate(spec["layer"]) if "data" not in layer)
         dragged = {**spec["layer"][first], "params": [{"name": "zoom", "select": select, "bind": "scales"}]}
         spec["layer"] = [*spec["layer"][:first], dragged, *spec["layer"][first + 1 :]]

@@ -30,7 +30,7 @@ PIXELS, PANEL_PIXELS, FRAME = (
     340,
     60,
 )  # width of a chart alone, and beside others; what a page's height has of axes
-LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL, DENSITY = 7, 60, 36, 2.0
+LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL, DENSITY = 7, 60, 36, 1.5
 
 
 def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Path) -> list[Path]:
