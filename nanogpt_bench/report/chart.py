@@ -63,8 +63,13 @@ def quantity(field: str, title: str | None, ends: Sequence[float] | None = None,
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": more}
 
 
+def category(text: str) -> str:
+    """A text as a name on an axis; Vega keeps these by name in JavaScript objects, which have a `__proto__` already."""
+    return f"{text} " if text == "__proto__" else text
+
+
 def names(field: str, order: Iterable[str], /, **more: Any) -> Spec:
-    """An axis of names, in their order."""
+    """An axis of names that are categories, in their order."""
     return {"field": field, "type": "nominal", "title": None, "scale": {"domain": list(order)}, "axis": more}
 
 

@@ -31,7 +31,8 @@ CONFIG: dict[str, Any] = {
     "legend": {**WORDS, "labelLimit": 280},
     "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},
-    "line": {"strokeCap": "butt"},
+    # What a screen reader would say of each of thousands of cells and points is most of a picture's file.
+    "mark": {"aria": False},
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.report import series
-from nanogpt_bench.report.chart import Chart, Spec, ink, lines, names, of_row, over, quantity
+from nanogpt_bench.report.chart import Chart, Spec, category, ink, lines, names, of_row, over, quantity
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row, reference_name
 from nanogpt_bench.report.tables import format_gap
@@ -72,9 +72,9 @@ def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | N
     others = [result for result in results if not result.reference]
     if not any(result.gap for result in others):
         return None
-    labels = [result.row.label for result in others]
+    labels = [category(result.row.label) for result in others]
     x = quantity("gap", NATS, zero=True, grid=False)
-    y = names("row", labels, labels=False, ticks=False, domain=False)
+    y = names("name", labels, labels=False, ticks=False, domain=False)
     text = {"type": "text", "yOffset": -9, "color": ink("ink")}
     left = text | {"align": "left", "limit": {"expr": "0.58 * width"}}
     right = text | {"align": "right", "limit": {"expr": "0.4 * width"}}
@@ -82,7 +82,7 @@ def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | N
     whisker = {"type": "rule", "yOffset": 8, "strokeWidth": 2, "color": ink("ink")}
     layers = [
         {"mark": bar, "encoding": {"x": x, "y": y, "color": of_row("color", looks)}},
-        {"mark": left, "encoding": {"x": {"value": 3}, "y": y, "text": {"field": "row"}}},
+        {"mark": left, "encoding": {"x": {"value": 3}, "y": y, "text": {"field": "name"}}},
         {"mark": right, "encoding": {"x": {"value": "width"}, "y": y, "text": {"field": "number"}}},
         over([{"gap": 0}], {"type": "rule", "color": ink("muted")}, x=x),
     ]
@@ -95,9 +95,9 @@ def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | N
 
 
 def _bar(result: Result) -> dict[str, object]:
-    label, gap = result.row.label, result.gap
+    gap, label = result.gap, {"row": result.row.label, "name": category(result.row.label)}
     if gap is None:
-        return {"row": label, "number": result.verdict.text, "gap": None, "low": None, "high": None}
+        return {**label, "number": result.verdict.text, "gap": None, "low": None, "high": None}
     spread = gap.spread or 0.0
     ends = {"low": gap.mean - spread, "high": gap.mean + spread} if gap.spread else {"low": None, "high": None}
-    return {"row": label, "number": format_gap(result), "gap": gap.mean, **ends}
+    return {**label, "number": format_gap(result), "gap": gap.mean, **ends}

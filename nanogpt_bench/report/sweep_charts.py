@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, Spec, curves, ink, names, of_row, over, quantity
+from nanogpt_bench.report.chart import Chart, Spec, category, curves, ink, names, of_row, over, quantity
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.parallel import NOTHING, Parallel, parallel
 from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
@@ -22,13 +22,14 @@ def sensitivity_charts(studies: Sequence[Sensitivity]) -> list[Chart]:
 
 def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
     reach = max((abs(gap) for line in study.gap for gap in line if gap is not None), default=0.0) or 1.0
+    patterns, formats = (list(map(category, found)) for found in (study.patterns, study.formats))
     values = [
-        {"pattern": pattern, "format": study.formats, "gap": line, "text": _cell_texts(study, i)}
-        for i, (pattern, line) in enumerate(zip(study.patterns, study.gap, strict=True))
+        {"pattern": pattern, "format": formats, "gap": line, "text": _cell_texts(study, i)}
+        for i, (pattern, line) in enumerate(zip(patterns, study.gap, strict=True))
     ]
     places = {
-        "x": names("format", study.formats, orient="top", labelAngle=0, ticks=False, domain=False, labelOverlap=True),
-        "y": names("pattern", study.patterns, ticks=False, domain=False),
+        "x": names("format", formats, orient="top", labelAngle=0, ticks=False, domain=False, labelOverlap=True),
+        "y": names("pattern", patterns, ticks=False, domain=False),
     }
     scale = {"domain": [-reach, 0, reach], "range": ink("diverging"), "interpolate": "rgb"}
     bar = {"title": None, "gradientThickness": 10, "tickCount": 5, "gradientLength": 34 * len(study.patterns)}
@@ -110,7 +111,7 @@ def limit_chart(limits: Sequence[LearningRateLimit]) -> Chart | None:
     shown = [limit for limit in limits if limit.stable or limit.unstable]
     if not shown:
         return None
-    labels = [row_label(limit.rule, limit.format) for limit in shown]
+    labels = [category(row_label(limit.rule, limit.format)) for limit in shown]
     x = _rate_axis(rate for limit in shown for rate in (limit.stable, limit.unstable) if rate)
     y = names("label", dict.fromkeys(labels), grid=True)
     ends = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.report import fields, series
-from nanogpt_bench.report.chart import Chart, ink, labelled, names, quantity
+from nanogpt_bench.report.chart import Chart, category, ink, labelled, names, quantity
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result
 
@@ -68,7 +68,8 @@ def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
     ticks = labelled(marked, [field.ticks[column] for column in marked])
     x = quantity("x", f"{what} {UNITS}", (first - 0.5, last + 0.5), grid=False, **ticks)
     rounded = [[None if cell is None else round(cell, 2) for cell in line] for line in field.cells]
-    cells = [{"layer": layer, "z": line} for layer, line in zip(field.layers, rounded, strict=True)]
+    layers = [category(layer) for layer in field.layers]
+    cells = [{"layer": layer, "z": line} for layer, line in zip(layers, rounded, strict=True)]
     bar = {"type": "gradient", "values": [-4, -2, 0], "labelExpr": "format(pow(10, datum.value), '~p')", "title": None}
     colour = {
         "field": "z",
@@ -96,7 +97,7 @@ def _layer_map(name: str, field: fields.Field, what: str) -> Chart:
                 "encoding": {
                     "x": x,
                     "x2": {"field": "x_end"},
-                    "y": names("layer", field.layers, labelFontSize=11, ticks=False),
+                    "y": names("layer", layers, labelFontSize=11, ticks=False),
                     "color": colour,
                     "tooltip": tip,
                 },
