@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
         "tickColor": ink("rule"),
         "labelLimit": 130,
     },
-    "axisX": {"labelFlush": False, "labelOverlap": "greedy", "labelSeparation": 8},
+    "axisX": {"labelFlush": False, "labelOverlap": "parity", "labelSeparation": 8},
     "legend": {**WORDS, "labelLimit": 280},
     "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
     "text": {"fontSize": 12},

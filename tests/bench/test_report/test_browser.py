@@ -157,7 +157,7 @@ def test_the_point_under_the_pointer_is_told(page, browser):
     browser.open(Path(page).resolve().as_uri())
     browser.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
     (x, y) = browser.evaluate("""(() => {
-      const last = [...document.querySelectorAll('#chart-val-step .role-mark.mark-symbol path')].at(-3);
+      const last = [...document.querySelectorAll('#chart-val-step .role-mark.mark-symbol path')].at(-5);
       const box = last.getBoundingClientRect();
       return [box.x + box.width / 2, box.y + box.height / 2];
     })()""")
