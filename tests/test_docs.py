@@ -21,6 +21,7 @@ import fp8manifold as fm
 from nanogpt_bench.cli import build_parser, split_overrides
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import FIELDS, parse_overrides
+from nanogpt_bench.runs.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -105,7 +106,7 @@ def documented(site: Path) -> set[str]:
 
 
 def test_the_site_describes_every_public_name(site: Path) -> None:
-    parts = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor}
+    parts = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor, "reference": fm.reference}
     namespaces = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in parts.items()}}
     public = {f"{prefix}.{name}" for prefix, namespace in namespaces.items() for name in namespace.__all__}
     assert public - documented(site) - namespaces.keys() == set()
@@ -127,6 +128,7 @@ def shown_in(page: Path) -> str:
 def test_the_tables_are_on_the_pages(site: Path) -> None:
     assert [name for name in RULES if name not in shown_in(site / "bench.html")] == []
     assert [key for key in FIELDS if key not in shown_in(site / "settings.html")] == []
+    assert [metric.name for metric in METRICS if metric.name not in shown_in(site / "bench.html")] == []
     assert "57344" in shown_in(site / "formats.html")
 
 

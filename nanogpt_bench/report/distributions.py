@@ -4,61 +4,42 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nanogpt_bench.report.chart import SHARE, Chart, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.series import Line
+from nanogpt_bench.runs.metrics import LOG, SPREADS, Metric, Spread
 from nanogpt_bench.runs.watched import Distribution
 
 
-@dataclass(frozen=True)
-class Family:
-    """A kind of distribution: the beginning of its names, the chart's title, its axis, and one sentence."""
-
-    prefix: str
-    title: str
-    axis: str
-    caption: str
-    logarithmic: bool = True
-
-
-FAMILIES = (
-    Family("grad/magnitude/", "Gradient magnitudes", "|gradient|", "By binade; zeros left out."),
-    Family("grad/dead_runs/", "How long gradients stay dead", "steps", "Elements by their steps next to zero."),
-    Family(
-        "stall/weight_residual/",
-        "Master weights between grid values",
-        "(w - Q(w)) / S",
-        "Where in its step each master weight lies.",
-        logarithmic=False,
-    ),
-    Family("bits/gap_lengths/weight/", "Gaps between used codes", "codes", "Runs of codes no weight uses, by length."),
-)
-
-
 def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
-    """A chart for each family that some row's first run with distributions has recorded."""
-    found = [_chart(family, rows, looks) for family in FAMILIES]
+    """A chart for each distribution that some row's first run with distributions has recorded."""
+    found = [_chart(spread, rows, looks) for spread in SPREADS if spread.chart]
     return [chart for chart in found if chart is not None]
 
 
-def _chart(family: Family, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    drawn = [line for row in rows for line in _lines(family, row)]
+def _chart(spread: Spread, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+    drawn = [line for row in rows for line in _lines(spread, row)]
     if not drawn:
         return None
-    bent = {"log": True, "format": "~g", "tickCount": 5} if family.logarithmic else {}
+    bent = {"log": True, "format": "~g", "tickCount": 5} if spread.chart == LOG else {}
     y = quantity("y", "share", zero=True, format=SHARE)
-    spec = lines(drawn, looks, quantity("x", family.axis, **bent), y, step=True)
-    name = family.prefix.strip("/").replace("/", "-")
-    return Chart(f"spread-{name}", family.title, family.caption, spec, rows=shown(drawn))
+    spec = lines(drawn, looks, quantity("x", spread.unit, **bent), y, step=True)
+    name = _drawn(spread).name.replace("/", "-")
+    return Chart(f"spread-{name}", spread.title, spread.meaning, spec, rows=shown(drawn))
 
 
-def _lines(family: Family, row: Row) -> list[Line]:
-    shares = merged([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(family.prefix)])
-    xs = [x for x in shares if x > 0 or not family.logarithmic]
+def _drawn(spread: Spread) -> Metric:
+    """Of several operands the weights."""
+    return spread.by("weight") if spread.operands else spread
+
+
+def _lines(spread: Spread, row: Row) -> list[Line]:
+    prefix = _drawn(spread).of("")
+    shares = merged([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(prefix)])
+    xs = [x for x in shares if x > 0 or spread.chart != LOG]
     return [Line(row.label, None, xs, [shares[x] for x in xs])] if xs else []
 
 

@@ -9,6 +9,7 @@ from nanogpt_bench.report.chart import Chart, Spec, category, ink, lines, names,
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row, reference_name
 from nanogpt_bench.report.tables import format_gap
+from nanogpt_bench.runs.metrics import TRAIN_LOSS, VAL_LOSS
 
 BAR_HEIGHT = 42
 NATS = "nats per token"
@@ -17,17 +18,17 @@ NATS = "nats per token"
 def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
     """Validation and training loss, by step and by wall-clock; those without data are left out."""
     charts: list[Chart] = []
-    for name, key, title in (("val", "val/loss", "Validation loss"), ("train", "train/loss", "Training loss")):
+    for name, metric in (("val", VAL_LOSS), ("train", TRAIN_LOSS)):
         for against, axis, words in ((series.BY_STEP, "step", "by step"), (series.BY_TIME, "seconds", "by wall-clock")):
-            smoothed = key == "train/loss"
-            drawn = series.lines(rows, key, against, smoothed=smoothed)
+            smoothed = metric is TRAIN_LOSS
+            drawn = series.lines(rows, metric.name, against, smoothed=smoothed)
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if drawn:
                 x, y = quantity("x", axis), quantity("y", NATS, series.loss_range(drawn))
                 spec = lines(drawn, looks, x, y, marked=not smoothed)
                 spec["layer"] += _marks(series.marks(rows, drawn, against), looks, x, y)
-                charts.append(Chart(f"{name}-{axis}", f"{title} {words}", caption, spec, 380, rows=shown(drawn)))
-        if key == "val/loss":
+                charts.append(Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, spec, 380, rows=shown(drawn)))
+        if metric is VAL_LOSS:
             charts += _close_chart(rows, looks, reference)
     return charts
 
@@ -49,7 +50,7 @@ def _marks(marks: Sequence[series.Mark], looks: Mapping[str, Look], x: Spec, y: 
 
 def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
     """The validation loss magnified near the reference, where most rows lie on each other otherwise."""
-    drawn = series.lines(rows, "val/loss")
+    drawn = series.lines(rows, VAL_LOSS.name)
     limits = series.close_range(drawn, reference)
     if limits is None:
         return []
