@@ -122,7 +122,7 @@ def _helped(words: Sequence[str]) -> bool:
 
 def _require_packages() -> None:
     """Refuse to begin what a missing package would end halfway: the library alone installs without them."""
-    missing = [name for name in ("matplotlib", "plotly", "pydantic", "rich", "yaml") if find_spec(name) is None]
+    missing = [name for name in ("pydantic", "rich", "vl_convert", "yaml") if find_spec(name) is None]
     if missing:
         raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
 

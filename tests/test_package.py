@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 #: what `import fp8manifold` may take beyond torch's own import
 SECONDS = 2.0
 #: packages of the extra `bench`, without which the library has to work
-NOT_WITHOUT_EXTRAS = ("matplotlib", "plotly", "pydantic", "rich", "yaml")
+NOT_WITHOUT_EXTRAS = ("pydantic", "rich", "vl_convert", "yaml")
 WITHOUT_WARNINGS = ("-W", "error", "-W", "ignore:`torch.jit.script`")
 
 

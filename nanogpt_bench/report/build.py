@@ -10,8 +10,9 @@ from typing import Any
 
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
+from nanogpt_bench.report.pictures import write_figures
 from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
-from nanogpt_bench.report.sections import Page
+from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
@@ -91,13 +92,12 @@ def write_report(
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     found = read_studies(studies or [out])
-    page = write_text(out / PAGE, render(Page(title, facts, results, chosen, thresholds, found, running)))
+    sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
+    page = write_text(out / PAGE, render(shown, sections))
     write_tables(results, out)
     if not running:
         # Drawing takes seconds of a core that the runs can use, so the pictures come last.
-        from nanogpt_bench.report.figures import write_figures
-
-        write_figures(results, chosen, out / "figures", found)
+        write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
     return page
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
 
-from nanogpt_bench.report.charts import Chart, axes, colour
+from nanogpt_bench.report.chart import SHARE, Chart, lines, quantity
+from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.series import Line
 from nanogpt_bench.runs.metrics import LOG, SPREADS, Metric, Spread
 from nanogpt_bench.runs.watched import Distribution
-
-FEW = 8  # bins that would hardly show as a line alone
 
 
 def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
@@ -23,15 +21,14 @@ def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[
 
 
 def _chart(spread: Spread, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    traces = [trace for row in rows for trace in _traces(spread, row, looks)]
-    if not traces:
+    drawn = [line for row in rows for line in _lines(spread, row)]
+    if not drawn:
         return None
-    layout = axes(spread.unit, "share")
-    layout["yaxis"] |= {"tickformat": ".3~p", "rangemode": "tozero"}
-    if spread.chart == LOG:
-        layout["xaxis"] |= {"type": "log", "exponentformat": "power", "nticks": 6}
+    bent = {"log": True, "format": "~g", "tickCount": 5} if spread.chart == LOG else {}
+    y = quantity("y", "share", zero=True, format=SHARE)
+    spec = lines(drawn, looks, quantity("x", spread.unit, **bent), y, step=True)
     name = _drawn(spread).name.replace("/", "-")
-    return Chart(f"spread-{name}", spread.title, spread.meaning, traces, layout, height=300)
+    return Chart(f"spread-{name}", spread.title, spread.meaning, spec, rows=shown(drawn))
 
 
 def _drawn(spread: Spread) -> Metric:
@@ -39,26 +36,11 @@ def _drawn(spread: Spread) -> Metric:
     return spread.by("weight") if spread.operands else spread
 
 
-def _traces(spread: Spread, row: Row, looks: Mapping[str, Look]) -> list[dict[str, Any]]:
+def _lines(spread: Spread, row: Row) -> list[Line]:
     prefix = _drawn(spread).of("")
     shares = merged([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(prefix)])
     xs = [x for x in shares if x > 0 or spread.chart != LOG]
-    if not xs:
-        return []
-    look = looks[row.label]
-    return [
-        {
-            "type": "scatter",
-            "mode": "lines" if len(xs) > FEW else "lines+markers",
-            "x": xs,
-            "y": [shares[x] for x in xs],
-            "name": escape(row.label),
-            "meta": {"row": row.label},
-            "line": {"color": colour(look), "dash": look.dash, "width": look.width, "shape": "hvh"},
-            "marker": {"color": colour(look), "symbol": look.marker, "size": 5},
-            "hovertemplate": "%{fullData.name}<br>%{x:.4~g}: %{y:.2%}<extra></extra>",
-        }
-    ]
+    return [Line(row.label, None, xs, [shares[x] for x in xs])] if xs else []
 
 
 def merged(distributions: Sequence[Distribution]) -> dict[float, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanogpt_bench.report import series
-from nanogpt_bench.report.charts import Chart, axes, line_traces
+from nanogpt_bench.report.chart import Chart, ink, limit_line, lines, quantity
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.palette import Look
@@ -71,46 +71,30 @@ def _first_steps(place: int, entry: Predicted, references: Sequence[Row], looks:
     """The training loss of the first steps, as recorded, beside the reference's."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
     other = reference_beside(entry.run, references)
-    lines = series.first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
-    if not lines:
+    drawn = series.first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
+    if not drawn:
         return None
-    layout = axes("step", "nats per token")
-    layout["shapes"] = [_limit(PREDICTED_STEPS)]
-    traces = line_traces(lines, looks, marked=True)
-    for trace in traces:
-        del trace["meta"]
+    x, y = quantity("x", "step"), quantity("y", "nats per token")
+    spec = lines(drawn, looks, x, y)
+    spec["layer"].append(limit_line(PREDICTED_STEPS, x=x))
     caption = f"The first {FIRST_STEPS} steps, the reference in ink; dotted: step {PREDICTED_STEPS}."
-    return Chart(f"e7m0-loss-{place}", "Training loss at first", caption, traces, layout, height=320)
-
-
-def _limit(step: int) -> dict[str, Any]:
-    line = {"color": "@muted", "width": 1.5, "dash": "dot"}
-    return {"type": "line", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1, "line": line}
+    return Chart(f"e7m0-loss-{place}", "Training loss at first", caption, spec)
 
 
 def _shares(place: int, entry: Predicted) -> Chart | None:
     """The share of weights that lost their update, and of those in a zero-gradient zone, over the steps."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    found = [(line, words, ink) for metric, words, ink in SHARES for line in series.lines([own], metric.name)]
+    found = [(line, words) for metric, words, _ in SHARES for line in series.lines([own], metric.name)]
     if not found:
         return None
-    layout = axes("step", "share of weights")
-    layout["yaxis"] |= {"range": [-0.02, 1.04], "tickformat": ".0%"}
-    layout |= {"showlegend": True, "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}}
-    traces = [_share_trace(line, words, ink) for line, words, ink in found]
-    return Chart(
-        f"e7m0-shares-{place}", "Updates lost, by step", "Of all quantised weights.", traces, layout, height=320
-    )
-
-
-def _share_trace(line: series.Line, words: str, ink: int) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(line.xs) <= FIRST_STEPS else "lines",
-        "x": line.xs,
-        "y": line.ys,
-        "name": words,
-        "line": {"color": f"@{ink}", "width": 2},
-        "marker": {"color": f"@{ink}", "size": 5},
-        "hovertemplate": f"{words}<br>step %{{x}}: %{{y:.1%}}<extra></extra>",
+    values = [{"name": words, "x": line.xs, "y": line.ys} for line, words in found]
+    y = quantity("y", "share of weights", (-0.02, 1.04), format=".0%")
+    places = {"x": quantity("x", "step"), "y": y}
+    scale = {"domain": [words for _, words, _ in SHARES], "range": [ink(colour) for *_, colour in SHARES]}
+    colour = {"field": "name", "type": "nominal", "scale": scale, "legend": {"orient": "top", "title": None}}
+    spec = {
+        "data": {"values": values},
+        "transform": [{"flatten": ["x", "y"]}],
+        "layer": [{"mark": {"type": "line", "point": {"size": 22}}, "encoding": places | {"color": colour}}],
     }
+    return Chart(f"e7m0-shares-{place}", "Updates lost, by step", "Of all quantised weights.", spec)

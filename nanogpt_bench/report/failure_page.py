@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.report import series
-from nanogpt_bench.report.charts import Chart, axes, line_traces, ranged
+from nanogpt_bench.report.chart import DOTTED, Chart, Spec, ink, lines, over, quantity
 from nanogpt_bench.report.classes import class_name
 from nanogpt_bench.report.failed import Failed
 from nanogpt_bench.report.palette import Look
@@ -136,33 +136,23 @@ def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Ma
     if failed.label not in {line.label for line in drawn}:
         return None
     found = [finding for finding in failed.diagnosis.found if finding.step is not None]
-    layout = axes("step", "nats per token") | ranged(series.loss_range(drawn))
-    layout |= {"shapes": [_moment(f.step or 0) for f in found], "annotations": _moment_names(found)}
-    layout["margin"] = layout["margin"] | {"t": 14 + 14 * min(len(found), 4)}
-    traces = line_traces(drawn, looks, marked=False)
-    for trace in traces:
-        del trace["meta"]  # its own page shows a run whether or not the row is hidden elsewhere
+    x, y = quantity("x", "step"), quantity("y", "nats per token", series.loss_range(drawn))
+    spec = lines(drawn, looks, x, y, marked=False)
+    spec["layer"] += _moments(found, x) if found else []
     caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."
-    return Chart(f"failure-{place}", "Training loss", caption, traces, layout, height=300, wide=True)
+    # Its own page shows a run whether or not the row is hidden elsewhere.
+    return Chart(f"failure-{place}", "Training loss", caption, spec, wide=True)
 
 
-def _moment(step: int) -> dict[str, Any]:
-    line = {"color": "@muted", "width": 1.5, "dash": "dot"}
-    return {"type": "line", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1, "line": line}
-
-
-def _moment_names(found: Sequence[Finding]) -> list[dict[str, Any]]:
-    """The classes' names above the chart, staggered so that neighbours stay apart."""
-    return [
-        {
-            "x": finding.step,
-            "y": 1,
-            "yref": "paper",
-            "yshift": 9 + 14 * (i % 4),
-            "text": class_name(finding.kind),
-            "showarrow": False,
-            "xanchor": "left",
-            "font": {"size": 11},
-        }
+def _moments(found: Sequence[Finding], x: Spec) -> list[Spec]:
+    """A line at every class's first step, and its name above the chart, staggered so that neighbours stay apart."""
+    values = [
+        {"x": finding.step or 0, "text": class_name(finding.kind), "above": -9 - 14 * (i % 4)}
         for i, finding in enumerate(found)
+    ]
+    name = {"type": "text", "align": "left", "fontSize": 11, "clip": False, "color": ink("ink")}
+    above = {"field": "above", "type": "quantitative", "scale": None, "axis": None}
+    return [
+        over(values, {"type": "rule", "color": ink("muted"), **DOTTED}, x=x),
+        over(values, name, x=x, y=above, text={"field": "text"}),
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from nanogpt_bench.report import series
-from nanogpt_bench.report.charts import Chart, axes, line_traces
+from nanogpt_bench.report.chart import SHARE as PERCENT
+from nanogpt_bench.report.chart import Chart, limit_line, lines, quantity
+from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.runs.metrics import LOG, SHARE, Metric
@@ -32,26 +33,26 @@ def watched_charts(
 
 
 def _chart(rows: Sequence[Row], looks: Mapping[str, Look], figure: Metric, limit: float | None) -> Chart | None:
-    lines = series.lines(rows, figure.name)
-    if not lines:
+    drawn = series.lines(rows, figure.name)
+    if not drawn:
         return None
-    layout = axes("step", figure.unit)
-    if figure.unit == SHARE:
-        layout["yaxis"] |= {"tickformat": ".3~p", "rangemode": "tozero"}
-    if figure.chart == LOG and _spans(lines):
-        layout["yaxis"] |= {"type": "log", "dtick": 1, "exponentformat": "power"}
-    if limit is not None:
-        layout["shapes"] = [_limit_line(limit)]
-    traces = line_traces(lines, looks, marked=True)
-    return Chart(f"watch-{figure.name.replace('/', '-')}", figure.title, figure.meaning, traces, layout, height=300)
+    share = {"format": PERCENT, "zero": True} if figure.unit == SHARE else {}
+    bent = {"log": True, "format": "~g", "tickCount": 5} if figure.chart == LOG and _spans(drawn) else {}
+    y = quantity("y", figure.unit, _ends(drawn, share=bool(share)), **(share | bent))
+    spec = lines(drawn, looks, quantity("x", "step"), y)
+    spec["layer"] += [] if limit is None else [limit_line(limit, y=y)]
+    return Chart(f"watch-{figure.name.replace('/', '-')}", figure.title, figure.meaning, spec, rows=shown(drawn))
 
 
-def _spans(lines: Sequence[series.Line]) -> bool:
+def _ends(drawn: Sequence[series.Line], *, share: bool) -> tuple[float, float] | None:
+    """The ends of an axis for curves that are all of one value, which have none of their own."""
+    known = {y for line in drawn for y in line.ys if y is not None}
+    if len(known) > 1 or (share and known != {0}):
+        return None
+    return (0.0, 1.0) if share else (min(known) - 1, max(known) + 1)
+
+
+def _spans(drawn: Sequence[series.Line]) -> bool:
     """Whether positive values differ by a factor of thirty or more, so that a linear axis would hide the small."""
-    known = [y for line in lines for y in line.ys if y is not None]
+    known = [y for line in drawn for y in line.ys if y is not None]
     return min(known) > 0 and max(known) / min(known) >= 30
-
-
-def _limit_line(limit: float) -> dict[str, Any]:
-    line = {"color": "@ink", "width": 1, "dash": "dot"}
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit, "line": line}

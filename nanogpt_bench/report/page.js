@@ -1,72 +1,122 @@
 "use strict";
 (() => {
-  const { styles, xs, charts: data } = JSON.parse(document.getElementById("charts").textContent);
-  // What traces share is in the page once: their style, their x, and the labels of a heat map's columns.
-  for (const chart of data) {
-    chart.traces = chart.traces.map(({ style, x, labels, ...own }) => {
-      const trace = { ...styles[style], ...own, x: xs[x] };
-      return labels ? { ...trace, customdata: own.z.map(() => labels) } : trace;
-    });
-  }
+  const { config, charts } = JSON.parse(document.getElementById("charts").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const hidden = new Set();
   let round = 0;
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-  // "@3", "@ink" and "@sequential" stand for colours and colour scales, which differ between a light and a dark page.
-  const inTheme = (text) => {
-    const entry = /^@(\w+)$/.exec(text);
-    if (!entry) return text;
-    return css(/^\d/.test(entry[1]) ? `--c${entry[1]}` : `--${entry[1]}`);
-  };
-  const scaleInTheme = (text) => {
-    const colours = inTheme(text).split(" ");
-    return colours.map((colour, i) => [i / (colours.length - 1), colour]);
-  };
-  const colourKeys = new Set(["color", "fillcolor", "bgcolor"]);
-  const themed = (node, key) => {
-    if (typeof node === "string") {
-      if (key === "colorscale") return scaleInTheme(node);
-      return colourKeys.has(key) ? inTheme(node) : node;
-    }
-    if (Array.isArray(node)) return key === "z" || key === "x" || key === "y" ? node : node.map((item) => themed(item, key));
+  // {"$": "c3"} stands for a colour or a colour scale, which differ between a light and a dark page.
+  const themed = (node) => {
+    if (Array.isArray(node)) return node.map(themed);
     if (node === null || typeof node !== "object") return node;
-    const copy = {};
-    for (const [name, value] of Object.entries(node)) copy[name] = themed(value, name);
-    return copy;
+    if ("$" in node) return css(`--${node.$}`).includes(" ") ? css(`--${node.$}`).split(" ") : css(`--${node.$}`);
+    return Object.fromEntries(Object.entries(node).map(([key, part]) => [key, key === "data" ? part : themed(part)]));
   };
 
-  const layoutOf = (chart) => {
-    const layout = themed(chart.layout);
-    const line = { gridcolor: css("--rule"), linecolor: css("--rule"), zerolinecolor: css("--muted") };
-    layout.xaxis = { ...layout.xaxis, ...line };
-    layout.yaxis = { ...layout.yaxis, ...line };
-    layout.font = { color: css("--ink"), family: "system-ui, sans-serif", size: 13 };
-    layout.paper_bgcolor = layout.plot_bgcolor = "rgba(0,0,0,0)";
-    layout.hoverlabel = { bgcolor: css("--page"), bordercolor: css("--rule"), font: { color: css("--ink") } };
-    return layout;
+  // What lies under the pointer, as plain text.
+  const tip = document.body.appendChild(document.createElement("div"));
+  tip.className = "tip";
+  const say = (text, event) => {
+    tip.textContent = text;
+    tip.hidden = !text;
+    if (!text) return;
+    const left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 6);
+    tip.style.left = `${Math.max(6, left)}px`;
+    tip.style.top = `${Math.max(6, event.clientY - tip.offsetHeight - 10)}px`;
   };
-  const tracesOf = (chart) =>
-    chart.traces.map((trace) => {
-      const copy = themed(trace);
-      copy.visible = !(trace.meta && hidden.has(trace.meta.row));
-      return copy;
+  say("");
+  const told = (value) =>
+    typeof value === "object" ? Object.entries(value).map(([name, text]) => `${name}: ${text}`).join("\n") : value;
+
+  const digits = (number) => String(Number(number.toPrecision(5)));
+  // The point of a curve nearest to the pointer, if one is near.
+  const nearest = (chart, [x, y]) => {
+    const { place: { view }, spec } = chart;
+    const [across, up] = [view.scale("x"), view.scale("y")];
+    let best = { distance: 30 * 30 };
+    for (const line of spec.data.values) {
+      if (hidden.has(line.row) && chart.rows.length) continue;
+      line.x.forEach((at, i) => {
+        if (line.y[i] === null) return;
+        const distance = (across(at) - x) ** 2 + (up(line.y[i]) - y) ** 2;
+        if (distance < best.distance) best = { distance, line, at, i };
+      });
+    }
+    if (!best.line) return "";
+    const { line, at, i } = best;
+    return `${line.name}\n${line.text ? line.text[i] : digits(at)}: ${digits(line.y[i])}`;
+  };
+
+  // A drag magnifies, two presses go back; a finger scrolls the page instead.
+  const box = document.body.appendChild(document.createElement("div"));
+  box.className = "box";
+  box.hidden = true;
+  const inside = (chart, event) => {
+    const frame = chart.place.querySelector("svg, canvas").getBoundingClientRect();
+    const [left, top] = chart.place.view.origin();
+    return [event.clientX - frame.left - left, event.clientY - frame.top - top];
+  };
+  const magnify = (chart, corners) => {
+    const { view } = chart.place;
+    for (const [i, axis] of [...chart.drag].entries()) {
+      const ends = corners && corners.map((corner) => view.scale(axis).invert(corner[i])).sort((a, b) => a - b);
+      view.signal(`zoom_${axis}`, ends);
+    }
+    view.runAsync();
+  };
+  const watch = (chart) => {
+    const { place } = chart;
+    let start = null;
+    const curves = chart.spec.data.values.every((line) => line.x && line.y);
+    place.addEventListener("pointermove", (event) => {
+      if (start) {
+        const [x, y] = [Math.min(start.clientX, event.clientX), Math.min(start.clientY, event.clientY)];
+        Object.assign(box.style, { left: `${x}px`, top: `${y}px` });
+        box.style.width = `${Math.abs(start.clientX - event.clientX)}px`;
+        box.style.height = `${Math.abs(start.clientY - event.clientY)}px`;
+        box.hidden = false;
+      } else if (curves && chart.place.view && !chart.told) say(nearest(chart, inside(chart, event)), event);
     });
+    place.addEventListener("pointerleave", () => say(""));
+    place.addEventListener("dblclick", () => chart.drag && magnify(chart, null));
+    place.addEventListener("pointerdown", (event) => {
+      if (chart.place.view && chart.drag && event.pointerType === "mouse" && event.button === 0) start = event;
+      if (start) event.preventDefault();
+    });
+    window.addEventListener("pointerup", (event) => {
+      if (start && Math.hypot(start.clientX - event.clientX, start.clientY - event.clientY) > 8) {
+        magnify(chart, [inside(chart, start), inside(chart, event)]);
+      }
+      if (start) box.hidden = true;
+      start = null;
+    });
+  };
 
   const draw = async (chart) => {
-    const place = document.getElementById(`chart-${chart.name}`);
-    const options = { responsive: true, displaylogo: false, displayModeBar: false, typesetMath: false };
-    return Plotly.react(place, tracesOf(chart), layoutOf(chart), options);
+    const spec = themed(chart.spec);
+    if (chart.rows.length) spec.params = [{ name: "hidden", value: [...hidden] }];
+    if (chart.place.view) chart.place.view.finalize();
+    const { view } = await vegaEmbed(chart.place, spec, {
+      mode: "vega-lite",
+      config: themed(config),
+      ast: true, // expressions are interpreted: the page may not compile any
+      actions: false,
+      defaultStyle: false,
+      renderer: chart.drag === "x" ? "canvas" : "svg", // a heat map has thousands of cells
+      tooltip: (handler, event, item, value) => {
+        chart.told = value !== null && value !== undefined && value !== "";
+        say(chart.told ? told(value) : "", event);
+      },
+    });
+    view.logLevel(1); // a chart whose rows are all hidden has no extent, which is no news
+    chart.place.view = view;
   };
   // A few charts at a time, so that a long page can be read while the rest is drawn; a later call takes over.
-  const waiting = new Set();
-  const drawAll = async (wanted) => {
+  const drawAll = async () => {
     const own = ++round;
-    wanted.forEach((chart) => waiting.add(chart));
     let begun = performance.now();
-    for (const chart of data.filter((chart) => waiting.has(chart))) {
-      waiting.delete(chart);
+    for (const chart of charts) {
       // One chart that can't be drawn leaves its place empty, and no other.
       await draw(chart).catch((error) => console.error(chart.name, error));
       if (performance.now() - begun > 60) {
@@ -77,8 +127,11 @@
     }
     document.documentElement.dataset.charts = "drawn";
   };
-  const shows = (chart, row) => chart.traces.some((trace) => trace.meta && trace.meta.row === row);
 
+  for (const chart of charts) {
+    chart.place = document.getElementById(`chart-${chart.name}`);
+    watch(chart);
+  }
   for (const key of document.querySelectorAll("button.key")) {
     key.addEventListener("click", () => {
       const row = key.dataset.row;
@@ -86,14 +139,14 @@
       for (const twin of document.querySelectorAll("button.key")) {
         if (twin.dataset.row === row) twin.setAttribute("aria-pressed", String(!hidden.has(row)));
       }
-      drawAll(data.filter((chart) => shows(chart, row)));
+      for (const chart of charts) {
+        if (chart.place.view && chart.rows.includes(row)) chart.place.view.signal("hidden", [...hidden]).runAsync();
+      }
     });
   }
   // A chart in a closed page has no width until the page opens.
   for (const page of document.querySelectorAll("details.page")) {
-    page.addEventListener("toggle", () => {
-      for (const plot of page.querySelectorAll(".js-plotly-plot")) if (page.open) Plotly.Plots.resize(plot);
-    });
+    page.addEventListener("toggle", () => window.dispatchEvent(new Event("resize")));
   }
   const openTarget = () => {
     const target = location.hash.length > 1 && document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -101,6 +154,6 @@
   };
   window.addEventListener("hashchange", openTarget);
   openTarget();
-  dark.addEventListener("change", () => drawAll(data));
-  drawAll(data);
+  dark.addEventListener("change", drawAll);
+  drawAll();
 })();

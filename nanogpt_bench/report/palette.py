@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanogpt_bench.report.results import Row
-from nanogpt_bench.system.errors import printable
 
 # Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
 COLOURS = (
@@ -47,17 +46,9 @@ RULE_ORDER = (
     "bf16-pure",
     "sgd",
 )
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-MATPLOTLIB_DASHES = {
-    "solid": "-",
-    "dash": (0, (5, 2)),
-    "dot": (0, (1.2, 1.6)),
-    "dashdot": (0, (6, 2, 1.2, 2)),
-    "longdash": (0, (9, 3)),
-}
-LONGEST_LABEL = 36
-MARKERS = ("circle", "square", "diamond", "triangle-up", "x")
-MATPLOTLIB_MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "x": "X"}
+DASHES = {"solid": [1, 0], "dash": [7, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3], "longdash": [11, 4]}
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
+ORDER = tuple(DASHES)
 
 
 @dataclass(frozen=True)
@@ -74,10 +65,6 @@ class Look:
         """The page's CSS variable that holds the colour in the theme shown."""
         return "--ink" if self.colour is None else f"--c{self.colour}"
 
-    def hex(self, *, dark: bool = False) -> str:
-        pair = INK if self.colour is None else COLOURS[self.colour]
-        return pair[dark]
-
 
 def looks(rows: Sequence[Row], *references: Row | None) -> dict[str, Look]:
     """The look of every row by label: references in ink, the others by rule and format, no two alike."""
@@ -88,13 +75,13 @@ def looks(rows: Sequence[Row], *references: Row | None) -> dict[str, Look]:
     for row in rows:
         width = 2.0 if len(row.runs) < 2 else 1.2  # several seeds lie close to each other
         if row.label in inked:
-            dash = inked.index(row.label) % len(DASHES)
-            chosen[row.label] = Look(None, DASHES[dash], MARKERS[dash], 0.9 * width)
+            dash = inked.index(row.label) % len(ORDER)
+            chosen[row.label] = Look(None, ORDER[dash], MARKERS[dash], 0.9 * width)
             continue
         form = formats.index(row.format) if row.format != "none" else 0
-        colour, dash = _free(_rule_place(row.rule), form % len(DASHES), taken)
+        colour, dash = _free(_rule_place(row.rule), form % len(ORDER), taken)
         taken.add((colour, dash))
-        chosen[row.label] = Look(colour, DASHES[dash], MARKERS[dash], width)
+        chosen[row.label] = Look(colour, ORDER[dash], MARKERS[dash], width)
     return chosen
 
 
@@ -105,15 +92,8 @@ def _rule_place(rule: str) -> int:
 def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
     """The pair wanted, else another dash of that colour, else another colour; with all taken, the pair again."""
     for c in range(len(COLOURS)):
-        for d in range(len(DASHES)):
-            pair = ((colour + c) % len(COLOURS), (dash + d) % len(DASHES))
+        for d in range(len(ORDER)):
+            pair = ((colour + c) % len(COLOURS), (dash + d) % len(ORDER))
             if pair not in taken:
                 return pair
     return colour, dash
-
-
-def figure_label(label: str) -> str:
-    """A label as matplotlib should show it: one line, not too long, no mathematics, no hidden legend entry."""
-    text = printable(" ".join(label.split()))
-    text = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "…"
-    return (" " + text if text.startswith("_") else text).replace("$", r"\$")

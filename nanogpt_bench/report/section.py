@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from nanogpt_bench.report.charts import Chart
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import Chart
+from nanogpt_bench.report.palette import DASHES, Look
 
-SVG_DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}
 SHORT_LEGEND = 16  # a legend of more rows begins closed
 
 
@@ -53,7 +52,7 @@ def css_class(name: str) -> str:
 
 def legend(labels: Sequence[str], looks: Mapping[str, Look], charts: Sequence[Chart]) -> str:
     """The legend shared by line charts: a button a row, which shows and hides that row everywhere."""
-    drawn = {trace["meta"]["row"] for chart in charts for trace in chart.traces if "meta" in trace}
+    drawn = {row for chart in charts for row in chart.rows}
     keys = "".join(_key(label, looks[label]) for label in labels if label in drawn)
     if not keys:
         return ""
@@ -65,9 +64,10 @@ def legend(labels: Sequence[str], looks: Mapping[str, Look], charts: Sequence[Ch
 
 
 def _key(label: str, look: Look) -> str:
+    dash = " ".join(map(str, DASHES[look.dash]))
     sample = (
         '<svg width="30" height="8" aria-hidden="true"><line x1="0" x2="30" y1="4" y2="4" stroke-width="2.5" '
-        f'style="stroke:var({look.variable})" stroke-dasharray="{SVG_DASHES[look.dash]}"/></svg>'
+        f'style="stroke:var({look.variable})" stroke-dasharray="{dash}"/></svg>'
     )
     text = escape(label)
     return (

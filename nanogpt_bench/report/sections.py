@@ -9,9 +9,8 @@ from typing import Any
 
 import yaml
 
-from nanogpt_bench.report import charts, fields, map_charts, monitor_charts, study_charts
-from nanogpt_bench.report.bars import gap_bars
-from nanogpt_bench.report.charts import Chart
+from nanogpt_bench.report import fields, loss_charts, monitor_charts, sweep_charts, weight_charts
+from nanogpt_bench.report.chart import Chart
 from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
@@ -79,13 +78,15 @@ def _what(page: Page) -> Section:
 
 def _results(page: Page) -> Section:
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(page.results))
+    gap = loss_charts.gap_chart(page.results, page.looks)
+    drawn = [gap] if gap else []
     body = (
         (f'<ul class="findings">{sentences}</ul>' if sentences else "")
         + f'<div class="scroll">{_table(page.results)}</div>'
         + f'<p class="muted">{escape(_table_note(page))}</p>'
-        + gap_bars(page.results, page.looks)
+        + figures(drawn)
     )
-    return Section("results", "Results", body)
+    return Section("results", "Results", body, drawn)
 
 
 def _table(results: Sequence[Result]) -> str:
@@ -137,10 +138,10 @@ def _verdict_note(limits: Thresholds) -> str:
 
 def _loss(page: Page) -> Section | None:
     label = page.references[0].label if page.references else None
-    drawn = charts.loss_charts(page.rows, page.looks, label)
+    drawn = loss_charts.loss_charts(page.rows, page.looks, label)
     if not drawn:
         return None
-    marked = any(trace.get("mode") == "markers" for chart in drawn for trace in chart.traces)
+    marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an early-divergence alert, or the end of a run that failed.</p>'
     return Section("loss", "Loss curves", f"{page.legend(drawn)}{words if marked else ''}{figures(drawn)}", drawn)
 
@@ -148,10 +149,10 @@ def _loss(page: Page) -> Section | None:
 def _studies(page: Page) -> Section | None:
     """What the runs say together: sensitivity, learning rates, and all runs across all axes."""
     found = [
-        *map_charts.sensitivity_charts(page.studies.sensitivities),
-        study_charts.rate_chart(page.rows, page.looks),
-        study_charts.limit_chart(page.studies.limits),
-        study_charts.parallel_chart(page.rows, page.looks),
+        *sweep_charts.sensitivity_charts(page.studies.sensitivities),
+        sweep_charts.rate_chart(page.rows, page.looks),
+        sweep_charts.limit_chart(page.studies.limits),
+        sweep_charts.parallel_chart(page.rows, page.looks),
     ]
     drawn = [chart for chart in found if chart is not None]
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.studies.notes)
@@ -162,7 +163,7 @@ def _studies(page: Page) -> Section | None:
 
 
 def _stall(page: Page) -> Section | None:
-    chart = charts.stall_chart(page.rows, page.looks)
+    chart = loss_charts.stall_chart(page.rows, page.looks)
     watched = monitor_charts.watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
     drawn = [*([chart] if chart else []), *watched]
     words = (
@@ -193,10 +194,10 @@ def _spreads(page: Page) -> Section | None:
 def _weights(page: Page) -> Section | None:
     """Where the weights ended: histograms over the grid, code use by layer, stiffness by layer."""
     parts = (
-        ("", charts.histogram_charts(page.results, page.looks), True),
-        ("Code use by layer", map_charts.code_use_charts(page.results), False),
-        ("Stiffness by layer", map_charts.stiffness_charts(page.results), False),
-        ("Code use of activations and gradients", map_charts.operand_charts(page.results), False),
+        ("", weight_charts.histogram_charts(page.results, page.looks), True),
+        ("Code use by layer", weight_charts.code_use_charts(page.results), False),
+        ("Stiffness by layer", weight_charts.stiffness_charts(page.results), False),
+        ("Code use of activations and gradients", weight_charts.operand_charts(page.results), False),
     )
     drawn = [chart for _, found, _ in parts for chart in found]
     if not drawn:

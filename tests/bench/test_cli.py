@@ -152,7 +152,7 @@ def test_the_default_corpus_is_prepared_on_the_fly(capsys: pytest.CaptureFixture
     assert "preparing data/stdlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package", ["rich", "pydantic", "matplotlib"])
+@pytest.mark.parametrize("package", ["rich", "pydantic", "vl_convert"])
 def test_a_missing_package_is_named_with_its_extra(package: str, tmp_path: Path) -> None:
     """As after `pip install fp8manifold` without the extra."""
     script = (

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import traceback
-from types import FrameType
 from typing import Any
 
 #: audit events that mean a program is run, or a class looked up by what a file says
@@ -62,7 +61,7 @@ def _attacked(main: Any, job: dict[str, Any]) -> dict[str, Any]:
     def hook(event: str, details: tuple[Any, ...]) -> None:
         if not watching or (event, details) == DRIVER:
             return
-        if event in RUNS or (_runs_text(event, details) and not _draws_letters(sys._getframe(1))):
+        if event in RUNS or _runs_text(event, details):
             executions.append(f"{event} {str(details)[:200]}")
 
     sys.addaudithook(hook)
@@ -85,11 +84,6 @@ def _runs_text(event: str, details: tuple[Any, ...]) -> bool:
         return False
     name = getattr(details[0], "co_filename", "") if event == "exec" else str(details[1])
     return not (name.startswith("<frozen") or (name.endswith(".py") and os.path.isabs(name) and os.path.isfile(name)))
-
-
-def _draws_letters(frame: FrameType) -> bool:
-    """Whether matplotlib's font reader asks, which evaluates conditions written in its own tables for every PDF."""
-    return str(frame.f_globals.get("__name__")).startswith("fontTools.")
 
 
 def _kibibytes(key: str) -> int:

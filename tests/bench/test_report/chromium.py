@@ -121,6 +121,11 @@ class Chromium:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def mouse(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
+        """`mouseMoved`, `mousePressed` or `mouseReleased` at a place of the window, with the left button."""
+        button = {"button": "left", "buttons": 1, "clickCount": clicks} if kind != "mouseMoved" else {}
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
     def screenshot(self) -> bytes:
         """The whole page as a PNG, as high as it is."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]

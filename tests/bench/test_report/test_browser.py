@@ -18,18 +18,29 @@ pytestmark = [
 SCREENS = [(1280, False), (1280, True), (390, False), (390, True)]
 NASTY = '</script><script>window.broken=1</script>"><img src=x onerror=alert(1)>&amp;'
 
-#: charts without a drawn mark in them: a curve, a marker, a filled cell
-UNDRAWN = """[...document.querySelectorAll('[id^="chart-"]')].filter((place) =>
-  !place.querySelector('.scatterlayer path, .heatmaplayer image')).map((place) => place.id)"""
+#: what is drawn in any canvas or picture of a chart: a curve, a marker, a filled cell
+DRAWN = """(place) => {
+  const canvas = place.querySelector('canvas');
+  return canvas ? canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some((part) => part > 0)
+    : place.querySelector('.mark-line path, .mark-symbol path, .mark-area path, .mark-rect path') !== null;
+}"""
+#: charts without a drawn mark in them
+UNDRAWN = f"""[...document.querySelectorAll('[id^="chart-"]')].filter((place) => !({DRAWN})(place)).map((p) => p.id)"""
 #: what reaches past the right edge of the screen without a scroll bar of its own
 TOO_WIDE = """[...document.querySelectorAll('main *')].filter((node) => !node.closest('.scroll, pre, svg, .bar-track')
   && node.getBoundingClientRect().right > innerWidth + 1).map((node) => node.tagName + '.' + node.className)"""
-#: pairs of axis labels that lie on each other, as "chart: label / label"
-OVERLAPPING = """[...document.querySelectorAll('.js-plotly-plot')].flatMap((plot) => {
-  const ticks = [...plot.querySelectorAll('.xaxislayer-above .xtick text')].map((t) => [t, t.getBoundingClientRect()]);
-  return ticks.slice(1).filter(([, box], i) => box.left < ticks[i][1].right && box.top < ticks[i][1].bottom
-    && ticks[i][1].width && box.width)
-    .map(([tick], i) => plot.id + ': ' + tick.textContent);
+#: pairs of neighbouring axis labels that lie on each other, as "chart: label / label"
+OVERLAPPING = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
+  const groups = [];
+  const walk = (item) => {
+    if (item.role === 'axis-label') groups.push(item.items.filter((text) => text.opacity !== 0 && text.text));
+    (item.items || []).forEach(walk);
+  };
+  walk(place.view.scenegraph().root);
+  return groups.flatMap((texts) => texts.slice(1).map((text, i) => [texts[i], text])
+    .filter(([a, b]) => a.bounds.x1 < b.bounds.x2 && b.bounds.x1 < a.bounds.x2
+      && a.bounds.y1 < b.bounds.y2 && b.bounds.y1 < a.bounds.y2)
+    .map(([a, b]) => `${place.id}: ${a.text} / ${b.text}`));
 })"""
 #: texts too faint against the page to be read: contrast below 4.5 as WCAG counts it
 FAINT = """(() => {
@@ -80,7 +91,7 @@ def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
     browser.open(Path(page).resolve().as_uri())
     assert browser.said == []
     assert browser.evaluate(UNDRAWN) == []
-    assert browser.evaluate("document.querySelectorAll('.js-plotly-plot').length") > 30
+    assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 30
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     assert browser.evaluate(TOO_WIDE) == []
     assert browser.evaluate(OVERLAPPING) == []
@@ -94,7 +105,7 @@ def test_every_chart_is_drawn_and_readable(page, browser, width, dark):
 def test_the_charts_follow_a_change_of_theme(page, browser):
     browser.look(width=1280, dark=False)
     browser.open(Path(page).resolve().as_uri())
-    ink = "getComputedStyle(document.querySelector('#chart-val-step .xtick text')).fill"
+    ink = "getComputedStyle(document.querySelector('#chart-val-step .role-axis-label text')).fill"
     assert browser.evaluate(ink) == "rgb(26, 26, 26)"
     browser.look(width=1280, dark=True)
     browser.wait(f"{ink} === 'rgb(240, 240, 240)'")
@@ -103,7 +114,7 @@ def test_the_charts_follow_a_change_of_theme(page, browser):
 def test_a_row_is_hidden_everywhere_by_one_press(page, browser):
     browser.look(width=1280)
     browser.open(Path(page).resolve().as_uri())
-    shown = "document.querySelectorAll('#chart-val-step .scatterlayer .trace').length"
+    shown = "document.querySelectorAll('#chart-val-step .mark-line path').length"
     before = browser.evaluate(shown)
     browser.evaluate("document.querySelector('button.key[data-row=\"E4M3 nearest\"]').click()")
     browser.wait(f"{shown} < {before}")
@@ -115,5 +126,52 @@ def test_a_failure_page_has_an_address(page, browser):
     browser.look(width=1280)
     browser.open(Path(page).resolve().as_uri() + "#failure-0")
     assert browser.evaluate("document.getElementById('failure-0').open")
-    plot = "document.querySelector('#failure-0 .js-plotly-plot .main-svg').getBoundingClientRect().width"
+    plot = "document.querySelector('#failure-0 .vega-embed svg').getBoundingClientRect().width"
     assert browser.evaluate(plot) > 900
+
+
+LABELS = """[...document.querySelectorAll('#chart-val-step .role-axis-label text')]
+  .filter((text) => text.getAttribute('opacity') !== '0').map((text) => text.textContent).sort().join()"""
+
+
+def test_a_drag_magnifies_and_two_presses_go_back(page, browser):
+    browser.look(width=1280)
+    browser.open(Path(page).resolve().as_uri())
+    before = browser.evaluate(LABELS)
+    browser.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
+    box = browser.evaluate("document.querySelector('#chart-val-step svg').getBoundingClientRect().toJSON()")
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    for kind, shift in (("mousePressed", 0), ("mouseMoved", 40), ("mouseReleased", 80)):
+        browser.mouse(kind, x + shift, y + shift)
+    browser.wait(f"{LABELS} !== {json.dumps(before)}")
+    assert browser.evaluate("document.querySelector('.box').hidden")
+    for clicks in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            browser.mouse(kind, x, y, clicks)
+    browser.wait(f"{LABELS} === {json.dumps(before)}")
+    assert browser.said == []
+
+
+def test_the_point_under_the_pointer_is_told(page, browser):
+    browser.look(width=1280)
+    browser.open(Path(page).resolve().as_uri())
+    browser.evaluate("document.getElementById('chart-val-step').scrollIntoView({block: 'center'})")
+    (x, y) = browser.evaluate("""(() => {
+      const last = [...document.querySelectorAll('#chart-val-step .role-mark.mark-symbol path')].at(-5);
+      const box = last.getBoundingClientRect();
+      return [box.x + box.width / 2, box.y + box.height / 2];
+    })()""")
+    browser.mouse("mouseMoved", x, y)
+    told = browser.evaluate("document.querySelector('.tip').textContent")
+    assert told.splitlines()[0].endswith("seed 0")
+    assert [part.replace(".", "").isdigit() for part in told.splitlines()[1].split(": ")] == [True, True]
+
+
+def test_a_page_evaluates_no_text(page, browser):
+    """Vega's expressions are read by its interpreter: the page's own policy lets nothing be compiled."""
+    browser.look(width=1280)
+    browser.open(Path(page).resolve().as_uri())
+    compiled = "(() => { try { return new Function('return 1')() } catch (e) { return e.name } })()"
+    answer = browser.call("Runtime.evaluate", expression=compiled, allowUnsafeEvalBlockedByCSP=False)
+    assert answer["result"]["value"] == "EvalError"
+    assert browser.evaluate(UNDRAWN) == []

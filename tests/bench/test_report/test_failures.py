@@ -74,8 +74,10 @@ def test_the_chart_marks_the_first_step_of_each_class(tmp_path, write_run, explo
     (chart,) = section.charts
     (failed,) = failed_runs(results_of([tmp_path / "a", exploded]))
     steps = [finding.step for finding in failed.diagnosis.found]
-    assert [shape["x0"] for shape in chart.layout["shapes"]] == steps
-    assert {trace["name"].split(" ·")[0] for trace in chart.traces} == {"fp32", "bf16-mixed"}
+    for layer in chart.spec["layer"][-2:]:  # lines, and names above them
+        assert [moment["x"] for moment in layer["data"]["values"]] == steps
+    assert {line["row"] for line in chart.values} == {"fp32", "bf16-mixed"}
+    assert chart.rows == ()  # shown whether or not the row is hidden elsewhere
 
 
 def test_what_could_not_be_judged_says_which_figures_are_missing(tmp_path, write_run, exploded):
@@ -111,8 +113,8 @@ def test_e7m0_with_nearest_rounding_has_its_three_predictions_answered(tmp_path,
     for title in ("Plateau within 10 steps", "Update sparsity", "Zero-gradient zones"):
         assert title in section.body
     loss, shares = section.charts
-    assert max(loss.traces[0]["x"]) == 60
-    assert [trace["name"] for trace in shares.traces] == ["updates lost", "in a zero-gradient zone"]
+    assert max(loss.values[0]["x"]) == 60
+    assert [line["name"] for line in shares.values] == ["updates lost", "in a zero-gradient zone"]
 
 
 def test_what_the_run_did_not_record_is_not_judged(tmp_path, write_run):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from PIL import Image
 
-from nanogpt_bench.report.figures import drawing, loss_curves, weight_histograms, write_figures
+from nanogpt_bench.report.loss_charts import loss_charts
 from nanogpt_bench.report.palette import COLOURS, looks
+from nanogpt_bench.report.pictures import chosen as chosen_charts
+from nanogpt_bench.report.pictures import write_figures
 from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.series import close_range, grid_histograms, lines, loss_range
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
 from nanogpt_bench.runs.load import load_run
@@ -22,9 +26,29 @@ def prepared(paths):
     return measure(rows, reference), looks(rows, reference)
 
 
+def charts_of(results, chosen):
+    return [chart for section in all_sections(Page("t", {}, results, chosen)) for chart in section.charts]
+
+
+def texts_of(path):
+    """The texts of an SVG, each with where it begins."""
+    found = []
+
+    def walk(node, x, y):
+        moved = re.match(r"translate\(([-.\d]+),([-.\d]+)\)", node.get("transform", ""))
+        x, y = (x + float(moved[1]), y + float(moved[2])) if moved else (x, y)
+        if node.tag.endswith("}text"):
+            found.append(("".join(node.itertext()), x, y))
+        for child in node:
+            walk(child, x, y)
+
+    walk(ElementTree.parse(path).getroot(), 0.0, 0.0)
+    return found
+
+
 def test_every_figure_is_a_png_and_an_svg_that_shows_something(tmp_path, write_comparison):
     results, chosen = prepared(write_comparison(tmp_path / "runs"))
-    written = write_figures(results, chosen, tmp_path / "figures")
+    written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
     assert {path.name for path in written} == {
         f"{name}.{kind}"
         for name in ("loss_curves", "gap", "stall", "weights", "code_use", "stiffness")
@@ -42,7 +66,7 @@ def test_every_figure_is_a_png_and_an_svg_that_shows_something(tmp_path, write_c
 
 def test_float_runs_alone_have_no_stall_and_no_grid(tmp_path, write_run):
     results, chosen = prepared([write_run(tmp_path / "runs" / "a")])
-    written = write_figures(results, chosen, tmp_path / "figures")
+    written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
     assert {path.stem for path in written} == {"loss_curves"}
 
 
@@ -50,9 +74,8 @@ def test_float_runs_alone_have_no_stall_and_no_grid(tmp_path, write_run):
 def test_names_are_drawn_as_text(tmp_path, write_run, name):
     paths = [write_run(tmp_path / "runs" / str(i), rule=f"{name}{i}") for i in range(2)]
     results, chosen = prepared(paths)
-    with drawing():
-        loss_curves([result.row for result in results], chosen).savefig(tmp_path / "drawn.svg")
-    text = "".join(ElementTree.parse(tmp_path / "drawn.svg").getroot().itertext())
+    write_figures(loss_charts([result.row for result in results], chosen, None), chosen, tmp_path)
+    text = "".join(ElementTree.parse(tmp_path / "loss_curves.svg").getroot().itertext())
     assert name[:20] in text
 
 
@@ -60,9 +83,9 @@ def test_a_run_without_records_is_left_out(tmp_path, write_run):
     whole, empty = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
     (empty / "metrics.jsonl").write_text("")
     results, chosen = prepared([whole, empty])
-    drawn = loss_curves([result.row for result in results], chosen, "bf16-mixed")
-    assert [len(axes.lines) for axes in drawn.axes] == [1, 1, 1]
-    assert weight_histograms(results, chosen) is None
+    drawn = chosen_charts(charts_of(results, chosen))
+    assert [len(chart.values) for chart in drawn["loss_curves"]] == [1, 1, 1]
+    assert "weights" not in drawn
 
 
 def test_curves_keep_their_ends_and_stay_small(tmp_path, write_run):
@@ -120,12 +143,11 @@ def test_rows_of_one_rule_and_format_differ_too(tmp_path, write_run):
 
 def test_a_long_legend_makes_room_for_itself(tmp_path, write_run):
     results, chosen = prepared([write_run(tmp_path / str(i), rule=f"a rule with a long name, {i}") for i in range(40)])
-    with drawing():
-        drawn = loss_curves([result.row for result in results], chosen)
-        drawn.savefig(tmp_path / "drawn.png")
-    box = drawn.legends[0].get_window_extent()
-    assert len(drawn.legends[0].texts) == 40
-    assert box.x0 >= 0
-    assert box.x1 <= drawn.bbox.x1
-    assert box.y0 >= 0
-    assert min(axes.bbox.height for axes in drawn.axes) > 0.3 * drawn.bbox.height
+    charts = loss_charts([result.row for result in results], chosen, None)
+    write_figures(charts, chosen, tmp_path)
+    root = ElementTree.parse(tmp_path / "loss_curves.svg").getroot()
+    width, height = float(root.get("width")), float(root.get("height"))
+    legend = [(x, y) for text, x, y in texts_of(tmp_path / "loss_curves.svg") if text.startswith("a rule with a long")]
+    assert len(set(legend)) == 40
+    assert all(0 < x < width - 6 * len("a rule with a long name, 39") and 0 < y < height for x, y in legend)
+    assert min(chart.height for chart in charts) > 0.3 * height

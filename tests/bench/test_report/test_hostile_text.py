@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -11,9 +12,11 @@ from pathlib import Path
 import hostile_text
 import pytest
 from chromium import EXECUTABLE, Chromium
+from expressions import expressions
 from hostile_text import TEXTS
 from PIL import Image
 from rich.console import Console
+from test_browser import UNDRAWN
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare.board import Board
@@ -24,6 +27,15 @@ from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
 
+#: what the page says while a pointer goes over every chart
+TOLD = """[...document.querySelectorAll('.vega-embed')].flatMap((place) => {
+  const box = place.getBoundingClientRect();
+  return [...Array(400).keys()].map((i) => {
+    const at = { clientX: box.x + box.width * (i % 20) / 20, clientY: box.y + box.height * Math.floor(i / 20) / 20 };
+    place.dispatchEvent(new PointerEvent('pointermove', { ...at, bubbles: true }));
+    return document.querySelector('.tip').textContent;
+  });
+}).join('\\n')"""
 #: what no text on a page or a terminal may hold: controls, marks of direction, separators of lines, surrogates
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
@@ -59,9 +71,19 @@ def test_the_page_has_no_element_of_theirs(page):
     assert found.tags.count("script") == 3
     assert not {"img", "a"} & set(found.tags) - {"a"}
     assert found.dangerous == []
-    own = text.split("<script>")[0]  # what is before plotly's code
+    own = text.split("<script>")[0]  # what is before the charts' code
     assert not OBEYED.search(own), OBEYED.search(own)
     assert "&lt;script&gt;window.broken=1" in own
+
+
+def test_nothing_of_theirs_is_an_expression(page):
+    text = page.read_text(encoding="utf-8").split('type="application/json">')[1].split("</script>")[0]
+    found = {words for chart in json.loads(text)["charts"] for words in expressions(chart["spec"])}
+    assert 5 < len(found) < 40
+    labels = r"\{(\"-?[\d.e+]+\": \"[-+^\d.e]+\"(, )?)+\}\[datum\.value\]|format\(pow\(10, datum\.value\), '~p'\)"
+    plain = re.compile(rf"[\w .,()<>&|+*-]+|{labels}")
+    assert [words for words in found if not plain.fullmatch(words)] == []
+    assert not [words for words in found if any(t[:12] in words for t in TEXTS)]
 
 
 def test_figures_are_pictures_and_tables_are_tables(page):
@@ -107,10 +129,8 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
         browser.open(Path(page).resolve().as_uri())
         assert browser.said == []
         assert browser.evaluate("window.broken === undefined")
-        undrawn = """[...document.querySelectorAll('[id^="chart-"]')].filter((place) =>
-          !place.querySelector('.scatterlayer path, .heatmaplayer image')).map((place) => place.id)"""
-        assert browser.evaluate(undrawn) == []
-        assert browser.evaluate("document.querySelectorAll('.js-plotly-plot').length") > 30
+        assert browser.evaluate(UNDRAWN) == []
+        assert browser.evaluate("document.querySelectorAll('.vega-embed').length") > 30
         assert browser.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
         assert browser.evaluate("document.querySelectorAll('[onerror], [onload]').length") == 0
         shown = browser.evaluate("document.body.innerText")
@@ -118,13 +138,10 @@ def test_a_browser_runs_none_of_it_and_draws_every_chart(page, tmp_path):
         assert "&lt;script&gt; &amp; &#60;b&#62;" in shown
         drawn = browser.evaluate("[...document.querySelectorAll('svg text')].map((t) => t.textContent).join('\\n')")
         assert "<script>" in drawn
-        browser.evaluate("""[...document.querySelectorAll('.js-plotly-plot')].forEach((plot) =>
-          plot._fullData.forEach((trace, i) => trace.type === 'scatter' && trace.hoverinfo !== 'skip' &&
-            Plotly.Fx.hover(plot, [{curveNumber: i, pointNumber: 0}])))""")
-        assert "%{x}" in browser.evaluate(
-            "[...document.querySelectorAll('.hovertext')].map((t) => t.textContent).join()"
-        )
+        told = browser.evaluate(TOLD)
+        assert "%{x}" in told
+        assert "<script>" in told
         browser.evaluate("document.querySelectorAll('#loss button.key').forEach((key) => key.click())")
-        browser.wait("document.querySelectorAll('#chart-val-step .scatterlayer .trace').length === 0")
+        browser.wait("document.querySelectorAll('#chart-val-step .mark-line path').length === 0")
         assert browser.said == []
         assert browser.evaluate("window.broken === undefined")

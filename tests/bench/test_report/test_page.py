@@ -7,11 +7,11 @@ import time
 from html.parser import HTMLParser
 
 import pytest
+from expressions import expressions
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import report, write_report
-from nanogpt_bench.report.charts import Chart
-from nanogpt_bench.report.packed import packed
+from nanogpt_bench.report.drawing import short
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.errors import BenchError
@@ -38,12 +38,8 @@ class Page(HTMLParser):
         self.text.setdefault(self._open, []).append(data)
 
     def charts(self):
-        (text,) = [text for text in self.text["script"] if text.startswith('{"styles":')]
-        content = json.loads(text)
-        for chart in content["charts"]:
-            for trace in chart["traces"]:
-                trace |= content["styles"][trace["style"]] | {"x": content["xs"][trace["x"]]}
-        return content["charts"]
+        (text,) = [text for text in self.text["script"] if text.startswith('{"config":')]
+        return json.loads(text)["charts"]
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +80,11 @@ def test_it_has_every_section_and_chart(built):
     assert "+0.450 (+21.4%)" in page.text["td"]
 
 
-def test_curves_are_small_and_not_webgl(tmp_path, write_run):
+def test_curves_are_small(tmp_path, write_run):
     built = report([write_run(tmp_path / "a", steps=2500)], out=tmp_path / "out")
     for chart in Page(built.read_text(encoding="utf-8")).charts():
-        for trace in chart["traces"]:
-            assert trace["type"] in {"scatter", "heatmap"}
-            assert len(trace["x"]) <= 500
+        for line in chart["spec"]["data"]["values"]:
+            assert len(line.get("x", ())) <= 500
 
 
 def test_text_from_a_run_stays_text(tmp_path, write_run):
@@ -101,14 +96,13 @@ def test_text_from_a_run_stays_text(tmp_path, write_run):
     (paths[0] / "environment.json").write_text(json.dumps({"command": NASTY, "cpu": NASTY}), encoding="utf-8")
     text = report(paths, out=tmp_path / "out").read_text(encoding="utf-8")
     assert "<script>window.broken" not in text
-    assert "<img" not in text.replace("plotly", "")[: text.index('<script id="charts"')]
+    assert "<img" not in text[: text.index('<script id="charts"')]
     page = Page(text)
     assert [attributes.get("id") for tag, attributes in page.elements if tag == "script"] == ["charts", None, None]
     assert any(NASTY.replace("\u2028", "\\u2028") in cell for cell in page.text["td"])
-    # What plotly draws passes through its own small HTML, so the names in its data are escaped once more.
-    names = [trace["name"] for chart in page.charts() for trace in chart["traces"] if "name" in trace]
-    assert names
-    assert not any("<" in name for name in names)
+    lines = [line for chart in page.charts() for line in chart["spec"]["data"]["values"]]
+    assert any(NASTY.replace("\u2028", "\\u2028") in line.get("row", "") for line in lines)
+    assert not [words for chart in page.charts() for words in expressions(chart["spec"]) if "broken" in words]
 
 
 def test_a_page_of_running_runs_reloads_and_a_finished_one_does_not(tmp_path, write_run):
@@ -169,13 +163,8 @@ def test_every_alert_is_listed_once_a_kind(tmp_path, write_run, write_alerts):
     ]
 
 
-def test_what_traces_share_is_in_the_page_once():
-    style = {"type": "scatter", "line": {"color": "@1"}}
-    charts = [Chart(name, name, "", [style | {"x": [1.0, 2.0], "y": [0.1234567, None]}], {}) for name in ("a", "b")]
-    content = json.loads(packed(charts))
-    assert content["styles"] == [style]
-    assert content["xs"] == [[1, 2]]
-    assert [chart["traces"] for chart in content["charts"]] == [[{"x": 0, "y": [0.12346, None], "style": 0}]] * 2
+def test_numbers_in_the_page_have_no_more_digits_than_a_screen_shows():
+    assert short({"x": (1.0, 2.5), "y": [0.1234567, None]}) == {"x": [1, 2.5], "y": [0.12346, None]}
 
 
 @pytest.mark.slow

@@ -9,13 +9,12 @@ import pytest
 
 from nanogpt_bench.report.distributions import distribution_charts, merged
 from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
-from nanogpt_bench.report.map_charts import sensitivity_charts
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.parallel import NOTHING, parallel
 from nanogpt_bench.report.rates import rate_curves, rate_ticks
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.report.studies import read_studies
-from nanogpt_bench.report.study_charts import limit_chart, parallel_chart, rate_chart
+from nanogpt_bench.report.sweep_charts import limit_chart, parallel_chart, rate_chart, sensitivity_charts
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.runs.watched import Distribution
 
@@ -84,8 +83,8 @@ def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, writ
     )
     rows = rows_of([folder])
     (chart,) = distribution_charts(rows, looks(rows, None))
-    (trace,) = chart.traces
-    assert (chart.title, trace["x"], trace["y"]) == ("Gradient magnitudes", [1.0, 2.0], [0.125, 0.625])
+    (line,) = chart.values
+    assert (chart.title, line["x"], line["y"]) == ("Gradient magnitudes", [1.0, 2.0], [0.125, 0.625])
     assert merged([]) == {}
     assert merged([Distribution(1, (0.0,), values=(1.0,))]) == {}
 
@@ -102,10 +101,11 @@ def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, wr
     (curve,) = rate_curves(rows)
     assert curve.label == "sgd"
     assert [(p.rate, p.loss, p.failed) for p in curve.points] == [(0.1, 2.6, 0), (0.2, 2.7, 0), (0.4, None, 1)]
-    line, crosses = rate_chart(rows, looks(rows, None)).traces
+    chart = rate_chart(rows, looks(rows, None))
+    (line,), (cross,) = chart.values, chart.spec["layer"][-1]["data"]["values"]
     assert line["y"] == [2.6, 2.7, None]
-    assert crosses["x"] == [0.4]
-    assert crosses["y"][0] > 2.7
+    assert cross["x"] == 0.4
+    assert cross["y"] > 2.7
 
 
 def test_ticks_of_learning_rates_stay_apart():
@@ -137,8 +137,10 @@ def test_settings_that_differ_within_a_rule_become_axes(tmp_path, write_run):
     rows = rows_of(paths)
     assert [row.label for row in rows] == ["fp32 batch_size=8", "fp32 batch_size=64"]
     chart = parallel_chart(rows, looks(rows, None))
-    assert chart.layout["xaxis"]["ticktext"] == ["batch_size", "tokens/s", "final val loss"]
-    assert [trace["type"] for trace in chart.traces] == ["scatter", "scatter"]  # and no WebGL
+    heads = chart.spec["layer"][-1]["data"]["values"]
+    assert [head["text"] for head in heads] == ["batch_size", "tokens/s", "final val loss"]
+    assert [line["row"] for line in chart.values] == [row.label for row in rows]
+    assert set(chart.rows) == {row.label for row in rows}  # those that the legend hides
 
 
 @pytest.fixture
@@ -151,11 +153,12 @@ def test_the_sensitivity_table_is_drawn_with_its_gaps_and_how_the_others_ended(f
     table = {"patterns": ["attn.qkv", "mlp.fc"], "formats": ["E4M3", "E7M0"], "gap": [[0.01, 0.5], [-0.25, None]]}
     (folder / "sensitivity.json").write_text(json.dumps(table | {"status": [[None, None], [None, "nan"]]}))
     (chart,) = sensitivity_charts(read_studies([folder]).sensitivities)
-    (trace,) = chart.traces
-    assert (trace["x"], trace["y"]) == (["E4M3", "E7M0"], ["attn.qkv", "mlp.fc"])
-    assert trace["text"] == [["+0.010", "+0.500"], ["-0.250", ""]]
-    assert (trace["zmin"], trace["zmax"]) == (-0.5, 0.5)
-    assert [(a["x"], a["y"], a["text"]) for a in chart.layout["annotations"]] == [("E7M0", "mlp.fc", "nan")]
+    assert [line["pattern"] for line in chart.values] == ["attn.qkv", "mlp.fc"]
+    assert [list(line["format"]) for line in chart.values] == [["E4M3", "E7M0"]] * 2
+    assert [line["text"] for line in chart.values] == [["+0.010", "+0.500"], ["-0.250", "nan"]]
+    cells, _ = chart.spec["layer"]
+    assert cells["encoding"]["color"]["scale"]["domain"] == [-0.5, 0, 0.5]
+    assert cells["transform"] == [{"filter": "isValid(datum.gap)"}]
 
 
 def test_learning_rate_limits_are_drawn_as_far_as_they_are_known(folder):
@@ -166,10 +169,9 @@ def test_learning_rate_limits_are_drawn_as_far_as_they_are_known(folder):
     ]
     (folder / "lr_limits.json").write_text(json.dumps({"rows": rows}))
     chart = limit_chart(read_studies([folder, folder]).limits)
-    bridge, stable, unstable = chart.traces
-    assert bridge["x"] == [0.01, 0.02]
-    assert (stable["y"], stable["x"]) == (["E4M3 nearest", "fp32"], [0.01, 0.5])
-    assert unstable["x"] == [0.02, None]
+    first, second = chart.values
+    assert first == {"label": "E4M3 nearest", "stable": 0.01, "unstable": 0.02}
+    assert second == {"label": "fp32", "stable": 0.5, "unstable": None}
     assert limit_chart(()) is None
 
 

@@ -1,0 +1,126 @@
+"""The figures as PNG, SVG and PDF files: some of the page's charts side by side, drawn without a browser."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import vl_convert
+
+from nanogpt_bench.report.chart import Chart, Spec, ink, of_row
+from nanogpt_bench.report.drawing import CONFIG, coloured, short, theme_colours
+from nanogpt_bench.report.palette import Look
+from nanogpt_bench.system.files import replacing
+
+# Which charts each file shows, by their names; of several the numbers are left out.
+FIGURES: Mapping[str, Sequence[str]] = {
+    "loss_curves": ("val-step", "val-close", "train-step"),
+    "gap": ("gap",),
+    "stall": ("stall",),
+    "gradient_cosine": ("watch-grad-cosine",),
+    "weights": ("weights",),
+    "code_use": ("codes",),
+    "stiffness": ("stiffness",),
+    "learning_rates": ("rates",),
+}
+ACROSS = 3  # charts beside each other
+PIXELS, PANEL_PIXELS = 800, 340  # width of a chart that is alone, and of one beside others
+FRAME = 60  # pixels of a chart's height that are its axis and its title
+PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
+LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL, DENSITY = 7, 60, 36, 2
+
+
+def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Path) -> list[Path]:
+    """Draw every figure there are charts for into `folder`, as NAME.svg, .png and .pdf; returns the files written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for name, shown in chosen(charts).items():
+        written += _save(figure(shown, looks), folder / name)
+    return written
+
+
+def chosen(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
+    """The charts of each figure, by its name; every table of sensitivities is a figure of its own."""
+    found = {
+        name: [chart for wanted in names for chart in charts if re.fullmatch(rf"{wanted}(-\d+)?", chart.name)]
+        for name, names in FIGURES.items()
+    }
+    tables = [chart for chart in charts if chart.name.startswith("sensitivity-")]
+    found |= {"sensitivity" + (f"_{i}" if i else ""): [chart] for i, chart in enumerate(tables)}
+    return {name: shown for name, shown in found.items() if shown}
+
+
+def figure(shown: Sequence[Chart], looks: Mapping[str, Look]) -> Spec:
+    """Charts side by side as one description, over one legend of their rows."""
+    across = min(ACROSS, len(shown))
+    width = PIXELS if across == 1 else PANEL_PIXELS
+    panels = [
+        {**chart.spec, "title": chart.title, "width": _whole(chart, width), "height": chart.height - FRAME}
+        for chart in shown
+    ]
+    rows = {row: looks[row] for chart in shown for row in chart.rows}
+    whole = {"concat": panels, "columns": across, "spacing": 30}
+    parts = [whole, _legend(rows, across * width)] if rows else [whole]
+    spec = {"vconcat": parts, "config": CONFIG, "background": "white", "padding": 12}
+    found: Spec = coloured(short(spec), theme_colours("light"))
+    return found
+
+
+def _whole(chart: Chart, width: int) -> int:
+    """The width, of a heat map as much of it as makes its columns whole pixels: edges between two blur, and cost."""
+    columns = len(chart.values[0].get("z", ()))
+    return columns * max(1, width // columns) if columns else width
+
+
+def _legend(looks: Mapping[str, Look], width: int) -> Spec:
+    """A sample of each row's line and its name, as many abreast as fit."""
+    wide = KEY_PIXELS + LETTER_PIXELS * min(max(map(len, looks)), LONGEST_LABEL)
+    columns = max(1, width // wide)
+    values = [
+        {"row": row, "x": i % columns * wide, "end": i % columns * wide + 36, "y": 10 + i // columns * 20}
+        for i, row in enumerate(looks)
+    ]
+    x, y = ({"field": name, "type": "quantitative", "scale": None, "axis": None} for name in "xy")
+    pen = {channel: of_row(channel, looks) for channel in ("color", "strokeDash", "strokeWidth")}
+    text = {"type": "text", "align": "left", "dx": 6, "limit": wide - 44, "color": ink("ink")}
+    return {
+        "data": {"values": values},
+        "width": width,
+        "height": 20 * -(-len(looks) // columns),
+        "layer": [
+            {"mark": {"type": "rule"}, "encoding": {"x": x, "x2": {"field": "end"}, "y": y, **pen}},
+            {"mark": text, "encoding": {"x": x | {"field": "end"}, "y": y, "text": {"field": "row"}}},
+        ],
+    }
+
+
+def _save(spec: Spec, stem: Path) -> list[Path]:
+    svg = vl_convert.vegalite_to_svg(spec)
+    drawn = {
+        ".svg": svg.encode(),
+        ".png": _packed(vl_convert.svg_to_png(svg, scale=DENSITY)),
+        ".pdf": vl_convert.svg_to_pdf(svg),
+    }
+    for suffix, content in drawn.items():
+        with replacing(stem.with_suffix(suffix)) as file:
+            file.write(content)
+    return [stem.with_suffix(suffix) for suffix in drawn]
+
+
+def _packed(png: bytes) -> bytes:
+    """The same picture a tenth as large: the converter hardly compresses what lies in its `IDAT` chunks."""
+    chunks, at = [], len(PNG_BEGIN)
+    while at < len(png):
+        size = int.from_bytes(png[at : at + 4], "big")
+        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + size]))
+        at += 12 + size
+    pixels = zlib.compress(zlib.decompress(b"".join(content for kind, content in chunks if kind == b"IDAT")), 6)
+    head, tail = ([(k, c) for k, c in chunks if k != b"IDAT" and (k == b"IEND") is last] for last in (False, True))
+    return PNG_BEGIN + b"".join(_chunk(kind, content) for kind, content in [*head, (b"IDAT", pixels), *tail])
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    checksum = zlib.crc32(kind + content).to_bytes(4, "big")
+    return len(content).to_bytes(4, "big") + kind + content + checksum
