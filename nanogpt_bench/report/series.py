@@ -1,4 +1,4 @@
-"""The series every figure draws, computed once for the page (plotly) and the pictures (matplotlib) alike."""
+"""The series that every chart draws, computed once."""
 
 from __future__ import annotations
 
