@@ -1,4 +1,4 @@
-"""The house: which room may import from which, that no modules import each other in a circle, and how many rooms there are."""
+"""The house: which room may import from which, no circle of modules, and how many rooms there are."""
 
 import ast
 from functools import cache
@@ -29,7 +29,6 @@ BENCH = (
     ("runs",),
     ("step", "failures"),
     ("observers", "report"),
-    ("tracking",),
     ("training",),
     ("compare",),
     ("sweep",),

@@ -20,6 +20,8 @@ from nanogpt_bench.failures import failures_of
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
+from nanogpt_bench.observers.trackers import check_trackers, start_trackers
+from nanogpt_bench.observers.tracking import Trackers
 from nanogpt_bench.runs import metrics
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.history import config_history, history_comment
@@ -34,7 +36,6 @@ from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.tracking import Trackers, check_trackers, start_trackers
 from nanogpt_bench.training.best import commit_best, withdraw_best
 from nanogpt_bench.training.outcome import Outcome, Progress
 from nanogpt_bench.training.resume import (

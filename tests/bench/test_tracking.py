@@ -12,8 +12,9 @@ import pytest
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers import Alert
+from nanogpt_bench.observers import trackers as build
+from nanogpt_bench.observers.tracking import Trackers
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.tracking import Trackers, build
 from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.observers.tracking import Tracker, Trackers, report_failure
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
-from nanogpt_bench.tracking.base import Tracker, Trackers, report_failure
 
 TRACKING_FILE = "tracking.json"
 
@@ -57,13 +57,13 @@ def _wanted(config: Config) -> list[str]:
 
 
 def _wandb(config: Config, run_dir: Path, earlier: Mapping[str, Any], after: int) -> Tracker:
-    from nanogpt_bench.tracking.wandb_tracker import WandbTracker
+    from nanogpt_bench.observers.wandb_tracker import WandbTracker
 
     return WandbTracker(config, run_dir, earlier)
 
 
 def _tensorboard(config: Config, run_dir: Path, earlier: Mapping[str, Any], after: int) -> Tracker:
-    from nanogpt_bench.tracking.tensorboard_tracker import TensorBoardTracker
+    from nanogpt_bench.observers.tensorboard_tracker import TensorBoardTracker
 
     return TensorBoardTracker(run_dir, after)
 
