@@ -296,7 +296,12 @@ def _add_report(commands: Any) -> Parser:
         "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of them at any depth"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
-    parser.add_argument("--baseline", metavar="ROW", help="row to measure against (default: the BF16 autocast row)")
+    parser.add_argument(
+        *("--reference", "--baseline"),
+        dest="baseline",
+        metavar="ROW",
+        help="row to measure against (default: the BF16 autocast row)",
+    )
     _add_thresholds(parser)
     parser.set_defaults(handler=_report)
     return parser

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.tokenizers import MAX_VOCABULARY, tokenizer_from_meta
 from nanogpt_bench.system.digest import sha256
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.data.tokenizers import MAX_VOCABULARY, tokenizer_from_meta
 from nanogpt_bench.system.untrusted import read_json
 
 SPLITS = ("train", "val")

@@ -11,9 +11,9 @@ from typing import Any
 from nanogpt_bench.data.hub import NotOnHubError, find_commit
 from nanogpt_bench.data.local import local_facts, local_files
 from nanogpt_bench.data.rows import Stream, characters, open_streams, splits_of
+from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.data.tokenizers import make_tokenizer
 
 #: id, configuration and revision of English EU legislation, and of the same acts in another data set of its authors
 EURLEX = ("coastalcph/lex_glue", "eurlex", None)

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.data.tokenizers import make_tokenizer
 
 #: folders without prose of their own, or absent from some installations
 EXCLUDED = {"test", "tests", "idlelib", "idle_test", "turtledemo", "site-packages", "dist-packages", "lib2to3"}

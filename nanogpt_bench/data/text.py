@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.data.tokenizers import make_tokenizer
 
 #: share of the characters that train, as nanoGPT's shakespeare_char splits them
 TRAIN_SHARE = 0.9

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.data.gpt2_bpe import Gpt2Tokenizer, encoding
+from nanogpt_bench.system.errors import BenchError, unknown
 
 #: tokens are stored as uint16
 MAX_VOCABULARY = 2**16

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from nanogpt_bench.data.progress import Advance, progress_bar
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens
+from nanogpt_bench.system.errors import BenchError
 
 CORPUS_FILES = ("train.bin", "val.bin", "meta.json")
 #: a split must hold at least one block of the smallest named model and its shifted targets

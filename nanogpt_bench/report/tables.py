@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name
 from nanogpt_bench.system.csv_cells import cell
@@ -26,13 +27,16 @@ class Column:
     optional: bool = False
 
 
-GAP = "gap"
+GAP, PAIRED = "gap", "paired difference (95%)"
+#: behind the heading of gaps that rest on one seed
+LEAD = " (one seed: a lead)"
 COLUMNS = (
     Column("run", lambda r: r.row.label, numeric=False),
     Column("lr", lambda r: format_rates(r), optional=True),
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
     Column(GAP, lambda r: format_gap(r)),
+    Column(PAIRED, lambda r: in_words(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
@@ -48,11 +52,14 @@ NOTHING = "-"
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     """The columns of a table of these rows: all but the optional ones that would hold dashes only.
 
-    The heading of the gap says what it is measured against; without a reference there is no such column.
+    The heading of the gap says what it is measured against, and where all gaps rest on one seed, that they do: then
+    there is no column of intervals. Without a reference there is neither.
     """
-    gap = f"{GAP} to {reference_name(results)}"
+    leads = [result.difference.is_lead for result in results if result.difference is not None]
+    gap = f"{GAP} to {reference_name(results)}" + (LEAD if leads and all(leads) else "")
     measured = any(result.reference for result in results)
-    columns = (c for c in COLUMNS if measured or c.heading != GAP)
+    left_out = {PAIRED} if all(leads) else set()
+    columns = (c for c in COLUMNS if (measured or c.heading != GAP) and c.heading not in left_out)
     shown = (c for c in columns if not c.optional or any(c.cell(result) != NOTHING for result in results))
     return tuple(replace(c, heading=gap) if c.heading == GAP else c for c in shown)
 
@@ -138,6 +145,12 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "gap": _mean("gap"),
     "gap_spread": _spread("gap"),
     "gap_share": lambda r: r.gap_share,
+    "difference": lambda r: getattr(r.difference, "mean", None),
+    "difference_seeds": lambda r: getattr(r.difference, "seeds", None),
+    "difference_low": lambda r: getattr(r.difference, "low", None),
+    "difference_high": lambda r: getattr(r.difference, "high", None),
+    "difference_p": lambda r: getattr(r.difference, "p", None),
+    "difference_p_holm": lambda r: getattr(r.difference, "holm", None),
     "bytes_per_parameter": lambda r: r.bytes_per_parameter,
     "stall": _mean("stall"),
     "stall_spread": _spread("stall"),
