@@ -10,7 +10,9 @@ RULE_KEYS = (
     *("rule", "model.format", "model.formats", "model.storage", "model.headroom", "model.granularity", "model.tied"),
     *("optimizer.name", "optimizer.lr", "optimizer.float_lr", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
     *("optimizer.momentum", "optimizer.weight_decay", "optimizer.writeback", "optimizer.moments"),
-    *("optimizer.stiffness", "optimizer.stiffness_end", "optimizer.representation", "optimizer.refresh"),
+    *("optimizer.stiffness", "optimizer.stiffness_end", "optimizer.stiffness_schedule"),
+    *("optimizer.weight_decay_end", "optimizer.weight_decay_schedule", "optimizer.representation"),
+    *("optimizer.refresh",),
     *("optimizer.damping", "optimizer.compile", "train.precision"),
 )
 

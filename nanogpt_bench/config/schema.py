@@ -32,7 +32,9 @@ FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
-SCHEDULES = ("cosine", "trapezoid", "constant")
+SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
+#: courses of an option from its value at the first step to that at the last
+COURSES = ("linear", "cosine", "step")
 #: reasons to end a run before its last step
 STOPS = ("nan", "divergence", "plateau")
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
@@ -177,6 +179,15 @@ class OptimizerConfig:
     stiffness_end: float | None = setting(
         None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
     )
+    stiffness_schedule: str | None = setting(
+        None, "the same five: course of k to stiffness_end; null: linear", choices=COURSES
+    )
+    weight_decay_end: float | None = setting(
+        None, "weight_decay at the last step, by weight_decay_schedule; null: it stays", minimum=0.0
+    )
+    weight_decay_schedule: str | None = setting(
+        None, "course of weight_decay to weight_decay_end; null: linear", choices=COURSES
+    )
     representation: str | None = setting(
         None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
     )
@@ -188,9 +199,17 @@ class OptimizerConfig:
         False,
         "the library's optimizers: take their steps through torch.compile and not in native code, with the same result",
     )
-    schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES)
+    schedule: str = setting(
+        "cosine", "course of the learning rate after the warm-up: to min_lr_ratio, or none", choices=SCHEDULES
+    )
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0)
     min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0)
+    step_at: float = setting(
+        0.5,
+        "schedules named step: share of the steps after which the last value holds",
+        minimum=0.0,
+        maximum=1.0,
+    )
     decay_share: float = setting(0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0)
 
 

@@ -16,7 +16,7 @@ from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.schedule import lr_factor
+from nanogpt_bench.step.schedule import decay_course, lr_factor
 from nanogpt_bench.step.start import model_shape, start_model
 from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.torchao_float8 import train_in_float8
@@ -40,6 +40,9 @@ class Trainer:
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        self._decay = decay_course(config.optimizer, config.train.max_steps)
+        #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
+        self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
         #: by how many steps the batches are ahead of the steps, after rollbacks
@@ -63,6 +66,7 @@ class Trainer:
         """
         observers = list(observers)
         lr = self._set_lr(step.number - 1)
+        self._set_decay(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
@@ -94,6 +98,13 @@ class Trainer:
             else:
                 group["lr"] = lr
         return (settings.lr or 0.0) * factor
+
+    def _set_decay(self, index: int) -> None:
+        """Take every group's decay as far along its course as the steps are."""
+        if self._decay is not None:
+            share = self._decay(index) / self._decay.start
+            for group, first in zip(self.optimizer.param_groups, self._first_decays, strict=True):
+                group["weight_decay"] = first * share
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)
