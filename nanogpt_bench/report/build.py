@@ -8,12 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.report.length import by_length, length_cells
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
 from nanogpt_bench.report.sections import Page
 from nanogpt_bench.report.studies import read_studies
-from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
+from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
@@ -102,10 +103,12 @@ def write_report(
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md and table.tex."""
+    """Write results.csv, table.md and table.tex, and gap_by_length.md where rows were trained at several lengths."""
     write_text(out / "results.csv", to_csv(results))
     write_text(out / "table.md", to_markdown(results))
     write_text(out / "table.tex", to_latex(results))
+    if found := by_length(results):
+        write_text(out / "gap_by_length.md", padded(length_cells(found)))
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:

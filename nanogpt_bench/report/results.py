@@ -65,6 +65,8 @@ class Result:
     alerts: Mapping[str, int] = field(default_factory=dict)
     #: to the reference, over the seeds that both finished
     difference: Difference | None = None
+    #: standard error of a validation over its batches, the mean over the row's runs
+    val_loss_se: float | None = None
 
     @property
     def alerts_fired(self) -> int:
@@ -227,6 +229,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     stall = figure(run.stall for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
     cosine = figure(mean_cosine(run) for run in row.runs)
+    errors = figure(run.number("final_val_loss_se") for run in row.runs)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
     evidence = Evidence(
         gap_share,
@@ -253,6 +256,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
+        val_loss_se=errors.mean if errors else None,
         difference=None if is_reference or measured is None else difference(_by_seed(row), _by_seed(measured)),
     )
 

@@ -34,6 +34,7 @@ COLUMNS = (
     Column("run", lambda r: r.row.label, numeric=False),
     Column("lr", lambda r: format_rates(r), optional=True),
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
+    Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
     Column(GAP, lambda r: format_gap(r)),
     Column(PAIRED, lambda r: in_words(r.difference), optional=True),
@@ -140,6 +141,7 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "lr": lambda r: " ".join(f"{rate:g}" for rate in _rates(r)),
     "final_val_loss": _mean("final_val_loss"),
     "final_val_loss_spread": _spread("final_val_loss"),
+    "final_val_loss_se": lambda r: r.val_loss_se,
     "best_val_loss": _mean("best_val_loss"),
     "best_val_loss_spread": _spread("best_val_loss"),
     "gap": _mean("gap"),
@@ -182,16 +184,28 @@ def _padded(results: Sequence[Result], cell: Callable[[str], str]) -> str:
     columns = shown_columns(results)
     lines = [[column.heading for column in columns]]
     lines += [[cell(column.cell(result)) for column in columns] for result in results]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    rule = ["-" * (w - 1) + ":" if c.numeric else "-" * w for c, w in zip(columns, widths, strict=True)]
-    lines.insert(1, rule)
-    return "".join(f"| {' | '.join(_aligned(line, columns, widths))} |\n" for line in lines)
+    return padded(lines, [column.numeric for column in columns])
 
 
-def _aligned(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
+def padded(lines: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None) -> str:
+    """Return lines of cells, the heading first, as a GitHub table; all columns but the first are numeric unless said.
+
+    >>> print(padded([["run", "loss"], ["fp32", "2.1"]]), end="")
+    | run  | loss |
+    | ---- | ---: |
+    | fp32 |  2.1 |
+    """
+    numbers = [place > 0 for place in range(len(lines[0]))] if numeric is None else numeric
+    widths = [max(len(line[i]) for line in lines) for i in range(len(numbers))]
+    rule = ["-" * (w - 1) + ":" if number else "-" * w for number, w in zip(numbers, widths, strict=True)]
+    every = [lines[0], rule, *lines[1:]]
+    return "".join(f"| {' | '.join(_aligned(line, numbers, widths))} |\n" for line in every)
+
+
+def _aligned(cells: Sequence[str], numeric: Sequence[bool], widths: Sequence[int]) -> list[str]:
     return [
-        cell.rjust(width) if column.numeric else cell.ljust(width)
-        for cell, column, width in zip(cells, columns, widths, strict=True)
+        cell.rjust(width) if number else cell.ljust(width)
+        for cell, number, width in zip(cells, numeric, widths, strict=True)
     ]
 
 

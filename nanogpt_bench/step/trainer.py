@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,19 @@ def initial_model(config: Config, corpus: Corpus) -> GPT:
         BenchError: a checkpoint that does not fit the corpus or the model.
     """
     return start_model(model_shape(config, corpus.vocab_size), config, corpus)
+
+
+def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of losses and its standard error, their standard deviation over the root of their number.
+
+    The error is None for one loss, and where one is not finite.
+
+    >>> mean_and_error([1.0, 2.0, 3.0])
+    (2.0, 0.5773502691896258)
+    """
+    mean = sum(losses) / len(losses)
+    known = len(losses) > 1 and math.isfinite(mean)
+    return mean, statistics.stdev(losses) / math.sqrt(len(losses)) if known else None
 
 
 class Trainer:
@@ -151,13 +165,17 @@ class Trainer:
         for micro_step in range(self.config.train.accumulation):
             yield self._move(self._draw(number - 1, micro_step))
 
-    @torch.no_grad()
     def validate(self) -> float:
         """Return the mean loss (nats a token) over the fixed validation batches."""
+        return mean_and_error(self.validation_losses())[0]
+
+    @torch.no_grad()
+    def validation_losses(self) -> list[float]:
+        """Return the loss (nats a token) of each of the fixed validation batches."""
         self.model.eval()
         losses = [self._loss(tokens, targets).item() for tokens, targets in self._eval_batches]
         self.model.train()
-        return sum(losses) / len(losses)
+        return losses
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:

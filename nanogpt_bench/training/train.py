@@ -28,7 +28,7 @@ from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.run_state import capture, expected_bytes, restore
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.start import as_begun, check_start, start_facts
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.step.trainer import Trainer, mean_and_error
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.lock import locked
@@ -333,8 +333,10 @@ class _Run:
             self._validate(step)
 
     def _validate(self, step: Step) -> None:
-        loss = self.trainer.validate()
+        loss, error = mean_and_error(self.trainer.validation_losses())
         step.record["val/loss"] = loss
+        step.record["val/loss_se"] = error
+        self.outcome.final_val_loss_se = error
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
             train = self.config.train
