@@ -17,7 +17,7 @@ from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, get
 from nanogpt_bench.report.comparable import SETTINGS
-from nanogpt_bench.report.results import row_label
+from nanogpt_bench.report.results import Row, row_label
 from nanogpt_bench.step.resolve import format_summary, resolve, rule_name, weight_format
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
@@ -69,9 +69,11 @@ def _apart_from(point: PlannedPoint, run: PlannedPoint) -> PlannedPoint:
     return replace(run, label=label, name=folder_name(f"{label} seed={run.seed}", run.axes))
 
 
-def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun]) -> str | None:
-    """Return the label of the row to measure against, None for the first BF16 one; `planned` begins with those of
-    settings given as reference. A name is that of a row, or of the first with that rule and format.
+def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
+    """Return the label of the row to measure against, None for the first BF16 one.
+
+    `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
+    and format.
 
     Raises:
         BenchError: no such row; names the nearest one.
