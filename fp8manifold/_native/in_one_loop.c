@@ -19,6 +19,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
     uint8_t *codes = (uint8_t *)j->weight + t->at;
     int8_t *residual = j->residual + t->at;
     uint8_t *first_codes = (uint8_t *)j->first + t->at, *second_codes = (uint8_t *)j->second + t->at;
+    uint16_t *first_halves = (uint16_t *)j->first + t->at, *second_halves = (uint16_t *)j->second + t->at;
     const float *restrict gradient = j->gradient + t->at;
     float *restrict first = (float *)j->first + t->at, *restrict second = (float *)j->second + t->at;
     /* bytes are widened and narrowed in loops of their own: in one with floats, vectors of four sizes crowd each other */
@@ -29,6 +30,8 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         LOOP(rest[i] = residual[i];)
     if (moments == EIGHT_BITS)
         LOOP(first_code[i] = first_codes[i]; second_code[i] = second_codes[i];)
+    if (moments == BFLOAT16)
+        LOOP(first_code[i] = first_halves[i]; second_code[i] = second_halves[i];)
     for (int i = 0; i < n; i++) {
         const int32_t old = code[i];
         const Decoded w = load_codes(f, old, extra ? rest[i] : 0, extra);
@@ -38,6 +41,9 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
             m = decode_code(&MOMENT, first_code[i]).value * first_scale;
             root = decode_magnitude(&MOMENT, second_code[i], 0).value * second_scale;
             v = root * root;
+        } else if (moments == BFLOAT16) {
+            m = of_bfloat16((uint16_t)first_code[i]);
+            v = of_bfloat16((uint16_t)second_code[i]);
         } else {
             m = first[i];
             v = second[i];
@@ -47,7 +53,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         root = sqrtf(v);
         float direction = m / (root + h->eps);
         if (stiffness)
-            direction = direction * field_factor(h, FIELD_LINEAR, w.ulp * scale);
+            direction = direction * field_factor(h, stiffness, w.ulp * scale);
         const float target = move_linear(w.value * keep, direction, rate);
         const int32_t draw = writeback ? draw_of(random_word(weight_keys, at + (uint32_t)i)) : 0;
         int32_t new;
@@ -56,10 +62,13 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         else
             new = encode_finite(f, target, writeback, draw, 1);
         code[i] = new;
+        const uint32_t word = moments == FLOAT32 ? 0 : random_word(average_keys, at + (uint32_t)i);
         if (moments == EIGHT_BITS) {
-            const uint32_t word = random_word(average_keys, at + (uint32_t)i);
             first_code[i] = to_codes(m, first_inverse, word & 0xFFFF);
             second_code[i] = root_to_codes(root, second_inverse, word >> 16);
+        } else if (moments == BFLOAT16) {
+            first_code[i] = to_bfloat16(m, word & 0xFFFF);
+            second_code[i] = to_bfloat16(v, word >> 16);
         } else {
             first[i] = m;
             second[i] = v;
@@ -71,41 +80,40 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         LOOP(residual[i] = (int8_t)rest[i];)
     if (moments == EIGHT_BITS)
         LOOP(first_codes[i] = (uint8_t)first_code[i]; second_codes[i] = (uint8_t)second_code[i];)
+    if (moments == BFLOAT16)
+        LOOP(first_halves[i] = (uint16_t)first_code[i]; second_halves[i] = (uint16_t)second_code[i];)
 }
 
-#define IN_ONE_LOOP(name, writeback, moments, stiffness) \
+#define IN_ONE_LOOP(name, moments, stiffness, writeback) \
     CLONED static void name(const Job *j, const Local *l, const Block *b, Tile *t) \
     { \
         adam_over_codes(j, l, b, t, writeback, moments, stiffness); \
     }
+#define EVERY_WRITEBACK(name, moments, stiffness) \
+    IN_ONE_LOOP(name##_nearest, moments, stiffness, WRITE_NEAREST) \
+    IN_ONE_LOOP(name##_stochastic, moments, stiffness, WRITE_STOCHASTIC) \
+    IN_ONE_LOOP(name##_residual, moments, stiffness, WRITE_RESIDUAL8)
+#define EVERY_FIELD(name, moments) \
+    EVERY_WRITEBACK(name, moments, FIELD_NONE) \
+    EVERY_WRITEBACK(name##_linear, moments, FIELD_LINEAR) \
+    EVERY_WRITEBACK(name##_power, moments, FIELD_POWER)
+#define WRITEBACKS(name) {name##_nearest, name##_stochastic, name##_residual}
+#define FIELDS(name) \
+    [FIELD_NONE] = WRITEBACKS(name), [FIELD_LINEAR] = WRITEBACKS(name##_linear), [FIELD_POWER] = WRITEBACKS(name##_power)
 
-IN_ONE_LOOP(adam_nearest, WRITE_NEAREST, FLOAT32, FIELD_NONE)
-IN_ONE_LOOP(adam_stochastic, WRITE_STOCHASTIC, FLOAT32, FIELD_NONE)
-IN_ONE_LOOP(adam_residual, WRITE_RESIDUAL8, FLOAT32, FIELD_NONE)
-IN_ONE_LOOP(adam_nearest_field, WRITE_NEAREST, FLOAT32, FIELD_LINEAR)
-IN_ONE_LOOP(adam_stochastic_field, WRITE_STOCHASTIC, FLOAT32, FIELD_LINEAR)
-IN_ONE_LOOP(adam_residual_field, WRITE_RESIDUAL8, FLOAT32, FIELD_LINEAR)
-IN_ONE_LOOP(adam8_nearest, WRITE_NEAREST, EIGHT_BITS, FIELD_NONE)
-IN_ONE_LOOP(adam8_stochastic, WRITE_STOCHASTIC, EIGHT_BITS, FIELD_NONE)
-IN_ONE_LOOP(adam8_residual, WRITE_RESIDUAL8, EIGHT_BITS, FIELD_NONE)
-IN_ONE_LOOP(adam8_nearest_field, WRITE_NEAREST, EIGHT_BITS, FIELD_LINEAR)
-IN_ONE_LOOP(adam8_stochastic_field, WRITE_STOCHASTIC, EIGHT_BITS, FIELD_LINEAR)
-IN_ONE_LOOP(adam8_residual_field, WRITE_RESIDUAL8, EIGHT_BITS, FIELD_LINEAR)
+EVERY_FIELD(adam, FLOAT32)
+EVERY_FIELD(adam16, BFLOAT16)
+EVERY_FIELD(adam8, EIGHT_BITS)
 
 /* By moments, stiffness and write-back. */
-static const InOneLoop ADAMS[2][2][3] = {
-    {{adam_nearest, adam_stochastic, adam_residual}, {adam_nearest_field, adam_stochastic_field, adam_residual_field}},
-    {{adam8_nearest, adam8_stochastic, adam8_residual},
-     {adam8_nearest_field, adam8_stochastic_field, adam8_residual_field}},
-};
+static const InOneLoop ADAMS[3][FIELD_POWER + 1][3] = {{FIELDS(adam)}, {FIELDS(adam16)}, {FIELDS(adam8)}};
 
 /* The loop that takes all of a step, where there is one. */
 InOneLoop in_one_loop(const Job *j)
 {
     const Spec *s = j->spec;
     if (s->direction != ADAM || s->storage != CODES || s->geometry != LINEAR || s->metric != METRIC_ULP ||
-        s->moments == BFLOAT16 || s->stiffness > FIELD_LINEAR || s->writeback > WRITE_RESIDUAL8 || j->largest ||
-        !is_usual(&s->format))
+        s->writeback > WRITE_RESIDUAL8 || j->largest || !is_usual(&s->format))
         return NULL;
-    return ADAMS[s->moments == EIGHT_BITS][s->stiffness][s->writeback];
+    return ADAMS[s->moments][s->stiffness][s->writeback];
 }

@@ -14,6 +14,7 @@ from fp8manifold.optim._finite import all_finite
 from fp8manifold.optim._hyper import row
 from fp8manifold.optim._keys import key_rows
 from fp8manifold.optim._kinds import manifold_of
+from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
 from fp8manifold.optim._planned import Member, Planned
@@ -58,10 +59,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     streams_begun: int = 0
     _in_backward: "InBackward | None" = None
     steps_alone = True  # a step of one parameter depends on nothing of the others
+    steps_in_graphs = True  # a step goes through no backward pass, which an operator has no part in
     preconditioner: frozenset[str] = frozenset()
     """Names of the state tensors that ``reset_every`` clears."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._number = new_number(self)
         super().__init__(params, defaults)
 
     @property
@@ -70,10 +73,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
         return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
 
-    @eager_only  # it plans, counts and calls code that is compiled already
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step.
+        """Take one step; in a graph of ``torch.compile`` it is one node, a closure apart.
 
         If any gradient is not finite, or so large that its square is not, nothing changes at all, step counts
         included: the step is counted in ``skipped_steps``, or a ``FloatingPointError`` is raised
@@ -89,6 +91,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: a sparse or complex gradient.
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
         """
+        if closure is None and self.steps_in_graphs and torch.compiler.is_compiling():
+            step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
+            return None
+        return self._step(closure)
+
+    @eager_only  # it plans, counts and calls code that is compiled already
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -168,6 +177,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """torch's part, and the counts."""
         return super().__getstate__() | {name: getattr(self, name) for name in _COUNTS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """torch's part; a copy is another optimizer in graphs."""
+        super().__setstate__(state)
+        if "_number" not in self.__dict__:
+            self._number = new_number(self)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with everything a bit-exact resume needs; schedules (functions) are left to the constructor."""

@@ -112,6 +112,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
 
     steps_alone = False  # the gradients of a layer's weight and bias go together
+    steps_in_graphs = False  # the curvature takes backward passes of its own
 
     def __init__(
         self,

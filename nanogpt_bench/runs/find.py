@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.runs.load import RUN_FILES, is_run_folder
+from nanogpt_bench.system.errors import BenchError, printable
 
 #: folders that are looked into below one that is given
 MOST_FOLDERS = 100_000

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
-from nanogpt_bench.runs.history import history_lines
 from nanogpt_bench.config.losing import stall_counts
+from nanogpt_bench.runs.history import history_lines
 from nanogpt_bench.runs.read import finite, mapping, numbers, records
 from nanogpt_bench.runs.records import MOST_NAMES, Records
 from nanogpt_bench.runs.watched import (
@@ -23,6 +22,7 @@ from nanogpt_bench.runs.watched import (
     read_alerts,
     read_distributions,
 )
+from nanogpt_bench.system.errors import BenchError, one_line, printable, shortened
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 #: of a run's name, rule or format

@@ -20,10 +20,10 @@ from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps
 from nanogpt_bench.checkpoint.layout import MANIFEST, step_folder, step_of
 from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.runs.history import latest
-from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.config.settings import build_config, flatten
+from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.runs.history import latest
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import check_header
 
 #: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others

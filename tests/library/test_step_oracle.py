@@ -249,6 +249,14 @@ def test_options(kind: str, options: dict[str, Any]) -> None:
     follow(kind, stored("E4M3"), OPTIONS[kind] | options, moved=0.02)
 
 
+@pytest.mark.parametrize("stiffness", [0.0, 1.0, 0.37])
+@pytest.mark.parametrize("writeback", ["nearest", "stochastic", "residual8"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_what_native_code_does_in_one_loop(moments: str, writeback: str, stiffness: float) -> None:
+    options = {"moments": moments, "writeback": writeback, "stiffness": stiffness}
+    follow("StiffnessAdamW", stored("E4M3"), OPTIONS["StiffnessAdamW"] | options, moved=0.02)
+
+
 @varied
 def test_scales_are_widened_where_a_weight_is_at_an_end(kind: str, options: dict[str, Any]) -> None:
     """With one unbiased rounding, before the step; the other scales stay."""

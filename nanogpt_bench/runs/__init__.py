@@ -1,0 +1,1 @@
+"""What a run folder says, whatever state an interrupted run left it in."""
