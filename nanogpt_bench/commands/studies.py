@@ -66,8 +66,8 @@ def add_sweep(commands: Any) -> Any:
     parser = commands.add_parser(
         "sweep",
         help="train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--workers N] "
-        "[--out DIR] [--section.key VALUE ...]",
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke] "
+        "[--workers N] [--out DIR] [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
         "seeds. The same command goes on where an interrupted one was.",
@@ -89,6 +89,7 @@ def add_sweep(commands: Any) -> Any:
         "(FILE.yaml: sensitivity.yaml unless given)",
     )
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
+    parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
     parser.set_defaults(handler=_sweep)

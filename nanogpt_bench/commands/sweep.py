@@ -39,14 +39,14 @@ def main_sweep(args: argparse.Namespace) -> int:
         return main_sensitivity_of(args)
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
-    sweep = read_sweep(find_sweep(args.file), args.overrides)
+    sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
     check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
     plain = sweep.search if sweep.tune is None else "tune"
     mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else plain
-    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / mode
+    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
     with locked(out, "--out"):
         return MODES.get(mode, sweep_grid)(sweep, out, workers)
 

@@ -63,7 +63,8 @@ def commit() -> str | None:
     here = ["git", "-C", str(Path(__file__).parent)]
     with suppress(OSError, subprocess.SubprocessError):
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
-        subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)  # it, and not what is around
+        # An installed copy may lie inside a checkout of something else: that one's commit says nothing.
+        subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)
         said = subprocess.run([*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options)
         return str(said.stdout).strip() or None
     return None

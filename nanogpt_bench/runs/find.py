@@ -77,8 +77,9 @@ class _Search:
             self.links += len(links)
             runs = [path for path in below if path not in links and is_run_folder(path)]
             yield from runs
-            tuned = {TRIALS} if SWEEP in files else set()  # trials of a sweep are no rows, unless they are asked for
-            names[:] = [path.name for path in below if path not in links and path not in runs and path.name not in tuned]
+            left = {*links, *runs}
+            left |= {Path(place, TRIALS)} if SWEEP in files else set()  # no rows of a sweep, unless they are asked for
+            names[:] = [path.name for path in below if path not in left]
 
     @property
     def left_out(self) -> str:

@@ -89,8 +89,10 @@ class SweepFile:
 #: what a sweep file may hold
 KEYS = (
     *("config", "settings", "axes", "search", "samples", "sample_seed", "workers", "reference"),
-    *("tune", "confirm", "lr_limits", "sensitivity"),
+    *("tune", "confirm", "smoke", "lr_limits", "sensitivity"),
 )
+#: what smoke may put another value in place of
+SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def shipped_sweeps() -> list[str]:
@@ -111,8 +113,8 @@ def find_sweep(name: str) -> Path:
     return find_shipped(name, FOLDER, "sweep file")
 
 
-def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
-    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings.
+def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
+    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
 
     Raises:
         BenchError: unreadable, an unknown key, a value out of range, or an axis that is overridden, in one line.
@@ -121,6 +123,8 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
     for key in tree:
         if key not in KEYS:
             raise unknown(f"key in {path.name}", key, KEYS)
+    shrunk = _smoke(tree, path)
+    tree = {**tree, **shrunk} if smoke else tree
     axes = _axes(tree.get("axes"), path)
     base = parse_overrides(overrides, assemble({}, _base(tree, path)))
     for key in parse_overrides(overrides):
@@ -149,6 +153,21 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise BenchError(f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}")
     return tree
+
+
+def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The sections of the file with what its section smoke says put in."""
+    smoke = tree.get("smoke")
+    if smoke is None:
+        return {}
+    if not isinstance(smoke, dict):
+        raise BenchError(f"smoke in {path.name}: {smoke!r} is not allowed; give sections: {', '.join(SMOKE)}")
+    for name, content in smoke.items():
+        if name not in SMOKE:
+            raise unknown(f"key in smoke of {path.name}", name, SMOKE)
+        if not isinstance(content, dict):
+            raise BenchError(f"smoke.{name} in {path.name}: {content!r} is not allowed; give keys and values")
+    return {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
 
 
 def _axes(content: Any, path: Path) -> tuple[Axis, ...]:

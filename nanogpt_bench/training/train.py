@@ -333,10 +333,8 @@ class _Run:
             self._validate(step)
 
     def _validate(self, step: Step) -> None:
-        loss, error = mean_and_error(self.trainer.validation_losses())
-        step.record["val/loss"] = loss
-        step.record["val/loss_se"] = error
-        self.outcome.final_val_loss_se = error
+        loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
+        step.record |= {"val/loss": loss, "val/loss_se": self.outcome.final_val_loss_se}
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
             train = self.config.train

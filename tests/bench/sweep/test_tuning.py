@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.report import figures
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.runs.find import find_runs
-from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.tuning import Tuning
@@ -226,3 +227,33 @@ def test_a_real_tuning_ends_with_a_page(write):
     (row,) = read_json(Path("out/tuning.json"))["rows"]
     assert row["cost"]["runs"] == len(row["trials"]) >= 4
     assert {summary["steps"] for summary in map(read_json, Path("out").glob("E4M3*/summary.json"))} == {6}
+
+
+STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    shutil.copytree(corpus_dir, "data/stdlib")
+    assert main(["sweep", name, "--smoke", "--workers", "1"]) == 0
+    (out,) = Path("runs").glob("*/tune-smoke")
+    rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    assert len(rows) == len(read_json(out / "tuning.json")["rows"])
+    assert {row["seeds"] for row in rows} == {"2"}
+    assert main(["results", "export", str(out), "--out", "study.json"]) == 0
+    assert main(["results", "show", "study.json"]) == 0
+
+
+def test_a_study_shrinks_by_its_section_smoke_alone(write):
+    smoke = {"axes": {"rule": ["sgd"]}, "tune": {"steps": 1}, "settings": {"train.max_steps": 2}}
+    path = write(axes={"rule": ["fp32"], "model.n_layer": [1, 2]}, tune=TUNE, confirm=CONFIRM, smoke=smoke)
+    whole, small = (read_sweep(path, smoke=on) for on in (False, True))
+    assert [axis.values for axis in whole.axes] == [("fp32",), (1, 2)]
+    assert [axis.values for axis in small.axes] == [("sgd",), (1, 2)]
+    assert (whole.tune.steps, small.tune.steps, small.tune.seeds) == (4, 1, (1, 2))
+    assert (whole.base["train.max_steps"], small.base["train.max_steps"]) == (4, 2)
+    for wrong, message in (({"axis": {}}, "did you mean 'axes'"), ({"tune": 3}, "smoke.tune"), (3, "smoke in my.yaml")):
+        with pytest.raises(BenchError, match=message):
+            read_sweep(write(axes={"rule": ["fp32"]}, smoke=wrong))
