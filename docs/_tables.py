@@ -65,6 +65,28 @@ def rules_table() -> str:
     return markdown(("rule", "what it does", "weights live in", "default lr"), rows)
 
 
+def metrics_tables() -> str:
+    """A table of the figures that are always recorded, and one for every monitor, from the registry of metrics."""
+    from nanogpt_bench.runs.metrics import METRICS
+
+    parts = []
+    for monitor in dict.fromkeys(metric.monitor for metric in METRICS):
+        section = "shadow.enabled" if monitor == "shadow" else f"monitor.{monitor}"
+        title = f"With `{section}`:" if monitor else "Always:"
+        rows = [_metric_row(metric) for metric in METRICS if metric.monitor == monitor]
+        parts.append(f"{title}\n\n" + markdown(("metric", "what it is", "unit", "all layers", "bad"), rows))
+    return "\n".join(parts)
+
+
+def _metric_row(metric: Any) -> tuple[str, ...]:
+    name = metric.name + "/OPERAND" * bool(metric.operands)
+    budget = "" if metric.at_most is None else f", more than {metric.at_most:g} raises an alert"
+    alarm = f", beyond `alerts.{metric.alarm.setting}` raises `{metric.alarm.kind}`" if metric.alarm else ""
+    bad = {"above": "high", "below": "low", "": ""}[metric.bad] + budget + alarm
+    row = f"`{name}`", f"{metric.title}. {metric.meaning}", metric.unit, metric.over, bad
+    return tuple(cell.replace("|", "\\|") for cell in row)
+
+
 def _default_of(field: "dataclasses.Field[object]") -> object:
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
@@ -199,6 +221,7 @@ def write_all(folder: Path) -> None:
     tables = {
         "formats": formats_table(),
         "rules": rules_table(),
+        "metrics": metrics_tables(),
         "settings": settings_sections(),
         "commands": commands(),
         "bytes": bytes_table(),

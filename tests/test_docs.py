@@ -21,6 +21,7 @@ import fp8manifold as fm
 from nanogpt_bench.cli import build_parser, split_overrides
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import FIELDS, parse_overrides
+from nanogpt_bench.runs.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -127,6 +128,7 @@ def shown_in(page: Path) -> str:
 def test_the_tables_are_on_the_pages(site: Path) -> None:
     assert [name for name in RULES if name not in shown_in(site / "bench.html")] == []
     assert [key for key in FIELDS if key not in shown_in(site / "settings.html")] == []
+    assert [metric.name for metric in METRICS if metric.name not in shown_in(site / "bench.html")] == []
     assert "57344" in shown_in(site / "formats.html")
 
 

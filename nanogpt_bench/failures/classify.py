@@ -9,10 +9,11 @@ from typing import Any
 from nanogpt_bench.config.schema import FailureConfig
 from nanogpt_bench.failures import losses, values, weights
 from nanogpt_bench.failures.batches import batch_effect
-from nanogpt_bench.failures.criteria import ABOVE, worst
+from nanogpt_bench.failures.criteria import worst
 from nanogpt_bench.failures.evidence import Evidence, read
 from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.metrics import ABOVE, ELAPSED
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.watched import Alert
 
@@ -102,7 +103,7 @@ def _lead_time(evidence: Evidence, findings: Sequence[Finding]) -> LeadTime | No
     if begin is None or failed is None:
         return None
     kind, end = failed
-    clock = dict(zip(*evidence.run.curve("time/elapsed_s"), strict=True))
+    clock = dict(zip(*evidence.run.curve(ELAPSED.name), strict=True))
     times = clock.get(begin), clock.get(end)
     seconds = None if times[0] is None or times[1] is None else times[1] - times[0]
     return LeadTime(begin, end, kind, end - begin, seconds)
@@ -114,7 +115,7 @@ def _warned(evidence: Evidence) -> int | None:
     Alerts themselves tell only where those figures are missing: the first of a run is mostly about the gradient of the
     output layer, whose kurtosis is high by nature, and a cool-down keeps later ones back.
     """
-    series, limit = worst(evidence, values.KURTOSIS), finite(evidence.setting("alerts.kurtosis"))
+    series, limit = worst(evidence, values.KURTOSIS_OF_BLOCKS), finite(evidence.setting("alerts.kurtosis"))
     if series:
         bound = evidence.limits.kurtosis if limit is None else limit
         above = (step for step, value in zip(series.steps, series.values, strict=True) if value > bound)

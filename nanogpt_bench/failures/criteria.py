@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import CLEAR, FOUND, NOT_JUDGED, Criterion, Finding
-
-ABOVE, BELOW = "above", "below"
+from nanogpt_bench.runs.metrics import ABOVE
 
 
 def judge(

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nanogpt_bench.failures.criteria import ABOVE, clear, earliest, found, judge, not_judged
+from nanogpt_bench.failures.criteria import clear, earliest, found, judge, not_judged
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding
 from nanogpt_bench.runs.curves import smooth
+from nanogpt_bench.runs.metrics import ABOVE, GRAD_HAS_NAN, GRAD_NORM, LOSS_IS_NAN, TRAIN_LOSS, VAL_LOSS
 
-LOSS = "train/loss"
+LOSS = TRAIN_LOSS.name
 #: what was not a number: the metric that says so, or the figure that then is null
-LOSSES = ("loss_is_nan", LOSS, "val/loss")
-GRADIENTS = ("grad_has_nan", "grad/norm")
+LOSSES = (LOSS_IS_NAN.name, LOSS, VAL_LOSS.name)
+GRADIENTS = (GRAD_HAS_NAN.name, GRAD_NORM.name)
 #: fewer steps tell nothing about a course
 SHORTEST = 20
 

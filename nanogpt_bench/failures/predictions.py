@@ -9,10 +9,8 @@ from nanogpt_bench.config.schema import FailureConfig
 from nanogpt_bench.failures.evidence import Evidence, Series, read
 from nanogpt_bench.failures.finding import Facts, Prediction
 from nanogpt_bench.failures.losses import LOSS, SHORTEST, find_rest
-from nanogpt_bench.failures.weights import LOST
 from nanogpt_bench.runs.load import Run
-
-ZONE = "stall/zero_gradient_zone"
+from nanogpt_bench.runs.metrics import UPDATE_LOST, ZERO_GRADIENT_ZONE
 
 
 def is_e7m0_nearest(run: Run | Path) -> bool:
@@ -69,12 +67,16 @@ def _after(series: Series, step: int, window: int) -> float | None:
 
 
 def _sparsity(evidence: Evidence) -> Prediction:
-    return _share(evidence, "update_sparsity", LOST, evidence.limits.sparsity, "update sparsity", "lost their update")
+    return _share(
+        evidence, "update_sparsity", UPDATE_LOST.name, evidence.limits.sparsity, "update sparsity", "lost their update"
+    )
 
 
 def _zones(evidence: Evidence) -> Prediction:
     what = "lie in a zone where half a ULP to either side changes nothing"
-    return _share(evidence, "zero_gradient_zones", ZONE, evidence.limits.zero_zone, "zero-gradient zones", what)
+    return _share(
+        evidence, "zero_gradient_zones", ZERO_GRADIENT_ZONE.name, evidence.limits.zero_zone, "zero-gradient zones", what
+    )
 
 
 def _share(evidence: Evidence, name: str, metric: str, limit: float, title: str, what: str) -> Prediction:

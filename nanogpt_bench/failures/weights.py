@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from nanogpt_bench.failures.batches import BatchEffect
-from nanogpt_bench.failures.criteria import ABOVE, BELOW, clear, found, judge, not_judged
+from nanogpt_bench.failures.criteria import clear, found, judge, not_judged
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding
+from nanogpt_bench.runs.metrics import UPDATE_LOST, UPDATE_TO_NOISE
 
-LOST = "stall/update_lost"
-SIGNAL = "grad/update_to_noise"
+LOST, SIGNAL = UPDATE_LOST.name, UPDATE_TO_NOISE.name
 OTHER_BATCH = "a run with another batch size"
 
 
@@ -21,7 +21,7 @@ def stall(evidence: Evidence) -> Finding:
     series = evidence.series(LOST)
     if not series:
         return not_judged("stall", LOST)
-    criterion = judge(series, ABOVE, evidence.limits.stall, evidence.limits.patience)
+    criterion = judge(series, UPDATE_LOST.bad, evidence.limits.stall, evidence.limits.patience)
     layer, share = evidence.worst_layer(LOST)
     facts: Facts = {"metric": LOST, "threshold": criterion.threshold, "mean": series.mean, "looks": len(series)}
     facts |= {"worst_layer": layer, "worst_share": share}
@@ -60,7 +60,7 @@ def _noise(evidence: Evidence, since: int) -> Criterion | None:
     if not pairs:
         return None
     late = Series(SIGNAL, tuple(s for s, _ in pairs), tuple(v for _, v in pairs))
-    return judge(late, BELOW, evidence.limits.noise, evidence.limits.patience)
+    return judge(late, UPDATE_TO_NOISE.bad, evidence.limits.noise, evidence.limits.patience)
 
 
 def _with_batches(step: int, noise: Criterion, effect: BatchEffect, said: str, batch_fall: float) -> Finding:

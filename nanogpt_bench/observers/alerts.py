@@ -15,15 +15,15 @@ from typing import Any
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.trend import TrendObserver
+from nanogpt_bench.runs import metrics
+from nanogpt_bench.runs.metrics import Alarm, Metric
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.system.errors import nearest
 
 _LOG = logging.getLogger("nanogpt_bench")
-NAN_KINDS = ("loss_is_nan", "grad_has_nan", "weight_has_nan", "state_has_nan")
-#: gradients have heavy tails in every healthy run: most tokens are predicted well, some are not
-_HEAVY_ANYWAY = "gradient/"
-#: budgets that hold unless `alerts.at_most` says otherwise
-AT_MOST = {"geometry/off_grid": 0.0, "geometry/orthogonality": 1e-4}
+NAN_KINDS = tuple(flag.name for flag in metrics.FLAGS)
+_AT_MOST = {metric.name: metric.at_most for metric in metrics.METRICS if metric.at_most is not None}
+_ALARMS = tuple((metric, metric.alarm) for metric in metrics.METRICS if metric.alarm is not None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AlertObserver(Observer):
     ) -> None:
         self._settings, self._lines, self._trend, self._stall = settings, LineFile(path), trend, stall
         self._tell, self._clock = tell, clock
-        self._at_most = {**AT_MOST, **settings.at_most}
+        self._at_most = {**_AT_MOST, **settings.at_most}
         self._budgets_given = {**settings.at_most, **settings.at_least}
         self._recorded: set[str] = set()
         self._last: dict[str, float] = {}
@@ -118,12 +118,9 @@ class AlertObserver(Observer):
 
     def _found(self, step: Step) -> Iterator[Alert]:
         yield from self._anomalies(step)
-        settings = self._settings
-        if self._stall:
-            yield from self._worst(step, "bit_stall", "stall/update_lost/", settings.stall, _lost)
-        yield from self._worst(step, "overflow", "quant/overflow/", settings.overflow, _overflown)
-        yield from self._worst(step, "kurtosis", "quant/kurtosis/", settings.kurtosis, _heavy)
-        yield from self._attention(step)
+        for metric, alarm in _ALARMS:
+            if self._stall or metric is not metrics.UPDATE_LOST:
+                yield from self._worst(step, metric, alarm)
         yield from self._divergence(step)
         yield from self._budgets(step)
 
@@ -139,34 +136,21 @@ class AlertObserver(Observer):
             text = f"{kind} for {patience} steps in a row, up to step {step.number}"
             yield Alert(step.number, "ERROR", kind, text, float(self._streak), float(patience))
 
-    def _worst(
-        self, step: Step, kind: str, prefix: str, limit: float, describe: Callable[[str, float], str]
-    ) -> Iterator[Alert]:
-        """The largest of a figure over layers, if it is beyond its limit; figures over all layers have no layer."""
-        depth = 2 if kind == "bit_stall" else 3
-        left_out = _HEAVY_ANYWAY if kind == "kurtosis" else "-"
-        values = {
-            key: value
-            for key, value in step.record.items()
-            if value is not None and key.startswith(prefix) and key.count("/") == depth and left_out not in key
-        }
+    def _worst(self, step: Step, metric: Metric, alarm: Alarm) -> Iterator[Alert]:
+        """The worst of a figure, by layer where it has layers, if it is beyond its limit."""
+        found = metric.in_record(step.record).items()
+        values = {at: value for at, value in found if value is not None and at.split("/")[0] not in alarm.leaves_out}
         if not values:
             return
-        key = max(values, key=lambda name: values[name])
-        if values[key] > limit:
-            where = " of ".join(key.split("/")[2:])
-            text = f"{describe(where, values[key])} at step {step.number}"
-            yield Alert(step.number, "WARN", kind, text, _number(values[key]), limit)
-
-    def _attention(self, step: Step) -> Iterator[Alert]:
-        lowest, limit = step.record.get("attention/entropy_min"), self._settings.attention_entropy
-        if lowest is not None and lowest < limit:
-            text = f"an attention head's mean entropy is {lowest:.3g} nats at step {step.number}"
-            yield Alert(step.number, "WARN", "entropy_collapse", text, _number(lowest), limit)
+        limit: float = getattr(self._settings, alarm.setting)
+        at = (max if metric.bad == metrics.ABOVE else min)(values, key=values.__getitem__)
+        if values[at] > limit if metric.bad == metrics.ABOVE else values[at] < limit:
+            text = alarm.text.format(value=values[at], where=at.replace("/", " of "))
+            yield Alert(step.number, "WARN", alarm.kind, f"{text} at step {step.number}", _number(values[at]), limit)
 
     def _divergence(self, step: Step) -> Iterator[Alert]:
         trend = self._trend
-        if trend is None or "train/excess" not in step.record or not trend.diverging or trend.excess is None:
+        if trend is None or metrics.EXCESS.name not in step.record or not trend.diverging or trend.excess is None:
             return
         against = "the baseline's" if self._settings.baseline else "its own best"
         text = (
@@ -183,15 +167,15 @@ class AlertObserver(Observer):
             for metric, limit in limits.items():
                 value = step.record.get(metric)
                 if limit is not None and value is not None and beyond(float(value), float(limit)):
-                    kind = "geometry_budget" if metric.startswith("geometry/") else "budget"
+                    kind = "geometry_budget" if metric.startswith(f"{metrics.OFF_GRID.namespace}/") else "budget"
                     text = f"{metric} is {value:.4g}, {word} its budget of {limit:g}, at step {step.number}"
                     yield Alert(step.number, "WARN", kind, text, _number(value), float(limit))
 
 
 def _not_finite(step: Step, kind: str) -> str:
-    if kind in ("weight_has_nan", "state_has_nan"):
-        return f"{'a weight' if kind == 'weight_has_nan' else 'the optimizer state'} is not finite"
-    name = "train/loss" if kind == "loss_is_nan" else "grad/norm"
+    if kind in (metrics.WEIGHT_HAS_NAN.name, metrics.STATE_HAS_NAN.name):
+        return f"{'a weight' if kind == metrics.WEIGHT_HAS_NAN.name else 'the optimizer state'} is not finite"
+    name = (metrics.TRAIN_LOSS if kind == metrics.LOSS_IS_NAN.name else metrics.GRAD_NORM).name
     return f"{name} is {step.record.get(name)}"
 
 
@@ -204,15 +188,3 @@ def _origin(step: Step) -> str:
 
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def _lost(where: str, value: float) -> str:
-    return f"{value:.1%} of the weights of {where} lost their update"
-
-
-def _overflown(where: str, value: float) -> str:
-    return f"{value:.2%} of the values are beyond the range: {where}"
-
-
-def _heavy(where: str, value: float) -> str:
-    return f"kurtosis {value:.1f}: {where}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ import fp8manifold as fm
 from nanogpt_bench.model.gpt import Attention
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.runs.metrics import ENTROPY, ENTROPY_MIN
 from nanogpt_bench.step.points import Observer, Step
-
-_METRIC: Final = "attention/entropy"
 
 
 class AttentionEntropy(Observer):
@@ -27,7 +26,7 @@ class AttentionEntropy(Observer):
 
     def __init__(self, forward: Callable[[], object], interval: int, turns: Turns = ALL) -> None:
         self._forward, self._interval, self._turns = forward, interval, turns
-        self._figures = Figures({}, turns, interval)
+        self._figures = Figures(turns, interval)
 
     @torch.no_grad()
     def after_step(self, step: Step) -> None:
@@ -56,10 +55,10 @@ class AttentionEntropy(Observer):
     def _write(self, step: Step, found: dict[str, Tensor]) -> None:
         for block, entropies in found.items():
             for head, entropy in enumerate(entropies.tolist()):
-                self._figures.add(_METRIC, f"{block}/{head}", float(entropy), 1)
+                self._figures.add(ENTROPY, f"{block}/{head}", float(entropy), 1)
         self._figures.write(step)
-        if latest := self._figures.latest(_METRIC):
-            step.record["attention/entropy_min"] = min(latest)
+        if latest := self._figures.latest(ENTROPY):
+            step.record[ENTROPY_MIN.name] = min(latest)
 
     def state(self) -> dict[str, Any]:
         return self._figures.state()

@@ -11,19 +11,20 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.operands import flowing
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import is_rounded
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
 _FIGURES = (
-    *("entropy", "uniformity", "codes_used", "codes_ever_used", "binades_occupied", "top_exponent"),
-    *("mantissa_utilisation", "exponent_utilisation", "longest_gap"),
+    *(metrics.CODE_ENTROPY, metrics.UNIFORMITY, metrics.CODES_USED, metrics.CODES_EVER_USED, metrics.BINADES_OCCUPIED),
+    *(metrics.TOP_EXPONENT, metrics.MANTISSA_UTILISATION, metrics.EXPONENT_UTILISATION, metrics.LONGEST_GAP),
 )
 
 
-class Bits(Observer):
+class Bits(Monitor):
     """Records `bits/FIGURE/OPERAND/LAYER` every `monitor.interval` steps, from one code histogram an operand.
 
     Only what is quantised is measured, or what `monitor` gives a format to measure against. The histograms themselves
@@ -33,13 +34,13 @@ class Bits(Observer):
     def __init__(
         self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig, turns: Turns = ALL
     ) -> None:
-        self._layers, self._capture, self._monitor, self._turns = layers, capture, monitor, turns
-        self._figures = Figures({"longest_gap": max}, turns, monitor.interval)
+        super().__init__(monitor.interval, turns)
+        self._layers, self._capture, self._monitor = layers, capture, monitor
         self._counts: dict[tuple[str, str], tuple[fm.FloatFormat, Tensor]] = {}
         self._ever: dict[tuple[str, str], Tensor] = {}
 
     def after_backward(self, step: Step) -> None:
-        if not step.due(self._monitor.interval) or not step.at_last_micro_step:
+        if not step.due(self.interval) or not step.at_last_micro_step:
             return
         for operand in flowing(self._layers, self._capture, self._monitor):
             if operand.format is not None and bool(operand.values.isfinite().all()):
@@ -47,7 +48,7 @@ class Bits(Observer):
                 self._counts[operand.kind, operand.layer] = operand.format, counts
 
     def written(self, step: Step) -> None:
-        if not step.number or not step.due(self._monitor.interval):
+        if not step.number or not step.due(self.interval):
             return
         self._counts.update(self._weights(step))
         for (kind, layer), (fmt, counts) in self._counts.items():
@@ -55,19 +56,19 @@ class Bits(Observer):
             if step.due(self._monitor.histogram_interval):
                 _write(step, kind, layer, fmt, counts)
         self._counts.clear()
-        self._figures.write(step)
+        super().written(step)
 
     def state(self) -> dict[str, Any]:
-        return {"ever": self._ever, **self._figures.state()}
+        return {"ever": self._ever, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._ever = state["ever"]
-        self._figures.load_state(state)
+        super().load_state(state)
 
     @torch.no_grad()
     def _weights(self, step: Step) -> Iterator[tuple[tuple[str, str], tuple[fm.FloatFormat, Tensor]]]:
         for name, layer in self._layers.items():
-            if not self._turns.takes(step, self._monitor.interval, name):
+            if not self.takes(step, name):
                 continue
             if isinstance(layer, fm.QuantizedLinear) and is_rounded(layer):
                 fmt = layer.weight_format
@@ -78,20 +79,21 @@ class Bits(Observer):
         ever = self._ever.get((kind, layer))
         found = fm.monitor.bit_figures(counts, fmt, ever)
         self._ever[kind, layer] = counts if ever is None else ever + counts
-        for name in _FIGURES:
-            self._figures.add(f"bits/{name}/{kind}", layer, getattr(found, name), found.size)
-        for field in ("exponent", "mantissa"):
-            for bit, share in enumerate(getattr(found, f"{field}_bits")):
-                self._figures.add(f"bits/{field}_bit_{bit}/{kind}", layer, share, found.size)
+        for metric in _FIGURES:
+            self._figures.add(metric.by(kind), layer, getattr(found, metric.figure), found.size)
+        bits = (metrics.EXPONENT_BIT, found.exponent_bits), (metrics.MANTISSA_BIT, found.mantissa_bits)
+        for metric, shares in bits:
+            for bit, share in enumerate(shares):
+                self._figures.add(metric.number(bit).by(kind), layer, share, found.size)
 
 
 def _write(step: Step, kind: str, layer: str, fmt: fm.FloatFormat, counts: Tensor) -> None:
     values, numbers = by_value(fmt, counts)
-    step.add_histogram(f"bits/code_histogram/{kind}/{layer}", numbers, values=values)
+    step.add_histogram(metrics.CODE_COUNTS.by(kind).of(layer), numbers, values=values)
     gaps = fm.monitor.gap_lengths(counts, fmt)
     lengths = sorted(set(gaps))
     if lengths:
-        name = f"bits/gap_lengths/{kind}/{layer}"
+        name = metrics.GAP_LENGTHS.by(kind).of(layer)
         step.add_histogram(name, [gaps.count(length) for length in lengths], values=[float(n) for n in lengths])
 
 

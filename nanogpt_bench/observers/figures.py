@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.step.points import Step
-
-#: how the figures of all layers make one, where that is not their mean
-Over = Callable[[Iterable[float]], float]
+from nanogpt_bench.runs.metrics import OVER, Metric
+from nanogpt_bench.step.points import Observer, Step
 
 
 class Figures:
@@ -18,42 +16,44 @@ class Figures:
 
     Under `turns` the figure over all layers is that of the latest figure of each.
 
+    >>> from nanogpt_bench.runs.metrics import OVERFLOW
     >>> figures = Figures()
-    >>> figures.add("quant/overflow/weight", "a", 0.5, size=10)
+    >>> figures.add(OVERFLOW.by("weight"), "a", 0.5, size=10)
     """
 
-    def __init__(self, over: Mapping[str, Over] | None = None, turns: Turns = ALL, interval: int = 1) -> None:
-        self._over, self._turns, self._interval = over or {}, turns, interval
+    def __init__(self, turns: Turns = ALL, interval: int = 1) -> None:
+        self._turns, self._interval = turns, interval
+        self._metrics: dict[str, Metric] = {}
         self._values: dict[str, dict[str, float | None]] = defaultdict(dict)
         self._sizes: dict[str, int] = {}
         self._latest: dict[str, dict[str, tuple[float | None, int]]] = defaultdict(dict)
 
-    def __contains__(self, metric: str) -> bool:
-        """Whether a figure of that name was taken in since the last record."""
-        return metric in self._values
+    def __contains__(self, metric: Metric) -> bool:
+        """Whether a figure of that metric was taken in since the last record."""
+        return metric.name in self._values
 
-    def add(self, metric: str, layer: str, value: float | None, size: int) -> None:
+    def add(self, metric: Metric, layer: str, value: float | None, size: int) -> None:
         """Take a figure in."""
-        self._values[metric][layer] = value
-        self._sizes[f"{metric}/{layer}"] = size
+        self._metrics[metric.name] = metric
+        self._values[metric.name][layer] = value
+        self._sizes[metric.of(layer)] = size
 
     def write(self, step: Step) -> None:
-        """Move everything into the step's record; `over` is looked up by the part of the metric that names it."""
+        """Move everything into the step's record."""
         if self._turns.takes_all(step, self._interval):
             self._latest.clear()
-        for metric, values in self._values.items():
-            name = next((part for part in metric.split("/") if part in self._over), None)
-            latest = self._latest[metric]
-            latest |= {layer: (value, self._sizes[f"{metric}/{layer}"]) for layer, value in values.items()}
+        for name, values in self._values.items():
+            metric, latest = self._metrics[name], self._latest[name]
+            latest |= {layer: (value, self._sizes[metric.of(layer)]) for layer, value in values.items()}
             of_all = {layer: value for layer, (value, _) in latest.items()}
             sizes = {layer: size for layer, (_, size) in latest.items()}
-            step.add(metric, values, sizes, self._over[name] if name else None, of_all)
+            step.add(name, values, sizes, OVER.get(metric.over), of_all)
         self._values.clear()
         self._sizes.clear()
 
-    def latest(self, metric: str) -> list[float]:
+    def latest(self, metric: Metric) -> list[float]:
         """Return the latest figure of every layer that has one."""
-        return [value for value, _ in self._latest[metric].values() if value is not None]
+        return [value for value, _ in self._latest[metric.name].values() if value is not None]
 
     def state(self) -> dict[str, Any]:
         """Return what later figures over all layers are of; nothing where every look takes all layers."""
@@ -64,3 +64,31 @@ class Figures:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on with what `state` gave, if it gave anything."""
         self._latest = defaultdict(dict, {metric: dict(found) for metric, found in state.get("latest", {}).items()})
+
+
+class Monitor(Observer):
+    """An observer with figures: taken every `interval` steps, of the layers whose turn it is, written with the record.
+
+    What looks at updates too (`UpdateConsumer`) adds `see`.
+    """
+
+    def __init__(self, interval: int, turns: Turns = ALL) -> None:
+        self.interval, self._turns = interval, turns
+        self._figures = Figures(turns, interval)
+
+    def takes(self, step: Step, name: str) -> bool:
+        """Whether it is this layer's turn."""
+        return self._turns.takes(step, self.interval, name)
+
+    def finish(self, step: Step) -> None:
+        """Nothing: what updates have shown is written with the others."""
+
+    def written(self, step: Step) -> None:
+        if step.due(self.interval):
+            self._figures.write(step)
+
+    def state(self) -> dict[str, Any]:
+        return self._figures.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._figures.load_state(state)

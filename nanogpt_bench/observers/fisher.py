@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.observers.attention import buffers_kept
+from nanogpt_bench.runs import metrics
+from nanogpt_bench.runs.metrics import Metric
 from nanogpt_bench.step.points import Observer, Step
 
 
@@ -38,12 +40,12 @@ class Fisher(Observer):
         if not step.due(self._interval):
             return
         own = self._measure(step.model, step)
-        _add(step, "fisher", own)
+        _add(step, metrics.FISHER_TRACE, metrics.FISHER_TOP, own)
         if self._shadow is not None:
             shadow = self._measure(self._shadow(step), step)
-            _add(step, "fisher_shadow", shadow)
-            step.add("geometry/fisher_ratio", fm.monitor.fisher_ratio(own, shadow))
-            _add_ranks(step, "fisher_top_ratio", fm.monitor.eigenvalue_ratios(own, shadow))
+            _add(step, metrics.SHADOW_TRACE, metrics.SHADOW_TOP, shadow)
+            step.add(metrics.FISHER_RATIO.name, fm.monitor.fisher_ratio(own, shadow))
+            _add_ranks(step, metrics.TOP_RATIO, fm.monitor.eigenvalue_ratios(own, shadow))
 
     def _measure(self, model: nn.Module, step: Step) -> dict[str, fm.monitor.FisherFigures]:
         gradients = {parameter: parameter.grad for parameter in model.parameters()}
@@ -61,13 +63,13 @@ class Fisher(Observer):
         return found
 
 
-def _add(step: Step, name: str, found: Mapping[str, fm.monitor.FisherFigures]) -> None:
-    step.add(f"geometry/{name}_trace", {layer: figures.trace for layer, figures in found.items()})
-    _add_ranks(step, f"{name}_top", {layer: figures.eigenvalues for layer, figures in found.items()})
+def _add(step: Step, trace: Metric, top: Metric, found: Mapping[str, fm.monitor.FisherFigures]) -> None:
+    step.add(trace.name, {layer: figures.trace for layer, figures in found.items()})
+    _add_ranks(step, top, {layer: figures.eigenvalues for layer, figures in found.items()})
 
 
-def _add_ranks(step: Step, name: str, found: Mapping[str, Sequence[float | None]]) -> None:
+def _add_ranks(step: Step, metric: Metric, found: Mapping[str, Sequence[float | None]]) -> None:
     """Record figures by rank, from 1; a layer with few weights lacks the last of them."""
     for rank in range(max(map(len, found.values()), default=0)):
         ranked = {layer: values[rank] for layer, values in found.items() if rank < len(values)}
-        step.add(f"geometry/{name}_{rank + 1}", ranked)
+        step.add(metric.number(rank + 1).name, ranked)

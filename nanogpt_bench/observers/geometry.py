@@ -11,16 +11,23 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.watching import MonitorConfig
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import forward_weight, is_rounded, plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
-_FIELD = ("stiffness_mean", "gradient_stiffness_correlation", "metric_min_eigenvalue", "warp_spread", "warp_slope")
+_FIELD = (
+    metrics.STIFFNESS_MEAN,
+    metrics.GRADIENT_STIFFNESS,
+    metrics.METRIC_MIN,
+    metrics.WARP_SPREAD,
+    metrics.WARP_SLOPE,
+)
 
 
-class Geometry(Observer):
+class Geometry(Monitor):
     """Records `geometry/FIGURE/LAYER` every `monitor.interval` steps.
 
     The field is that of the weights as the forward pass uses them. Path length and displacement are those of what the
@@ -28,9 +35,8 @@ class Geometry(Observer):
     """
 
     def __init__(self, layers: Mapping[str, fm.QuantizedLinear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
-        self.interval, self._turns = monitor.interval, turns
+        super().__init__(monitor.interval, turns)
         self._layers, self._monitor = layers, monitor
-        self._figures = Figures({"metric_min_eigenvalue": min, "orthogonality": max}, turns, monitor.interval)
         self._paths = {
             name: fm.monitor.PathTracker(plain(layer.weight).float(), layer.weight_format)
             for name, layer in layers.items()
@@ -49,17 +55,16 @@ class Geometry(Observer):
         for name, parameter in step.model.named_parameters():
             if isinstance(getattr(parameter, "manifold", None), geoopt.Stiefel):
                 distance = fm.monitor.orthogonality(plain(parameter))
-                self._figures.add("geometry/orthogonality", name, distance, parameter.numel())
+                self._figures.add(metrics.ORTHOGONALITY, name, distance, parameter.numel())
 
     def _measure(self, step: Step, name: str, layer: fm.QuantizedLinear, gradient: Tensor | None) -> None:
         fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
         assert fmt is not None
         found = fm.monitor.geometry_figures(weight, fmt, scale, gradient)
-        figures = {figure: getattr(found, figure) for figure in _FIELD}
-        if layer.storage != "master" and is_rounded(layer):  # a copy's scale is no power of two: its grid is not exact
-            figures["off_grid"] = found.off_grid
-        for figure, value in figures.items():
-            self._figures.add(f"geometry/{figure}", name, value, found.size)
+        # a copy's scale is no power of two: its grid is not exact
+        exact = layer.storage != "master" and is_rounded(layer)
+        for metric in (*_FIELD, metrics.OFF_GRID) if exact else _FIELD:
+            self._figures.add(metric, name, getattr(found, metric.figure), found.size)
         if step.due(self._monitor.histogram_interval):
             self._write_histograms(step, name, layer, weight)
 
@@ -67,39 +72,28 @@ class Geometry(Observer):
         fmt, scale = layer.weight_format, layer.weight_scale().detach()
         assert fmt is not None
         field = fm.monitor.stiffness_histogram(weight, fmt, scale)
-        step.add_histogram(f"geometry/stiffness/{name}", list(field.counts), edges=list(field.edges))
+        step.add_histogram(metrics.STIFFNESS_FIELD.of(name), list(field.counts), edges=list(field.edges))
         if layer.storage == "master":
             between = fm.monitor.residual_histogram(plain(layer.weight), fmt, scale)
-            step.add_histogram(f"stall/weight_residual/{name}", list(between.counts), edges=list(between.edges))
-
-    def takes(self, step: Step, name: str) -> bool:
-        """Whether it is this layer's turn."""
-        return self._turns.takes(step, self.interval, name)
+            step.add_histogram(metrics.WEIGHT_RESIDUALS.of(name), list(between.counts), edges=list(between.edges))
 
     def see(self, step: Step, update: Update) -> None:
         """Measure how the chart bends along a step, and how far the weight has come."""
         warp = fm.monitor.warp_figures(update.before, update.target, update.format, update.scale)
         path = self._paths[update.name]
         path.update(update.after, update.scale)
-        for figure, value in (
-            ("warp_crossings", warp.warp_crossings),
-            ("warp_distortion", warp.warp_distortion),
-            ("path_length", path.length),
-            ("displacement", path.displacement),
+        for metric, value in (
+            (metrics.WARP_CROSSINGS, warp.warp_crossings),
+            (metrics.WARP_DISTORTION, warp.warp_distortion),
+            (metrics.PATH_LENGTH, path.length),
+            (metrics.DISPLACEMENT, path.displacement),
         ):
-            self._figures.add(f"geometry/{figure}", update.name, value, warp.size)
-
-    def finish(self, step: Step) -> None:
-        """Nothing: the figures are written with the others."""
-
-    def written(self, step: Step) -> None:
-        if step.due(self.interval):
-            self._figures.write(step)
+            self._figures.add(metric, update.name, value, warp.size)
 
     def state(self) -> dict[str, Any]:
-        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}, **self._figures.state()}
+        return {"paths": {name: path.state_dict() for name, path in self._paths.items()}, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, path in self._paths.items():
             path.load_state_dict(state["paths"][name])
-        self._figures.load_state(state)
+        super().load_state(state)

@@ -10,22 +10,22 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.watching import MonitorConfig
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
-_FIGURES = ("l2", "linf", "snr", "zero")
+_FIGURES = (metrics.GRAD_L2, metrics.GRAD_LINF, metrics.GRAD_SNR, metrics.GRAD_ZERO)
 
 
-class Gradients(Observer):
+class Gradients(Monitor):
     """Records `grad/FIGURE/LAYER` every `monitor.interval` steps; runs of dead gradients grow every `dead_interval`."""
 
     def __init__(self, layers: dict[str, nn.Linear], monitor: MonitorConfig, turns: Turns = ALL) -> None:
-        self.interval, self._turns = monitor.interval, turns
+        super().__init__(monitor.interval, turns)
         self._layers, self._monitor = layers, monitor
-        self._figures = Figures({"linf": max}, turns, monitor.interval)
         self._dead = {name: fm.monitor.DeadRuns(monitor.dead_steps, monitor.dead_threshold) for name in layers}
 
     @torch.no_grad()
@@ -43,38 +43,27 @@ class Gradients(Observer):
             if self.takes(step, name):
                 self._measure(step, name, gradient)
 
-    def takes(self, step: Step, name: str) -> bool:
-        """Whether it is this layer's turn."""
-        return self._turns.takes(step, self.interval, name)
-
     def see(self, step: Step, update: Update) -> None:
         """Compare what a step asked for with the noise that rounding it adds."""
         ratio = fm.monitor.update_to_noise(update.before, update.target, update.format, update.scale)
-        self._figures.add("grad/update_to_noise", update.name, ratio, update.before.numel())
-
-    def finish(self, step: Step) -> None:
-        """Nothing: the figures are written with the others."""
-
-    def written(self, step: Step) -> None:
-        if step.due(self.interval):
-            self._figures.write(step)
+        self._figures.add(metrics.UPDATE_TO_NOISE, update.name, ratio, update.before.numel())
 
     def state(self) -> dict[str, Any]:
-        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}, **self._figures.state()}
+        return {"dead": {name: runs.state_dict() for name, runs in self._dead.items()}, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for name, runs in self._dead.items():
             runs.load_state_dict(state["dead"][name])
-        self._figures.load_state(state)
+        super().load_state(state)
 
     def _measure(self, step: Step, name: str, gradient: torch.Tensor) -> None:
         found = fm.monitor.gradient_figures(gradient)
-        for figure in _FIGURES:
-            self._figures.add(f"grad/{figure}", name, getattr(found, figure), found.size)
-        self._figures.add("grad/dead", name, self._dead[name].dead, found.size)
+        for metric in _FIGURES:
+            self._figures.add(metric, name, getattr(found, metric.figure), found.size)
+        self._figures.add(metrics.GRAD_DEAD, name, self._dead[name].dead, found.size)
         if step.due(self._monitor.histogram_interval):
-            for what, histogram in (
-                ("magnitude", fm.monitor.magnitude_histogram(gradient)),
-                ("dead_runs", self._dead[name].lengths()),
+            for spread, histogram in (
+                (metrics.MAGNITUDES, fm.monitor.magnitude_histogram(gradient)),
+                (metrics.DEAD_RUNS, self._dead[name].lengths()),
             ):
-                step.add_histogram(f"grad/{what}/{name}", list(histogram.counts), edges=list(histogram.edges))
+                step.add_histogram(spread.of(name), list(histogram.counts), edges=list(histogram.edges))

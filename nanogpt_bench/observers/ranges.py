@@ -11,18 +11,20 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.operands import Operand, flowing, of_weight
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.runs import metrics
+from nanogpt_bench.runs.metrics import Metric
 from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
-_SHARES = ("overflow", "underflow", "subnormal", "clamped")
-_MOMENTS = ("amax", "amax_over_std", "kurtosis")
+_SHARES = (metrics.OVERFLOW, metrics.UNDERFLOW, metrics.SUBNORMAL, metrics.CLAMPED)
+_MOMENTS = (metrics.AMAX, metrics.AMAX_OVER_STD, metrics.KURTOSIS)
 
 
-class Ranges(Observer):
+class Ranges(Monitor):
     """Records `quant/FIGURE/OPERAND/LAYER` every `monitor.interval` steps.
 
     Weights on a grid are measured as the step asked for them, before the write-back; master copies as they are.
@@ -32,23 +34,15 @@ class Ranges(Observer):
     def __init__(
         self, layers: Mapping[str, nn.Linear], capture: Capture, monitor: MonitorConfig, turns: Turns = ALL
     ) -> None:
-        self.interval, self._turns = monitor.interval, turns
+        super().__init__(monitor.interval, turns)
         self._layers, self._capture, self._monitor = layers, capture, monitor
-        self._figures = Figures({"amax": max, "kurtosis": max}, turns, monitor.interval)
         self._scales: dict[tuple[str, str], Tensor] = {}
         self._seen: set[str] = set()
-
-    def takes(self, step: Step, name: str) -> bool:
-        """Whether it is this layer's turn."""
-        return self._turns.takes(step, self.interval, name)
 
     def see(self, step: Step, update: Update) -> None:
         """Measure a weight as the step asked for it."""
         self._measure(of_weight(update.name, update.layer, update.target))
         self._seen.add(update.name)
-
-    def finish(self, step: Step) -> None:
-        """Nothing: the figures are written with those of the other operands."""
 
     def after_backward(self, step: Step) -> None:
         if step.due(self.interval) and step.at_last_micro_step:
@@ -62,23 +56,22 @@ class Ranges(Observer):
             if name not in self._seen and self.takes(step, name):
                 self._measure(of_weight(name, layer, plain(layer.weight)))
         self._seen.clear()
-        self._figures.write(step)
+        super().written(step)
 
     def state(self) -> dict[str, Any]:
-        return {"scales": self._scales, **self._figures.state()}
+        return {"scales": self._scales, **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._scales = state["scales"]
-        self._figures.load_state(state)
+        super().load_state(state)
 
     @torch.no_grad()
     def _measure(self, operand: Operand) -> None:
         found = fm.monitor.range_figures(operand.values, operand.format, operand.scale)
-        names = _MOMENTS if operand.format is None else (*_SHARES, *_MOMENTS)
-        for name in names:
-            self._note(operand, name, getattr(found, name))
+        for metric in _MOMENTS if operand.format is None else (*_SHARES, *_MOMENTS):
+            self._note(operand, metric, getattr(found, metric.figure))
         if operand.quantized:
-            self._note(operand, "scale", found.scale)
+            self._note(operand, metrics.SCALE, found.scale)
             self._note_changes(operand)
 
     def _note_changes(self, operand: Operand) -> None:
@@ -86,8 +79,8 @@ class Ranges(Observer):
         scale = torch.as_tensor(operand.scale).detach().clone()
         before = self._scales.get((operand.kind, operand.layer))
         if before is not None and before.shape == scale.shape:
-            self._note(operand, "scale_changes", fm.monitor.scale_changes(before, scale))
+            self._note(operand, metrics.SCALE_CHANGES, fm.monitor.scale_changes(before, scale))
         self._scales[operand.kind, operand.layer] = scale
 
-    def _note(self, operand: Operand, figure: str, value: float | None) -> None:
-        self._figures.add(f"quant/{figure}/{operand.kind}", operand.layer, value, operand.values.numel())
+    def _note(self, operand: Operand, metric: Metric, value: float | None) -> None:
+        self._figures.add(metric.by(operand.kind), operand.layer, value, operand.values.numel())

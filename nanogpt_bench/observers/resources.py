@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import linear_layers
 from nanogpt_bench.step.points import Observer, Step
 
@@ -35,12 +36,12 @@ class Resources(Observer):
         self._peak = _peak_flops(config, device)
 
     def written(self, step: Step) -> None:
-        if "val/loss" not in step.record:
+        if metrics.VAL_LOSS.name not in step.record:
             return
-        step.record["memory/peak_bytes"] = _peak_bytes(self._device)
-        speed = step.record.get("time/tokens_per_s")
+        step.record[metrics.PEAK_BYTES.name] = _peak_bytes(self._device)
+        speed = step.record.get(metrics.SPEED.name)
         if self._peak is not None and speed is not None:
-            step.record["mfu"] = speed * self._flops / self._peak
+            step.record[metrics.MFU.name] = speed * self._flops / self._peak
 
 
 def flops_per_token(model: nn.Module, config: Config) -> float:

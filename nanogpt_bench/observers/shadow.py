@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import forward_weight, linear_layers, plain
 from nanogpt_bench.step.points import Observer, Step
 
@@ -57,7 +58,7 @@ class ShadowObserver(Observer):
             return
         # Against a step without any look, where there has been one: monitors take their time in the same steps.
         overhead = self._spent / (self._plain_step or rest)
-        step.record["shadow/overhead"] = overhead
+        step.record[metrics.OVERHEAD.name] = overhead
         self._overheads += overhead
         self._looks += 1
 
@@ -111,11 +112,11 @@ class ShadowObserver(Observer):
                 continue
             found = fm.monitor.shadow_figures(plain(mine).float(), reference)
             cosines[name], noises[name] = found.cosine, found.quant_snr_db
-        step.add("grad/cosine", cosines)
-        step.add("grad/quant_snr_db", noises)
+        step.add(metrics.COSINE.name, cosines)
+        step.add(metrics.QUANT_SNR.name, noises)
         known = [value for value in cosines.values() if value is not None]
         if known:
-            step.record["grad/cosine_min"] = min(known)
+            step.record[metrics.COSINE_MIN.name] = min(known)
 
 
 def _device(step: Step) -> torch.device:

@@ -18,12 +18,12 @@ from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.runs import metrics
+from nanogpt_bench.runs.metrics import Metric
 from nanogpt_bench.step.layers import forward_weight
 from nanogpt_bench.step.points import Observer, Step
 
-LOST = "stall/update_lost"
-UNCHANGED = "stall/code_unchanged"
-ARRIVED = "stall/arrived"
+_OF_ALL, _ON_GRID = (metrics.UPDATE_ULPS, metrics.MOVE_PROBABILITY), (metrics.UPDATE_LOST, metrics.UPDATE_SUCCESS)
 
 
 class Stall(Observer):
@@ -40,16 +40,17 @@ class Stall(Observer):
         self.interval = interval
         self._detail, self._turns = detail, turns
         self._grid = storage in ROUNDED
+        self._metric = metrics.UPDATE_LOST if self._grid else metrics.CODE_UNCHANGED
         self._sizes = {name: layer.weight.numel() for name, layer in layers.items()}
         self._start = {name: _Start(layer) for name, layer in layers.items()}
-        self._figures = Figures(turns=turns, interval=interval)
+        self._figures = Figures(turns, interval)
         self._moved: dict[str, fm.monitor.Arrival] = {}
         self._stall, self._arrived = _Mean(), _Mean()
 
     @property
     def metric(self) -> str:
         """Name of the figure that is the stall."""
-        return LOST if self._grid else UNCHANGED
+        return self._metric.name
 
     @property
     def mean(self) -> float | None:
@@ -85,16 +86,16 @@ class Stall(Observer):
         if self._turns.takes(step, self._detail, update.name):
             self._see_all(step, update)
         elif self._grid:
-            self._note(LOST, update, fm.monitor.update_lost(update.before, update.target, update.after))
+            self._note(metrics.UPDATE_LOST, update, fm.monitor.update_lost(update.before, update.target, update.after))
         if self._grid:
             self._see_movement(update)
         if update.codes is not None:
             share = fm.monitor.code_unchanged(update.codes, update.codes_after, update.before, update.after)
-            self._note(UNCHANGED, update, share)
+            self._note(metrics.CODE_UNCHANGED, update, share)
 
     def _see_movement(self, update: Update) -> None:
         found = fm.monitor.update_arrived(update.before, update.target, update.after)
-        self._note(ARRIVED, update, found.share)
+        self._note(metrics.ARRIVED, update, found.share)
         if found.share is not None and math.isfinite(found.share):
             self._moved[update.name] = found
         else:
@@ -103,31 +104,24 @@ class Stall(Observer):
     def _see_all(self, step: Step, update: Update) -> None:
         states = (update.before, update.target, update.after)
         found = fm.monitor.stall_figures(*states, update.format, update.scale)
-        note = {"update_ulps": found.update_ulps, "move_probability": found.move_probability}
-        if self._grid:
-            note |= {"update_lost": found.update_lost, "update_success": found.update_success}
-            note |= self._residual(step, update)
-        note["code_drift"] = self._start[update.name].drift(update)
-        for figure, value in note.items():
-            self._note(f"stall/{figure}", update, value)
+        for metric in (*_OF_ALL, *(_ON_GRID if self._grid else ())):
+            self._note(metric, update, getattr(found, metric.figure))
+        state: dict[str, Any] = step.optimizer.state.get(update.layer.weight, {})
+        if self._grid and (residual := state.get("residual")) is not None:
+            saturated = fm.monitor.residual_saturation(residual, update.before.numel())
+            self._note(metrics.RESIDUAL_SATURATION, update, saturated)
+        self._note(metrics.CODE_DRIFT, update, self._start[update.name].drift(update))
 
-    def _note(self, metric: str, update: Update, value: float | None) -> None:
+    def _note(self, metric: Metric, update: Update, value: float | None) -> None:
         self._figures.add(metric, update.name, value, self._sizes[update.name])
 
-    def _residual(self, step: Step, update: Update) -> dict[str, float]:
-        state: dict[str, Any] = step.optimizer.state.get(update.layer.weight, {})
-        residual = state.get("residual")
-        if residual is None:
-            return {}
-        return {"residual_saturation": fm.monitor.residual_saturation(residual, update.before.numel())}
-
     def finish(self, step: Step) -> None:
-        arrivals, found = ARRIVED in self._figures, self.metric in self._figures
+        arrivals, found = metrics.ARRIVED in self._figures, self._metric in self._figures
         self._figures.write(step)
         if arrivals:
             # Of all layers together, not a mean of shares: one that hardly asked for anything says little.
             moved = sum(self._moved.values(), fm.monitor.Arrival(0.0, 0.0))
-            step.record[ARRIVED] = moved.share
+            step.record[metrics.ARRIVED.name] = moved.share
             self._arrived.add(moved.share)
         if self._turns.count == 1:
             self._moved.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.watching import AlertsConfig
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError
 
@@ -53,11 +54,12 @@ def baseline_curve(settings: AlertsConfig) -> Mapping[int, float]:
 
     folder = Path(settings.baseline)
     run = load_run(folder) if is_run_folder(folder) else None
-    steps, losses = run.curve("train/loss") if run else ([], [])
+    steps, losses = run.curve(metrics.TRAIN_LOSS.name) if run else ([], [])
     average = Smoothed()
     curve = {int(step): average.add(loss) for step, loss in zip(steps, losses, strict=True) if loss is not None}
     if not curve:
-        raise BenchError(f"alerts.baseline: {settings.baseline!r} is no run folder with a train/loss in metrics.jsonl")
+        needed = f"run folder with a {metrics.TRAIN_LOSS.name} in metrics.jsonl"
+        raise BenchError(f"alerts.baseline: {settings.baseline!r} is no {needed}")
     return curve
 
 
@@ -99,12 +101,12 @@ class TrendObserver(Observer):
         self.evals_above, self.evals_flat = state["evals"]
 
     def written(self, step: Step) -> None:
-        loss = step.record.get("train/loss")
+        loss = step.record.get(metrics.TRAIN_LOSS.name)
         if loss is not None and math.isfinite(loss):
-            self._smoothed = step.record["train/loss_smoothed"] = self._average.add(loss)
-        if "val/loss" not in step.record:
+            self._smoothed = step.record[metrics.SMOOTHED_LOSS.name] = self._average.add(loss)
+        if metrics.VAL_LOSS.name not in step.record:
             return
-        self._follow_val(step.record["val/loss"], first=step.number == 0)
+        self._follow_val(step.record[metrics.VAL_LOSS.name], first=step.number == 0)
         if math.isfinite(self._smoothed):
             self._follow_train(step)
 
@@ -119,5 +121,5 @@ class TrendObserver(Observer):
         reference = self._baseline.get(step.number) if self._baseline else self._own_best
         if reference is None:  # the baseline was shorter
             return
-        self.excess = step.record["train/excess"] = self._smoothed / reference - 1
+        self.excess = step.record[metrics.EXCESS.name] = self._smoothed / reference - 1
         self.evals_above = self.evals_above + 1 if self.excess > self._settings.divergence else 0

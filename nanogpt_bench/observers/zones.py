@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 import fp8manifold as fm
 from nanogpt_bench.observers.capture import Capture
-from nanogpt_bench.observers.figures import Figures
+from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
+from nanogpt_bench.runs.metrics import ZERO_GRADIENT_ZONE
 from nanogpt_bench.step.layers import forward_weight, is_rounded
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.points import Step
 
 #: tokens whose outputs are compared: the time grows with them
 ROWS = 16
 
 
-class Zones(Observer):
+class Zones(Monitor):
     """Records `stall/zero_gradient_zone` every `interval` steps, on some tokens spread over the batch."""
 
     def __init__(
         self, layers: Mapping[str, fm.QuantizedLinear], capture: Capture, interval: int, turns: Turns = ALL
     ) -> None:
-        self._layers, self._capture, self._interval = layers, capture, interval
-        self._figures = Figures(turns=turns, interval=interval)
+        super().__init__(interval, turns)
+        self._layers, self._capture = layers, capture
 
     @torch.no_grad()
     def after_backward(self, step: Step) -> None:
-        if not step.due(self._interval) or not step.at_last_micro_step:
+        if not step.due(self.interval) or not step.at_last_micro_step:
             return
         for name, layer in self._layers.items():
             inputs, fmt = self._capture.inputs.get(name), layer.weight_format
@@ -45,14 +45,4 @@ class Zones(Observer):
                 output=self._capture.output_dtypes[name],
                 bias=layer.bias,
             )
-            self._figures.add("stall/zero_gradient_zone", name, share, layer.weight.numel())
-
-    def written(self, step: Step) -> None:
-        if step.due(self._interval):
-            self._figures.write(step)
-
-    def state(self) -> dict[str, Any]:
-        return self._figures.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._figures.load_state(state)
+            self._figures.add(ZERO_GRADIENT_ZONE, name, share, layer.weight.numel())

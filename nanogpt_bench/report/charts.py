@@ -14,6 +14,7 @@ from typing import Any
 from nanogpt_bench.report import series
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row
+from nanogpt_bench.runs.metrics import TRAIN_LOSS, VAL_LOSS
 
 #: names that a JavaScript object has without anybody's doing
 OBJECT_HAS = (
@@ -50,17 +51,17 @@ def colour(look: Look) -> str:
 def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
     """Validation and training loss, by step and by wall-clock; those without data are left out."""
     charts: list[Chart] = []
-    for name, key, title in (("val", "val/loss", "Validation loss"), ("train", "train/loss", "Training loss")):
+    for name, metric in (("val", VAL_LOSS), ("train", TRAIN_LOSS)):
         for against, axis, words in ((series.BY_STEP, "step", "by step"), (series.BY_TIME, "seconds", "by wall-clock")):
-            smoothed = key == "train/loss"
-            lines = series.lines(rows, key, against, smoothed=smoothed)
+            smoothed = metric is TRAIN_LOSS
+            lines = series.lines(rows, metric.name, against, smoothed=smoothed)
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if lines:
                 layout = axes(axis, "nats per token") | ranged(series.loss_range(lines))
                 traces = line_traces(lines, looks, marked=not smoothed)
                 traces += _mark_traces(series.marks(rows, lines, against), looks)
-                charts.append(Chart(f"{name}-{axis}", f"{title} {words}", caption, traces, layout))
-        if key == "val/loss":
+                charts.append(Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, traces, layout))
+        if metric is VAL_LOSS:
             charts += _close_chart(rows, looks, reference)
     return charts
 
@@ -107,7 +108,7 @@ def category(text: str) -> str:
 
 def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
     """The validation loss magnified near the reference, where most rows lie on each other otherwise."""
-    lines = series.lines(rows, "val/loss")
+    lines = series.lines(rows, VAL_LOSS.name)
     limits = series.close_range(lines, reference)
     if limits is None:
         return []

@@ -4,64 +4,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from nanogpt_bench.report.charts import Chart, axes, colour
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
+from nanogpt_bench.runs.metrics import LOG, SPREADS, Metric, Spread
 from nanogpt_bench.runs.watched import Distribution
 
 FEW = 8  # bins that would hardly show as a line alone
 
 
-@dataclass(frozen=True)
-class Family:
-    """A kind of distribution: the beginning of its names, the chart's title, its axis, and one sentence."""
-
-    prefix: str
-    title: str
-    axis: str
-    caption: str
-    logarithmic: bool = True
-
-
-FAMILIES = (
-    Family("grad/magnitude/", "Gradient magnitudes", "|gradient|", "By binade; zeros left out."),
-    Family("grad/dead_runs/", "How long gradients stay dead", "steps", "Elements by their steps next to zero."),
-    Family(
-        "stall/weight_residual/",
-        "Master weights between grid values",
-        "(w - Q(w)) / S",
-        "Where in its step each master weight lies.",
-        logarithmic=False,
-    ),
-    Family("bits/gap_lengths/weight/", "Gaps between used codes", "codes", "Runs of codes no weight uses, by length."),
-)
-
-
 def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
-    """A chart for each family that some row's first run with distributions has recorded."""
-    found = [_chart(family, rows, looks) for family in FAMILIES]
+    """A chart for each distribution that some row's first run with distributions has recorded."""
+    found = [_chart(spread, rows, looks) for spread in SPREADS if spread.chart]
     return [chart for chart in found if chart is not None]
 
 
-def _chart(family: Family, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    traces = [trace for row in rows for trace in _traces(family, row, looks)]
+def _chart(spread: Spread, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+    traces = [trace for row in rows for trace in _traces(spread, row, looks)]
     if not traces:
         return None
-    layout = axes(family.axis, "share")
+    layout = axes(spread.unit, "share")
     layout["yaxis"] |= {"tickformat": ".3~p", "rangemode": "tozero"}
-    if family.logarithmic:
+    if spread.chart == LOG:
         layout["xaxis"] |= {"type": "log", "exponentformat": "power", "nticks": 6}
-    name = family.prefix.strip("/").replace("/", "-")
-    return Chart(f"spread-{name}", family.title, family.caption, traces, layout, height=300)
+    name = _drawn(spread).name.replace("/", "-")
+    return Chart(f"spread-{name}", spread.title, spread.meaning, traces, layout, height=300)
 
 
-def _traces(family: Family, row: Row, looks: Mapping[str, Look]) -> list[dict[str, Any]]:
-    shares = merged([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(family.prefix)])
-    xs = [x for x in shares if x > 0 or not family.logarithmic]
+def _drawn(spread: Spread) -> Metric:
+    """Of several operands the weights."""
+    return spread.by("weight") if spread.operands else spread
+
+
+def _traces(spread: Spread, row: Row, looks: Mapping[str, Look]) -> list[dict[str, Any]]:
+    prefix = _drawn(spread).of("")
+    shares = merged([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(prefix)])
+    xs = [x for x in shares if x > 0 or spread.chart != LOG]
     if not xs:
         return []
     look = looks[row.label]

@@ -13,6 +13,7 @@ from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row, reference_beside
 from nanogpt_bench.report.section import Section, figures
+from nanogpt_bench.runs.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
 
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Prediction
@@ -26,8 +27,8 @@ TITLES = {
 }
 ANSWERS = {True: "confirmed", False: "refuted", None: "not judged"}
 SHARES = (
-    ("stall/update_lost", "updates lost", 0),
-    ("stall/zero_gradient_zone", "in a zero-gradient zone", 1),
+    (UPDATE_LOST, "updates lost", 0),
+    (ZERO_GRADIENT_ZONE, "in a zero-gradient zone", 1),
 )
 
 
@@ -70,7 +71,7 @@ def _first_steps(place: int, entry: Predicted, references: Sequence[Row], looks:
     """The training loss of the first steps, as recorded, beside the reference's."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
     other = reference_beside(entry.run, references)
-    lines = series.first_lines([own, *other], "train/loss", FIRST_STEPS)
+    lines = series.first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
     if not lines:
         return None
     layout = axes("step", "nats per token")
@@ -90,7 +91,7 @@ def _limit(step: int) -> dict[str, Any]:
 def _shares(place: int, entry: Predicted) -> Chart | None:
     """The share of weights that lost their update, and of those in a zero-gradient zone, over the steps."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    found = [(line, words, ink) for key, words, ink in SHARES for line in series.lines([own], key)]
+    found = [(line, words, ink) for metric, words, ink in SHARES for line in series.lines([own], metric.name)]
     if not found:
         return None
     layout = axes("step", "share of weights")

@@ -14,6 +14,7 @@ from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row, reference_beside
 from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import describe_ending
+from nanogpt_bench.runs.metrics import TRAIN_LOSS
 
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Diagnosis, Event, Finding
@@ -131,7 +132,7 @@ def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Ma
     """The run's training loss and the reference's, with a line at every class of failure."""
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
     other = reference_beside(failed.run, references)
-    drawn = series.lines([own, *other], "train/loss", smoothed=True, points=POINTS)
+    drawn = series.lines([own, *other], TRAIN_LOSS.name, smoothed=True, points=POINTS)
     if failed.label not in {line.label for line in drawn}:
         return None
     found = [finding for finding in failed.diagnosis.found if finding.step is not None]

@@ -11,11 +11,12 @@ from itertools import pairwise
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.series import format_value
 from nanogpt_bench.runs.load import Histogram, Run
+from nanogpt_bench.runs.metrics import CODE_COUNTS, OPERANDS
 
 MOST_PANELS = 12  # more heat maps than these are no longer compared, and each carries a cell a code and layer
 MOST_LAYERS = 48
 MOST_OPERANDS = 4  # rows whose activations and gradients are mapped as well
-OPERANDS = ("activation", "gradient", "weight_gradient", "residual")
+FLOWING = tuple(operand for operand in OPERANDS if operand != "weight")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def stiffness(results: Sequence[Result]) -> list[Field]:
 
 def operand_code_use(results: Sequence[Result], operand: str) -> list[Field]:
     """Which codes each layer's activations or gradients used when last recorded, for the first rows that say so."""
-    prefix, shown = f"bits/code_histogram/{operand}/", f"{operand.replace('_', ' ')}s"
+    prefix, shown = CODE_COUNTS.by(operand).of(""), f"{operand.replace('_', ' ')}s"
     found = []
     for result in results:
         recorded = result.row.runs[0].distributions if result.row.runs else {}

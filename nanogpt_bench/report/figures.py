@@ -18,8 +18,9 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from nanogpt_bench.report import map_figures, series
 from nanogpt_bench.report.figure_legend import legend_below
 from nanogpt_bench.report.palette import MATPLOTLIB_DASHES, MATPLOTLIB_MARKERS, Look, figure_label
-from nanogpt_bench.report.results import COSINE, Result, Row, reference_name
+from nanogpt_bench.report.results import Result, Row, reference_name
 from nanogpt_bench.report.studies import Studies
+from nanogpt_bench.runs.metrics import COSINE, TRAIN_LOSS, VAL_LOSS
 from nanogpt_bench.system.files import replacing
 
 NO_STUDIES = Studies()
@@ -106,7 +107,7 @@ def _save(drawn: Figure, stem: Path) -> list[Path]:
 
 def loss_curves(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None = None) -> Figure | None:
     """Validation loss, the same magnified near the reference, and (smoothed) training loss over the steps."""
-    val, train = series.lines(rows, "val/loss"), series.lines(rows, "train/loss", smoothed=True)
+    val, train = series.lines(rows, VAL_LOSS.name), series.lines(rows, TRAIN_LOSS.name, smoothed=True)
     if not val and not train:
         return None
     close = series.close_range(val, reference)
@@ -140,7 +141,7 @@ def stall_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure |
 
 def cosine_over_steps(rows: Sequence[Row], looks: Mapping[str, Look]) -> Figure | None:
     """The gradients' mean cosine against the float32 shadow, over the steps."""
-    lines = series.lines(rows, COSINE)
+    lines = series.lines(rows, COSINE.name)
     if not lines:
         return None
     drawn = Figure(figsize=(9, 4.7), layout="constrained")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from nanogpt_bench.runs.curves import smooth, smoothing_window
 from nanogpt_bench.runs.load import Run
-
-LOSS = "train/loss"
+from nanogpt_bench.runs.metrics import TOKENS, TRAIN_LOSS
 
 
 def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
@@ -14,13 +13,13 @@ def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
     gap_t = EMA(L_t - L_ref,t) over the steps both recorded, with the window of the loss curves. A loss
     that is not finite where the reference's is exceeds every gap.
     """
-    base = {step: loss for step, loss in zip(*reference.curve(LOSS), strict=True) if loss is not None}
-    shared = [(step, loss) for step, loss in zip(*run.curve(LOSS), strict=True) if step in base]
+    base = {step: loss for step, loss in zip(*reference.curve(TRAIN_LOSS.name), strict=True) if loss is not None}
+    shared = [(step, loss) for step, loss in zip(*run.curve(TRAIN_LOSS.name), strict=True) if step in base]
     gaps = [None if loss is None else loss - base[step] for step, loss in shared]
     smoothed = smooth(gaps, smoothing_window(len(gaps)))
     for (step, _), gap in zip(shared, smoothed, strict=True):
         if gap is None or gap > nats:
-            return next((tokens for at, tokens in zip(*run.curve("tokens"), strict=True) if at == step), None)
+            return next((tokens for at, tokens in zip(*run.curve(TOKENS.name), strict=True) if at == step), None)
     return None
 
 

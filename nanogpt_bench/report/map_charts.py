@@ -20,7 +20,7 @@ def code_use_charts(results: Sequence[Result]) -> list[Chart]:
 
 def operand_charts(results: Sequence[Result]) -> list[Chart]:
     """The codes that activations and gradients use, where a monitor recorded them."""
-    found = [(o, i, f) for o in fields.OPERANDS for i, f in enumerate(fields.operand_code_use(results, o))]
+    found = [(o, i, f) for o in fields.FLOWING for i, f in enumerate(fields.operand_code_use(results, o))]
     return [_layer_map(f"codes-{operand}-{i}", field, "value") for operand, i, field in found]
 
 

@@ -14,10 +14,10 @@ from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.metrics import COSINE
 from nanogpt_bench.system.errors import printable, shortened
 
 REFERENCE_RULE = "bf16-mixed"
-COSINE = "grad/cosine"
 # The configuration keys in which the seeds of one row may differ.
 SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 
@@ -268,7 +268,7 @@ def _tokens_to_gap(row: Row, reference: Row, thresholds: Thresholds) -> Figure |
 
 def mean_cosine(run: Run) -> float | None:
     """The run's mean gradient cosine against the float32 shadow, over all looks; None when it had no shadow."""
-    seen = figure(run.curve(COSINE)[1])
+    seen = figure(run.curve(COSINE.name)[1])
     return seen.mean if seen else None
 
 

@@ -18,7 +18,7 @@ from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.length import length_section
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import COSINE, Result, Row, findings
+from nanogpt_bench.report.results import Result, Row, findings
 from nanogpt_bench.report.section import Section, css_class, figures, legend
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
@@ -26,6 +26,7 @@ from nanogpt_bench.report.tuned import tuned_section
 from nanogpt_bench.report.verdict import Thresholds, describe_ending
 from nanogpt_bench.runs.history import history_comment
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.metrics import COSINE, UPDATE_LOST, charted
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _studies(page: Page) -> Section | None:
 
 def _stall(page: Page) -> Section | None:
     chart = charts.stall_chart(page.rows, page.looks)
-    watched = monitor_charts.watched_charts(page.rows, page.looks, monitor_charts.STALL, {})
+    watched = monitor_charts.watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
     drawn = [*([chart] if chart else []), *watched]
     words = (
         "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
@@ -187,8 +188,10 @@ def _stall(page: Page) -> Section | None:
 
 
 def _watched(page: Page, name: str) -> Section | None:
-    title, watched = monitor_charts.GROUPS[name]
-    drawn = monitor_charts.watched_charts(page.rows, page.looks, watched, {COSINE: page.thresholds.cosine})
+    title, namespace = monitor_charts.GROUPS[name]
+    drawn = monitor_charts.watched_charts(
+        page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine}
+    )
     return Section(name, title, f"{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name
+from nanogpt_bench.runs.metrics import CODE_UNCHANGED
 from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
 
@@ -112,7 +113,7 @@ def format_stall(result: Result) -> str:
     """The share of weights that a requested update left where they were; `code` marks code_unchanged."""
     if result.stall is None:
         return "-"
-    mark = " (code)" if result.stall_metric == "stall/code_unchanged" else ""
+    mark = " (code)" if result.stall_metric == CODE_UNCHANGED.name else ""
     return f"{result.stall.mean:.1%}{mark}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config.losing import stall_counts
 from nanogpt_bench.runs.history import history_lines
+from nanogpt_bench.runs.metrics import ARRIVED, SPEED, STALLS, VAL_LOSS
 from nanogpt_bench.runs.read import finite, mapping, numbers, records
 from nanogpt_bench.runs.records import MOST_NAMES, Records
 from nanogpt_bench.runs.watched import (
@@ -27,8 +28,6 @@ from nanogpt_bench.system.errors import BenchError, one_line, printable, shorten
 RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json")
 #: of a run's name, rule or format
 LONGEST_NAME = 200
-ARRIVED = "stall/arrived"
-STALL_METRICS = ("stall/update_lost", "stall/code_unchanged")
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ class Run:
         named = self.summary.get("stall_metric")
         if named:
             name = str(named)
-            return name if name.startswith("stall/") else f"stall/{name}"
-        return next((key for key in STALL_METRICS if key in self.metrics.names), None)
+            return name if "/" in name else f"{STALLS[0].namespace}/{name}"
+        return next((metric.name for metric in STALLS if metric.name in self.metrics.names), None)
 
     @property
     def stall_counts(self) -> bool:
@@ -221,14 +220,14 @@ def _histogram(entry: Any) -> Histogram | None:
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:
     """What can be said of a run that left no summary: derived from the records it did write."""
-    losses = metrics.values("val/loss")
+    losses = metrics.values(VAL_LOSS.name)
     so_far: dict[str, Any] = {}
     if losses:
         so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
-    for name, key in (("tokens_per_s", "time/tokens_per_s"), ("arrived", ARRIVED)):
-        if seen := metrics.values(key):
+    for name, metric in (("tokens_per_s", SPEED), ("arrived", ARRIVED)):
+        if seen := metrics.values(metric.name):
             so_far[name] = sum(seen) / len(seen)
-    for key in STALL_METRICS:
-        if seen := metrics.values(key):
-            so_far |= {"stall": sum(seen) / len(seen), "stall_metric": key}
+    for metric in STALLS:
+        if seen := metrics.values(metric.name):
+            so_far |= {"stall": sum(seen) / len(seen), "stall_metric": metric.name}
     return so_far

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import plain
 from nanogpt_bench.step.points import Anomaly, Step
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from nanogpt_bench.step.trainer import Trainer
 
 #: what a step's record says of it, 0 or 1
-FLAGS = {"loss": "loss_is_nan", "gradient": "grad_has_nan", "weight": "weight_has_nan", "state": "state_has_nan"}
+_FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))
 
 
 class Sentry:
@@ -40,15 +41,18 @@ class Sentry:
         Weights and optimizer state are looked at in every step. After one that has to be left out for its loss or
         gradient, and is whole otherwise, the model's buffers are those of before it.
         """
-        step.record |= {"weight_has_nan": 0, "state_has_nan": 0}
-        passed = not (step.record["loss_is_nan"] or step.record["grad_has_nan"])
+        step.record |= {metrics.WEIGHT_HAS_NAN.name: 0, metrics.STATE_HAS_NAN.name: 0}
+        passed = not (step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name])
         if passed and self._whole():
             return None
         weight, state = first_bad_weight(self._trainer.model), first_bad_state(self._trainer)
         if passed and weight is None and state is None:
             return None  # finite, but with a norm that overflows
-        step.record |= {"weight_has_nan": int(weight is not None), "state_has_nan": int(state is not None)}
-        kinds = tuple(kind for kind, flag in FLAGS.items() if step.record[flag])
+        step.record |= {
+            metrics.WEIGHT_HAS_NAN.name: int(weight is not None),
+            metrics.STATE_HAS_NAN.name: int(state is not None),
+        }
+        kinds = tuple(kind for kind, flag in _FLAGS.items() if step.record[flag.name])
         if weight is None and state is None:
             self._restore_buffers()
             return Anomaly(step.number, kinds, first_seen(self._trainer, step))
@@ -104,7 +108,9 @@ def first_seen(trainer: Trainer, step: Step) -> str:
         if where is not None:
             return where
     repeated = _last_bad_gradient(copied)
-    return repeated or ("loss" if step.record["loss_is_nan"] else _last_bad_gradient(trainer.model) or "gradient")
+    return repeated or (
+        "loss" if step.record[metrics.LOSS_IS_NAN.name] else _last_bad_gradient(trainer.model) or "gradient"
+    )
 
 
 def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Tensor]) -> str | None:
@@ -170,5 +176,5 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def figure_of(step: Step) -> str:
     """The figure that was not finite, as words."""
-    name = "train/loss" if step.record["loss_is_nan"] else "grad/norm"
+    name = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
     return f"{name} is {step.record[name]}"

@@ -16,7 +16,7 @@ class Anomaly:
     """What was not finite in a step."""
 
     step: int
-    #: of the keys of `anomalies.FLAGS`
+    #: loss, gradient, weight, state
     kinds: tuple[str, ...]
     #: where it was first seen, such as `activation of blocks.0.mlp.fc`
     where: str

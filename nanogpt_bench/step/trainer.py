@@ -13,6 +13,7 @@ from torch import Tensor
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, batch, eval_batches
 from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
@@ -87,17 +88,17 @@ class Trainer:
         finite = math.isfinite(loss) and math.isfinite(norm)
         step.record.update(
             {
-                "loss_is_nan": int(not math.isfinite(loss)),
-                "grad_has_nan": int(not math.isfinite(norm)),
-                "train/loss": loss,
-                "lr": lr,
-                "grad/norm": norm,
-                "grad/clipped": int(clipped),
+                metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
+                metrics.GRAD_HAS_NAN.name: int(not math.isfinite(norm)),
+                metrics.TRAIN_LOSS.name: loss,
+                metrics.LR.name: lr,
+                metrics.GRAD_NORM.name: norm,
+                metrics.GRAD_CLIPPED.name: int(clipped),
             }
         )
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
-            step.record["stiffness/exponent"] = exponent
+            step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
         if finite:
             self._update(step, observers)
         return loss

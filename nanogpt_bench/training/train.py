@@ -20,6 +20,7 @@ from nanogpt_bench.failures import failures_of
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
+from nanogpt_bench.runs import metrics
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.history import config_history, history_comment
 from nanogpt_bench.step.anomalies import Anomaly, Sentry, figure_of
@@ -160,7 +161,7 @@ class _Run:
         commit(self.run_dir, self._contents(step), keep_last=self.config.checkpoint.keep)
 
     def _contents(self, step: Step) -> Contents:
-        loss, outcome = step.record.get("val/loss"), self.outcome
+        loss, outcome = step.record.get(metrics.VAL_LOSS.name), self.outcome
         self._measure()
         facts = {
             "config": config_facts(self.config),
@@ -175,7 +176,7 @@ class _Run:
         return capture(step.number, self.trainer, self.watch.all, facts)
 
     def _is_best(self, step: Step) -> bool:
-        loss = step.record.get("val/loss")
+        loss = step.record.get(metrics.VAL_LOSS.name)
         return loss is not None and loss == self.outcome.best_val_loss
 
     def _save_if_best(self, step: Step) -> None:
@@ -293,14 +294,16 @@ class _Run:
     def _end_if_asked(self, step: Step) -> None:
         """End the run on what `train.stop_on` names, seen in this step's validation."""
         asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
-        if trend is None or self.outcome.status != "finished" or "val/loss" not in step.record or step.last:
+        if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
             return
         if "divergence" in asked and trend.diverging and trend.excess is not None:
             against = "the baseline's" if alerts.baseline else "its own best"
             message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
             self.outcome.fail("divergence", message, step.number)
         elif "plateau" in asked and trend.flat:
-            message = f"val/loss has not fallen for {trend.evals_flat} validations, up to step {step.number}"
+            message = (
+                f"{metrics.VAL_LOSS.name} has not fallen for {trend.evals_flat} validations, up to step {step.number}"
+            )
             self.outcome.end_early("plateau", message, step.number)
 
     def _count(self, step: Step, spent: float) -> None:
@@ -308,7 +311,7 @@ class _Run:
         outcome.steps, outcome.anomalies = step.number, 0
         outcome.tokens += tokens
         outcome.training_seconds += spent
-        step.record["time/tokens_per_s"] = tokens / spent
+        step.record[metrics.SPEED.name] = tokens / spent
         limit = self.config.train.max_seconds
         if limit is not None and perf_counter() - self.started >= limit and not step.last:
             outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
@@ -316,7 +319,7 @@ class _Run:
     def _first_validation(self) -> None:
         step = self.trainer.new_step(0, last=False)
         self._validate(step)
-        self.outcome.first_val_loss = step.record.get("val/loss")
+        self.outcome.first_val_loss = step.record.get(metrics.VAL_LOSS.name)
         self._write(step)
         self.done = 0
         self._end_if_told(step)
@@ -334,22 +337,22 @@ class _Run:
 
     def _validate(self, step: Step) -> None:
         loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
-        step.record |= {"val/loss": loss, "val/loss_se": self.outcome.final_val_loss_se}
+        step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
             train = self.config.train
             asked = "nan" in train.stop_on or train.on_anomaly == "rollback"
             if asked or step.last or self.outcome.status == "stopped":
-                self.outcome.fail("nan", f"val/loss is {loss} at step {step.number}", step.number)
+                self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
             return
-        step.record["val/perplexity"] = math.exp(loss) if loss < 700 else None
-        step.record["val/bits_per_byte"] = self.trainer.bits_per_byte(loss)
+        step.record[metrics.VAL_PERPLEXITY.name] = math.exp(loss) if loss < 700 else None
+        step.record[metrics.VAL_BITS_PER_BYTE.name] = self.trainer.bits_per_byte(loss)
         self.outcome.final_val_loss = loss
         self.outcome.best_val_loss = min(loss, self.outcome.best_val_loss or math.inf)
 
     def _write(self, step: Step) -> None:
-        step.record["tokens"] = self.outcome.tokens
-        step.record["time/elapsed_s"] = perf_counter() - self.started
+        step.record[metrics.TOKENS.name] = self.outcome.tokens
+        step.record[metrics.ELAPSED.name] = perf_counter() - self.started
         for observer in self.observers:
             observer.written(step)
         if self.on_progress is not None:
@@ -361,13 +364,13 @@ class _Run:
         return Progress(
             step=step.number,
             max_steps=self.config.train.max_steps,
-            train_loss=record.get("train/loss"),
+            train_loss=record.get(metrics.TRAIN_LOSS.name),
             val_loss=outcome.final_val_loss,
             best_val_loss=outcome.best_val_loss,
             stall=stall.mean if stall and self.stall_counts else None,
             arrived=stall.arrived if stall else None,
-            lr=record.get("lr") or 0.0,
-            tokens_per_s=record.get("time/tokens_per_s") or 0.0,
+            lr=record.get(metrics.LR.name) or 0.0,
+            tokens_per_s=record.get(metrics.SPEED.name) or 0.0,
             elapsed_s=perf_counter() - self.started,
             alerts=tuple(self.raised),
         )

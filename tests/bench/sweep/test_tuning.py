@@ -240,7 +240,7 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
     assert main(["sweep", name, "--smoke", "--workers", "1"]) == 0
     (out,) = Path("runs").glob("*/tune-smoke")
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
-    assert len(rows) == len(read_json(out / "tuning.json")["rows"])
+    assert len(rows) == sum(len(row["rows"]) for row in read_json(out / "tuning.json")["rows"])
     assert {row["seeds"] for row in rows} == {"2"}
     assert main(["results", "export", str(out), "--out", "study.json"]) == 0
     assert main(["results", "show", "study.json"]) == 0
