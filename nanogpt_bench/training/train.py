@@ -301,9 +301,8 @@ class _Run:
             message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
             self.outcome.fail("divergence", message, step.number)
         elif "plateau" in asked and trend.flat:
-            message = (
-                f"{metrics.VAL_LOSS.name} has not fallen for {trend.evals_flat} validations, up to step {step.number}"
-            )
+            flat = f"has not fallen for {trend.evals_flat} validations"
+            message = f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}"
             self.outcome.end_early("plateau", message, step.number)
 
     def _count(self, step: Step, spent: float) -> None:
@@ -340,8 +339,7 @@ class _Run:
         step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
-            train = self.config.train
-            asked = "nan" in train.stop_on or train.on_anomaly == "rollback"
+            asked = "nan" in self.config.train.stop_on or self.config.train.on_anomaly == "rollback"
             if asked or step.last or self.outcome.status == "stopped":
                 self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
             return
