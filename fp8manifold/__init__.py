@@ -1,6 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import _geoopt_import, monitor, ops, optim  # noqa: F401
+from fp8manifold import _geoopt_import, monitor, ops, optim, reference  # noqa: F401
 from fp8manifold._layer_spec import LayerSpec
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold._operands import OperandSpec
@@ -52,6 +52,7 @@ __all__ = [
     "quantize_model",
     "quantize_weight_gradients",
     "random_bits",
+    "reference",
     "round_to_grid",
     "storage_scale",
     "to_chart",

@@ -2,13 +2,13 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 __all__ = ["check_choice", "check_entries", "check_int", "check_keys", "check_number"]
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ValueError, naming the nearest spelling, unless ``value`` is one of ``allowed``."""
     if isinstance(value, str) and value in allowed:
         return
@@ -36,7 +36,7 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
         raise ValueError(f"{name}={value!r} is out of range: {low} to {high}")
 
 
-def check_keys(name: str, keys: Iterable[object], allowed: Sequence[str]) -> None:
+def check_keys(name: str, keys: Iterable[object], allowed: Collection[str]) -> None:
     """Raise ValueError, naming the nearest spelling, unless every key is one of ``allowed``."""
     for key in keys:
         if key not in allowed:
@@ -46,7 +46,7 @@ def check_keys(name: str, keys: Iterable[object], allowed: Sequence[str]) -> Non
             )
 
 
-def check_entries(name: str, given: Mapping[str, Any], needed: Sequence[str]) -> None:
+def check_entries(name: str, given: Mapping[str, Any], needed: Collection[str]) -> None:
     """Raise ValueError, naming what is missing, unless a saved state has every entry."""
     missing = [entry for entry in needed if entry not in given]
     if missing:

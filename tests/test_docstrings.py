@@ -20,6 +20,7 @@ NAMESPACES = {
     "fp8manifold.optim": fm.optim,
     "fp8manifold.ops": fm.ops,
     "fp8manifold.monitor": fm.monitor,
+    "fp8manifold.reference": fm.reference,
 }
 ROOT = Path(__file__).parent.parent
 BENCH = sorted((ROOT / "nanogpt_bench").rglob("*.py"))

@@ -4,6 +4,7 @@ from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
 from fp8manifold.optim._schedules import anneal
 from fp8manifold.optim._views import StepView
+from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 from fp8manifold.optim.fisher import FisherNaturalGradient
 from fp8manifold.optim.madam import Madam
 from fp8manifold.optim.riemannian import RiemannianAdam, RiemannianSGD
@@ -14,6 +15,7 @@ from fp8manifold.optim.stiffness_sgd import StiffnessSGD
 from fp8manifold.optim.wrapper import StiffnessWrapper
 
 __all__ = [
+    "WRITEBACKS",
     "CompileUnavailableWarning",
     "FisherNaturalGradient",
     "InBackward",
@@ -26,6 +28,7 @@ __all__ = [
     "StiffnessMuon",
     "StiffnessSGD",
     "StiffnessWrapper",
+    "WriteBack",
     "anneal",
     "step_in_backward",
 ]

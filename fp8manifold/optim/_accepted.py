@@ -9,17 +9,16 @@ from torch import Tensor
 from fp8manifold._float_bits import working_dtype
 from fp8manifold._stored_scale import broadcasts_to
 from fp8manifold.manifolds import StiffnessManifold
+from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._plan import STORED, described, grid_of
-from fp8manifold.optim._variant import RESIDUAL_BITS
+from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_arrays", "check_entry", "check_parameters", "check_state"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_BESIDE: Final = ("residual", "avg_bound", "sq_bound")
-_PER_WEIGHT: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-_KEPT: Final = (*_PER_WEIGHT, *_BESIDE)
+_KEPT: Final = (*AVERAGES, "residual", "avg_bound", "sq_bound")
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
@@ -100,7 +99,7 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
         value = state[name]
         if not isinstance(value, Tensor):
             raise ValueError(f"{_state_of(parameter)} has {name}={value!r}: a tensor is needed")
-        if name in _PER_WEIGHT and value.shape != parameter.shape:
+        if name in AVERAGES and value.shape != parameter.shape:
             raise ValueError(f"{_state_of(parameter)} has {name} of shape {tuple(value.shape)}")
         if value.device != parameter.device:
             raise ValueError(
@@ -128,18 +127,17 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
     """
     moments = group["moments"] if stores_moments else "float32"
     dtype = STORED[moments] or working_dtype(parameter)
-    for name in _PER_WEIGHT:
+    for name in AVERAGES:
         if name in entry and entry[name].dtype != dtype:
             raise ValueError(
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
                 f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
             )
-    bits = RESIDUAL_BITS.get(group["writeback"], 0)
-    kept_in = {8: torch.int8, 4: torch.uint8}
-    if bits and "residual" in entry and entry["residual"].dtype != kept_in[bits]:
+    kept_in = {8: torch.int8, 4: torch.uint8}.get(rule_of(group).residual_bits)
+    if kept_in and "residual" in entry and entry["residual"].dtype != kept_in:
         raise ValueError(
             f"{_state_of(parameter)} has a residual in {entry['residual'].dtype}, "
-            f"but writeback={group['writeback']!r} keeps it in {kept_in[bits]}: its width can't change over a run"
+            f"but writeback={group['writeback']!r} keeps it in {kept_in}: its width can't change over a run"
         )
 
 
@@ -147,7 +145,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
     """One parameter's state: its averages have the parameter's shape, and are of its format."""
     if entry and "step" in entry and "stream" not in entry:
         raise ValueError(f"the state of parameter {index} lacks its stream: it is not one of this library's optimizers")
-    for name in _PER_WEIGHT:
+    for name in AVERAGES:
         if name in entry and not isinstance(entry[name], Tensor):
             raise ValueError(f"the state of parameter {index} has {name}={entry[name]!r}: a tensor is needed")
         if name in entry and entry[name].shape != parameter.shape:

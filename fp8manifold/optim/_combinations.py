@@ -1,47 +1,29 @@
-"""Which write-backs and moments an optimizer has: one row each, and the reasons for what is left out."""
+"""Which write-backs and averages an optimizer has: all, but for those without an average that an error fits into."""
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8manifold._checks import check_choice
-from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
+from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 
-__all__ = ["REGISTRY", "Combinations", "check_combination", "is_valid"]
+__all__ = ["REGISTRY", "check_combination", "check_first_average", "is_valid"]
 
-_ROUNDING: Final = ("nearest", "stochastic", "residual8", "residual4")
-
-
-@dataclass(frozen=True)
-class Combinations:
-    """An optimizer's write-backs and moments; error injection does not go with averages of 8 bits anywhere."""
-
-    writebacks: tuple[str, ...] = WRITEBACKS
-    moments: tuple[str, ...] = MOMENTS
-
-
-REGISTRY: Final[dict[str, Combinations]] = {
-    "RiemannianAdam": Combinations(),
-    "RiemannianSGD": Combinations(),
-    "StiffnessAdamW": Combinations(),
-    "StiffnessSGD": Combinations(),
-    "StiffnessMuon": Combinations(),
-    "StiffnessLion": Combinations(_ROUNDING),
-    "Madam": Combinations(_ROUNDING),
-    "FisherNaturalGradient": Combinations(),
-}
-"""By class name."""
-
-_NO_MOMENTUM: Final = {
+REGISTRY: Final[dict[str, str | None]] = {
+    "RiemannianAdam": None,
+    "RiemannianSGD": None,
+    "StiffnessAdamW": None,
+    "StiffnessSGD": None,
+    "StiffnessMuon": None,
     "StiffnessLion": "its step is a sign, which no share of a rounding error fits",
     "Madam": "it has no first average to put a rounding error into",
+    "FisherNaturalGradient": None,
 }
+"""By class name, why no error can be injected; None where one can."""
 
 
 def is_valid(optimizer: str, writeback: str, moments: str) -> bool:
-    """Whether an optimizer, by class name, has a combination."""
-    row = REGISTRY[optimizer]
-    injects_coarsely = writeback == "momentum" and moments == "8bit"
-    return writeback in row.writebacks and moments in row.moments and not injects_coarsely
+    """Whether an optimizer, by class name, has a combination: no error is injected into averages of 8 bits."""
+    return not WRITEBACKS[writeback].injects or (REGISTRY[optimizer] is None and moments != "8bit")
 
 
 def check_combination(optimizer: type, group: dict[str, Any]) -> None:
@@ -51,13 +33,21 @@ def check_combination(optimizer: type, group: dict[str, Any]) -> None:
         check_choice("writeback", writeback, WRITEBACKS)
     check_choice("moments", moments, MOMENTS)
     name = next((c.__name__ for c in optimizer.__mro__ if c.__name__ in REGISTRY), optimizer.__name__)
-    row = REGISTRY.get(name, Combinations())
-    if writeback is not None and writeback not in row.writebacks:
+    if not rule_of(group).injects:
+        return
+    if (reason := REGISTRY.get(name)) is not None:
+        others = ", ".join(rule.name for rule in WRITEBACKS.values() if not rule.injects)
+        raise ValueError(f"writeback={writeback!r} does not go with {name}: {reason}; one of {others}")
+    if moments == "8bit":
         raise ValueError(
-            f"writeback={writeback!r} does not go with {name}: {_NO_MOMENTUM[name]}; one of {', '.join(row.writebacks)}"
-        )
-    if writeback == "momentum" and moments == "8bit":
-        raise ValueError(
-            "writeback='momentum' does not go with moments='8bit': injected errors exceed the averages' blocks; "
+            f"writeback={writeback!r} does not go with moments='8bit': injected errors exceed the averages' blocks; "
             "use moments='float32' or 'bfloat16', or a residual"
+        )
+
+
+def check_first_average(group: dict[str, Any]) -> None:
+    """Raise ValueError where Adam's first average is to take errors and keeps nothing."""
+    if rule_of(group).injects and not group["betas"][0]:
+        raise ValueError(
+            f"writeback={group['writeback']!r} needs betas[0] > 0: there is no average to put the error into"
         )

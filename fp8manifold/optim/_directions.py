@@ -3,14 +3,15 @@
 Only ``+ - * /``, comparisons and :func:`sqrt_exact` are used, so that the same bits come out eager and compiled.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8manifold.optim._hyper import Hyper
 
-__all__ = ["Descent", "adam", "lion", "madam", "muon", "sgd", "sqrt_exact"]
+__all__ = ["AVERAGES", "DIRECTIONS", "Descent", "Direction", "adam", "lion", "madam", "muon", "sgd", "sqrt_exact"]
 
 
 class Descent(NamedTuple):
@@ -53,7 +54,7 @@ def adam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent
     return Descent(first / denominator, after, denominator, root)
 
 
-def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool) -> Descent:
+def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool = False) -> Descent:
     """The gradient, or its momentum.
 
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
@@ -67,7 +68,7 @@ def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov
     return Descent(direction, {"momentum_buffer": buffer})
 
 
-def muon(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool) -> Descent:
+def muon(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool = False) -> Descent:
     """What Muon takes the orthogonal factor of: the gradient, or its momentum.
 
     .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
@@ -106,3 +107,21 @@ def madam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descen
     largest = hyper["largest"]
     direction = torch.maximum(torch.minimum(normalised, largest), -largest)
     return Descent(direction, {"exp_avg_sq": second}, None, root)
+
+
+class Direction(NamedTuple):
+    """A direction: its pure function, and the averages that it keeps, by the names that they have in the state."""
+
+    descend: Callable[..., Descent]
+    averages: tuple[str, ...]
+
+
+DIRECTIONS: Final = {
+    "adam": Direction(adam, ("exp_avg", "exp_avg_sq")),
+    "sgd": Direction(sgd, ("momentum_buffer",)),
+    "lion": Direction(lion, ("exp_avg",)),
+    "madam": Direction(madam, ("exp_avg_sq",)),
+    "muon": Direction(muon, ("momentum_buffer",)),
+}
+AVERAGES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""All averages that there are, AMSGrad's included."""

@@ -1,15 +1,21 @@
-"""Whether a step may be taken at all: every gradient, and its square, has to be finite."""
+"""Whether a step may be taken at all: every gradient, and its square, has to be finite; and who is told if not."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fp8manifold.optim._native_step import sum_of_squares
 
-__all__ = ["all_finite", "squares_are_finite", "squares_hold", "squares_sum_up"]
+__all__ = ["all_finite", "described", "squares_are_finite", "warn_of_skips"]
+
+_SHOWN: Final = 3
+_BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
 
 
 def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], Tensor]]) -> bool:
@@ -27,13 +33,13 @@ def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any
                 f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
                 f"{tuple(parameter.shape)} is {kind}"
             )
-    if squares_sum_up([parameter for _, parameter in pairs]):
+    if _squares_sum_up([parameter for _, parameter in pairs]):
         return True
     each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
     return all(each)
 
 
-def squares_sum_up(parameters: Sequence[Tensor]) -> bool:
+def _squares_sum_up(parameters: Sequence[Tensor]) -> bool:
     """Whether the squares of all gradients have a finite sum: then all of them are finite."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     native = [g for g in gradients if type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()]
@@ -54,7 +60,7 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.dot(flat, flat).to(torch.float32)
 
 
-def squares_hold(gradient: Tensor, factor: float = 1.0) -> bool:
+def _squares_hold(gradient: Tensor, factor: float = 1.0) -> bool:
     """Whether every ``(factor g)^2`` is finite in the dtype that is computed in."""
     wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
     wide = wide * factor
@@ -70,7 +76,7 @@ def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float =
     assert parameter.grad is not None
     if factor < 1:
         return True
-    if squares_hold(parameter.grad, factor):
+    if _squares_hold(parameter.grad, factor):
         return True
     if group["on_nonfinite"] == "raise":
         raise FloatingPointError(
@@ -78,3 +84,53 @@ def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float =
             "leaves such steps out"
         )
     return False
+
+
+def warn_of_skips(optimizer: Any, factor: Callable[[dict[str, Any], Tensor], float]) -> None:
+    """Name the parameters because of which a step is left out.
+
+    Args:
+        optimizer: with ``skipped_in_row``.
+        factor: function of group and parameter to what its gradient is multiplied by before it is squared.
+
+    Warns:
+        RuntimeWarning: always.
+    """
+    found = _culprits(optimizer, factor)
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    reason = (
+        f"the gradient (or its square) of {', '.join(found[:_SHOWN])}{more} is not finite"
+        if found
+        else ("the cause is not in the gradients")
+    )
+    warnings.warn(
+        f"{type(optimizer).__name__} has left out {optimizer.skipped_in_row} steps in a row, nothing is trained: "
+        f"{reason}. Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first such "
+        "step",
+        RuntimeWarning,
+        stacklevel=_level_of_the_caller(),
+    )
+
+
+def _level_of_the_caller() -> int:
+    """How far up the first frame is that is neither this package's nor torch's, counted from :func:`warn_of_skips`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], float]) -> list[str]:
+    return [
+        described(group, i, k)
+        for i, group in enumerate(optimizer.param_groups)
+        for k, parameter in enumerate(group["params"])
+        if parameter.grad is not None and not _squares_hold(parameter.grad, factor(group, parameter))
+    ]
+
+
+def described(group: dict[str, Any], i: int, k: int) -> str:
+    """By name where the groups have names (``model.named_parameters()``), by position and shape always."""
+    names = group.get("param_names")
+    name = f"{names[k]!r}, " if names else ""
+    return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from fp8manifold._charts import Metric
-from fp8manifold._float_bits import working_dtype
+from fp8manifold._checks import check_int, check_number
+from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import end_exponents
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
-from fp8manifold.optim._planned import Planned
 from fp8manifold.optim._rescale import widened
 from fp8manifold.optim._variant import variant_of
 from fp8manifold.tensor import FP8Tensor
@@ -23,8 +23,15 @@ __all__ = ["GridOptimizer"]
 class GridOptimizer(ManifoldOptimizer):
     """Plans steps for the engine: subclasses name the traits of the variant and give its numbers."""
 
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_number("damping", group["damping"], 0.0, 1.0)
+        check_number("clip", group["clip"], 1.0)
+        check_int("refresh_every", group["refresh_every"], 1, 2**62)
+        check_combination(type(self), group)
+
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        """The variant's fields that do not follow from storage: direction, geometry, stiffness, ...
+        """The variant's fields that follow neither from storage nor from shared options: direction, geometry, ...
 
         ``grid`` is None for an ordinary parameter.
         """
@@ -48,7 +55,7 @@ class GridOptimizer(ManifoldOptimizer):
         assert parameter.grad is not None
         return parameter.grad
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
         words = (group["seed"], int(state["step"]), state["stream"])
         grid = grid_of(parameter)
         due = (words[1] - 1) % group["refresh_every"] == 0 or "reference" not in state
@@ -60,15 +67,21 @@ class GridOptimizer(ManifoldOptimizer):
             self._refresh(group, grid, state)
             job = self._job(group, parameter, state, grid, words)
         job.held["gradient"] = self._gradient(group, parameter).contiguous()
-        numbers = self._numbers(group, parameter, state, job)
-        copied = None if grid.in_place else grid.weight
-        return Planned(group, parameter, state, job, numbers, working_dtype(parameter), group["compile"], copied)
+        job.parameter, job.group, job.in_place = parameter, group, grid.in_place
+        job.numbers = self._numbers(group, parameter, state, job)
+        return job
 
     def _job(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], grid: Grid, words: tuple[int, int, int]
     ) -> Job:
         """The step of a parameter, short of its gradient."""
-        traits = self._traits(group, parameter, grid if grid.fmt is not None else None)
+        traits = {
+            "writeback": (group["writeback"] or grid.rounding) if grid.rounds else "nearest",
+            "moments": group["moments"],
+            "decays": bool(group["weight_decay"]),
+            "maximize": group["maximize"],
+            **self._traits(group, parameter, grid if grid.fmt is not None else None),
+        }
         layout = grid.layout(blocks=traits["moments"] == "8bit")
         variant = variant_of(
             storage=grid.storage, fmt=grid.fmt, scale_is_power_of_two=grid.scale_is_power_of_two, **traits

@@ -1,7 +1,9 @@
 """One parameter's step before it is taken: what it is, and the tensors that it reads and changes."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -9,7 +11,12 @@ from fp8manifold.optim._geometry import bounded_ends
 from fp8manifold.optim._layout import Layout, row_view
 from fp8manifold.optim._variant import Variant
 
-__all__ = ["Job"]
+__all__ = ["Job", "Member", "Parameters"]
+
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+"""As they are given to an optimizer."""
+Member = tuple[dict[str, Any], Tensor]
+"""A group and one of its parameters."""
 
 
 @dataclass
@@ -29,6 +36,13 @@ class Job:
     ends: tuple[int, int] = (0, 0)
     #: position of the first element in a tensor that this is a part of
     offset: int = 0
+    #: whose step it is, and its group, where it is that of a whole parameter
+    parameter: Any = None
+    group: dict[str, Any] = field(default_factory=dict)
+    #: the hyperparameters, by name
+    numbers: dict[str, float] = field(default_factory=dict)
+    #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
+    in_place: bool = True
 
     @property
     def blockwise(self) -> bool:

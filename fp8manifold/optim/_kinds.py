@@ -1,4 +1,4 @@
-"""What kind of parameter a tensor is."""
+"""Kinds of parameters: ordinary ones, codes, and those on manifolds."""
 
 import geoopt
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["is_quantized", "manifold_of", "own_manifold"]
+__all__ = ["is_quantized", "manifold_of", "own_manifold", "stabilize"]
 
 
 def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
@@ -23,3 +23,11 @@ def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
 def is_quantized(parameter: Tensor) -> bool:
     """Whether it is stored in codes or lives on one of this library's manifolds."""
     return isinstance(parameter, FP8Tensor) or own_manifold(parameter) is not None
+
+
+def stabilize(parameter: Tensor) -> None:
+    """Project onto the manifold; codes are on their grid always."""
+    if isinstance(parameter, FP8Tensor):
+        return
+    if (manifold := manifold_of(parameter)) is not None:
+        parameter.copy_(manifold.projx(parameter))

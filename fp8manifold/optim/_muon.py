@@ -1,5 +1,6 @@
-"""A step of Muon: of its momentum, and then of the weights along the orthogonal factor of that."""
+"""A step of Muon: of its momentum, and then of the weights along the orthogonal factor of that, by products alone."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,26 @@ from fp8manifold.optim._step import Outcome
 from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.optim._weights import load_weights, reciprocal_scale
 
-__all__ = ["along", "take_muon_step"]
+__all__ = [
+    "ADJUSTMENTS",
+    "COEFFICIENTS",
+    "SHAPES",
+    "adjusted_rate",
+    "along",
+    "as_matrices",
+    "orthogonal_factor",
+    "product_dtype",
+    "take_muon_step",
+]
+
+COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+"""Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
+
+ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
+"""How a step's size follows from the shape of a matrix, as ``torch.optim.Muon`` spells it; None is ``original``."""
+
+SHAPES: Final = ("auto", "flatten", "batch")
+"""What a parameter of more than two dimensions is: nothing that can be known, one matrix, or one matrix an entry."""
 
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
@@ -49,7 +69,7 @@ def take_muon_step(
         compile: True, False, or None for what pays.
         observed: whether to return what each part asked for, for which the step is taken eagerly.
     """
-    injects = job.variant.writeback == "momentum" and job.variant.storage in ("codes", "grid")
+    injects = job.variant.injects
     average, mixed = _averaged(job, numbers, keys, compile, keep=injects)
     if job.variant.stiffness != "none":
         mixed = torch.cat([part * _stiffness(job, arrays, numbers) for arrays, part, _ in _parts(job, mixed)])
@@ -114,7 +134,7 @@ def _of_the_average(variant: Variant) -> Variant:
 
 @cache
 def _of_the_weights(variant: Variant) -> Variant:
-    writeback = "stochastic" if variant.writeback == "momentum" else variant.writeback
+    writeback = variant.rule.rounding if variant.rule.injects else variant.writeback
     plain = replace(variant, averages=False, nesterov=False, maximize=False, moments="float32")
     return replace(plain, direction="sgd", writeback=writeback)
 
@@ -148,3 +168,63 @@ def _parts(job: Job, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor,
         count = arrays["gradient"].shape[0]
         yield arrays, whole[row : row + count], start
         row += count
+
+
+def orthogonal_factor(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
+) -> Tensor:
+    """``U V^T`` of ``U diag(s) V^T``, nearly: singular values end between about 0.7 and 1.2, those of 0 at 0.
+
+    .. math:: X_0 = \\frac{M}{\\max(\\lVert M \\rVert_F, \\epsilon)}, \\qquad
+              X_{i+1} = a X_i + \\left( b\\, X_i X_i^T + c\\, (X_i X_i^T)^2 \\right) X_i
+
+    Args:
+        matrices: one matrix, or a batch of them along the first dimension; not changed.
+        coefficients: a, b and c.
+        steps: number of iterations.
+        eps: lower bound of the norm: a matrix of zeros stays one.
+        dtype: what the products are computed in.
+
+    Returns:
+        The factors, in ``dtype``.
+
+    Source: Bernstein and Newhouse 2024; Jordan et al. 2024 (Muon) for the coefficients.
+    """
+    a, b, c = coefficients
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.to(dtype)
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def adjusted_rate(lr: float, adjustment: str | None, rows: int, columns: int) -> float:
+    """The learning rate that a matrix of ``rows`` x ``columns`` is stepped with.
+
+    ``match_rms_adamw`` gives a step the root mean square that AdamW's has, so that AdamW's rate serves.
+
+    Source: Liu et al. 2025 (Muon is Scalable for LLM Training); Bernstein 2025 (Deriving Muon).
+    """
+    if adjustment == "match_rms_adamw":
+        return lr * (0.2 * math.sqrt(max(rows, columns)))
+    if adjustment == "spectral_unclamped":
+        return lr * math.sqrt(rows / columns)
+    return lr * math.sqrt(max(1, rows / columns))
+
+
+def as_matrices(x: Tensor, shape: str) -> Tensor:
+    """A view of a tensor as one matrix or a batch of them: a kernel is one row a filter, experts are a batch."""
+    return x if x.dim() == 2 or (x.dim() == 3 and shape == "batch") else x.flatten(1)
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What products are computed in where nobody says: bfloat16 where the device has it, float32 elsewhere."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return torch.bfloat16

@@ -124,7 +124,7 @@ def _specification(variant: Variant) -> NDArray[np.void]:
     record[0] = (
         _DIRECTIONS.index(variant.direction),
         get_args(Storage).index(variant.storage),
-        WRITEBACKS.index(variant.writeback),
+        list(WRITEBACKS).index(variant.writeback),
         MOMENTS.index(variant.moments),
         get_args(Geometry).index(variant.geometry),
         _STIFFNESSES.index(variant.stiffness),

@@ -1,7 +1,7 @@
 """What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -9,29 +9,40 @@ from torch import Tensor
 
 from fp8manifold._checks import check_choice, check_int
 from fp8manifold._eager import eager_only
+from fp8manifold._float_bits import working_dtype
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
-from fp8manifold.optim._finite import all_finite
+from fp8manifold.optim._directions import AVERAGES
+from fp8manifold.optim._finite import all_finite, warn_of_skips
 from fp8manifold.optim._hyper import row
+from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._keys import key_rows
-from fp8manifold.optim._kinds import manifold_of
+from fp8manifold.optim._kinds import stabilize
 from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
-from fp8manifold.optim._planned import Member, Planned
 from fp8manifold.optim._run import note_changes, run, run_all
-from fp8manifold.optim._skips import warn_of_skips
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._variant import RESIDUAL_BITS
+from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._views import StepView, observed_step
+from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
-
-if TYPE_CHECKING:
-    from fp8manifold.optim._in_backward import InBackward
 
 __all__ = ["ManifoldOptimizer"]
 
 
+_RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
+"""What ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
+
+
+class Hooks(Protocol):
+    """What takes the steps in the backward pass, where something does."""
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Take the steps of a group's parameters from now on."""
+
+    def finish(self) -> None:
+        """What is left for :meth:`ManifoldOptimizer.step`."""
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
@@ -57,11 +68,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     warn_after: int = 10
     widened_scales: int = 0
     streams_begun: int = 0
-    _in_backward: "InBackward | None" = None
+    _in_backward: Hooks | None = None
     steps_alone = True  # a step of one parameter depends on nothing of the others
     steps_in_graphs = True  # a step goes through no backward pass, which an operator has no part in
-    preconditioner: frozenset[str] = frozenset()
-    """Names of the state tensors that ``reset_every`` clears."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._number = new_number(self)
@@ -109,7 +118,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         members = self._members()
         self._check_schedules(self._taken(members))
         for group in self.param_groups:
-            for parameter in group["params"] if group["writeback"] in RESIDUAL_BITS else ():
+            for parameter in group["params"] if rule_of(group).residual_bits else ():
                 self._take_remainder(group, parameter)
         if self._ready(members):
             self.skipped_in_row = 0
@@ -147,7 +156,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """The steps that have been taken for each parameter, with its group."""
         return [(group, int(self.state[p].get("step", 0)) if p in self.state else 0) for group, p in members]
 
-    def _planned(self, members: list[Member]) -> list[Planned]:
+    def _planned(self, members: list[Member]) -> list[Job]:
         """What a step of these parameters is, with every step count advanced."""
         stepped = [(group, p) for group, p in members if p.numel()]
         for group, p in stepped:
@@ -157,8 +166,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         states = [self._begin(group, p, numbers.get(p, 0)) for group, p in stepped]
         if states:
             torch._foreach_add_([state["step"] for state in states], 1)
-        plans = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
-        return [plan for plan in plans if plan is not None]
+        jobs = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
+        return [job for job in jobs if job is not None]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -285,9 +294,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         check_finite("weight_decay", group["weight_decay"])
         check_int("seed", group["seed"], 0, 2**64 - 1)
         check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
-        for name in ("maximize",):
-            if not isinstance(group[name], bool):
-                raise TypeError(f"{name}={group[name]!r} must be True or False, not {type(group[name]).__name__}")
+        if not isinstance(maximize := group["maximize"], bool):
+            raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
         if group["compile"] is not None and not isinstance(group["compile"], bool):
             raise TypeError(f"compile={group['compile']!r} must be None, True or False")
         for name in ("stabilize_every", "reset_every"):
@@ -296,7 +304,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
         group.setdefault("start_lr", float(lr))
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
         """The step of one parameter; None where it has been taken already."""
         raise NotImplementedError
 
@@ -312,16 +320,16 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self.streams_begun += 1
         done = int(state["step"])
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
-            _stabilize(parameter)
+            stabilize(parameter)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
-            for name in self.preconditioner & state.keys():
+            for name in _RESET & state.keys():
                 state[name].zero_()
             state["since"] = done
         return state
 
     def _take_remainder(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take what the first rounding left into the state, before anything can be saved without it."""
-        bits = RESIDUAL_BITS.get(group["writeback"], 0)
+        bits = rule_of(group).residual_bits
         if not bits or not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
             return
         state = self.state.setdefault(parameter, {})
@@ -342,59 +350,50 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
         """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""
 
-    def _take(self, planned: list[Planned]) -> None:
+    def _take(self, jobs: list[Job]) -> None:
         """Take the planned steps; their numbers and keys reach a device in one transfer each."""
-        tables: dict[tuple[torch.device, torch.dtype], list[Planned]] = {}
-        for plan in planned:
-            tables.setdefault((plan.job.held["weight"].device, plan.dtype), []).append(plan)
-        for (device, dtype), plans in tables.items():
-            table = np.array([row(plan.numbers, dtype) for plan in plans], dtype=np.float64)
-            numbers = torch.from_numpy(table).to(device, dtype)
-            keys = torch.from_numpy(key_rows([plan.job for plan in plans])).to(device)
-            self._take_together(plans, numbers, keys)
-        note_changes([plan.parameter for plan in planned])
+        tables: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
+        for job in jobs:
+            tables.setdefault((job.held["weight"].device, working_dtype(job.parameter)), []).append(job)
+        for (device, dtype), together in tables.items():
+            table = np.array([row(job.numbers, dtype) for job in together], dtype=np.float64)
+            keys = torch.from_numpy(key_rows(together)).to(device)
+            self._take_together(together, torch.from_numpy(table).to(device, dtype), keys)
+        note_changes([job.parameter for job in jobs])
 
-    def _take_together(self, plans: list[Planned], numbers: Tensor, keys: Tensor) -> None:
+    def _take_together(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
         """Take the steps of one device and dtype: in one go, but for those that take more than a run."""
-        for plan in plans:
-            if plan.job.variant.residual_bits == 4:
-                plan.job.held["residual"] = unpack_nibbles(plan.state["residual"], plan.parameter.shape)
-        alone = [self._is_observed(plan) or self._takes_more(plan) for plan in plans]
+        packed = [(job, self.state[job.parameter]["residual"]) for job in jobs if job.variant.residual_bits == 4]
+        for job, residual in packed:
+            job.held["residual"] = unpack_nibbles(residual, job.parameter.shape)
+        alone = [self._is_observed(job) or self._takes_more(job) for job in jobs]
         together = [i for i, is_alone in enumerate(alone) if not is_alone]
         if together:
-            everything = len(together) == len(plans)
-            rows = (numbers, keys) if everything else (numbers[together], keys[together])
-            run_all([plans[i].job for i in together], *rows, [plans[i].compile for i in together])
-        views = [self._take_alone(plan, numbers[i], keys[i]) if alone[i] else None for i, plan in enumerate(plans)]
-        for plan, view in zip(plans, views, strict=True):
-            if plan.copied is not None:
-                plan.parameter.copy_(plan.copied)
-            if plan.job.variant.residual_bits == 4:
-                plan.state["residual"].copy_(pack_nibbles(plan.job.held["residual"]))
+            rows = (numbers, keys) if len(together) == len(jobs) else (numbers[together], keys[together])
+            run_all([jobs[i] for i in together], *rows, [jobs[i].group["compile"] for i in together])
+        views = [self._take_alone(job, numbers[i], keys[i]) if alone[i] else None for i, job in enumerate(jobs)]
+        for job in jobs:
+            if not job.in_place:
+                job.parameter.copy_(job.held["weight"])
+        for job, residual in packed:
+            residual.copy_(pack_nibbles(job.held["residual"]))
+        for view in views:
             if view is not None and self.observer is not None:
                 self.observer(view)
 
-    def _takes_more(self, plan: Planned) -> bool:
+    def _takes_more(self, job: Job) -> bool:
         """Whether a step takes more than to run its job."""
         return False
 
-    def _take_alone(self, plan: Planned, numbers: Tensor, keys: Tensor) -> StepView | None:
+    def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
         """Take the step of one parameter; show it where it is observed."""
-        if self._is_observed(plan):
-            return observed_step(plan.parameter, plan.job, numbers)
-        run(plan.job, numbers, keys, compile=plan.compile)
+        if self._is_observed(job):
+            return observed_step(job.parameter, job, numbers)
+        run(job, numbers, keys, compile=job.group["compile"])
         return None
 
-    def _is_observed(self, plan: Planned) -> bool:
-        return self.observer is not None and plan.job.variant.storage != "plain" and self._observes(plan.parameter)
+    def _is_observed(self, job: Job) -> bool:
+        return self.observer is not None and job.variant.storage != "plain" and self._observes(job.parameter)
 
     def _observes(self, parameter: Tensor) -> bool:
         return self.observes is None or self.observes(parameter)
-
-
-def _stabilize(parameter: Tensor) -> None:
-    """Project onto the manifold; codes are on their grid always."""
-    if isinstance(parameter, FP8Tensor):
-        return
-    if (manifold := manifold_of(parameter)) is not None:
-        parameter.copy_(manifold.projx(parameter))

@@ -57,6 +57,11 @@ class Grid:
         return (*fields, self.block_size or per_channel)
 
     @property
+    def rounds(self) -> bool:
+        """Whether what is stored are numbers of the format."""
+        return self.storage in ("codes", "grid")
+
+    @property
     def scale_is_power_of_two(self) -> bool:
         """Whether dividing by the scale is exact, as it is by those of codes."""
         if self.storage in ("codes", "plain"):

@@ -11,7 +11,8 @@ from fp8manifold._stored_scale import describe_change
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import row_view
 from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles
-from fp8manifold.optim._weights import load_weights, split_codes, unless_special
+from fp8manifold.optim._weights import load_weights
+from fp8manifold.optim._writeback import split_codes, unless_special
 from fp8manifold.random_bits import draw_of, word_range
 from fp8manifold.scaling import widened_scale
 from fp8manifold.tensor import FP8Tensor

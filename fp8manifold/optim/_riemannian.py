@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from fp8manifold._charts import Metric
-from fp8manifold._checks import check_int, check_number
-from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._grid_optimizer import GridOptimizer
+from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._kinds import is_quantized, manifold_of
 from fp8manifold.optim._options import check_finite
 from fp8manifold.optim._plan import Grid, expanded, grid_of, stiffness_field
-from fp8manifold.optim._planned import Member, Planned
 
 __all__ = ["Riemannian", "with_l2"]
 
@@ -66,12 +64,8 @@ class Riemannian(GridOptimizer):
         super()._check_group(group)
         if group["float_lr"] is not None:
             check_finite("float_lr", group["float_lr"])
-        check_number("damping", group["damping"], 0.0, 1.0)
-        check_number("clip", group["clip"], 1.0)
-        check_int("refresh_every", group["refresh_every"], 1, 2**62)
-        check_combination(type(self), group)
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
         if is_quantized(parameter):
             return super()._plan(group, parameter, state)
         self._step_elsewhere(group, parameter, state, manifold_of(parameter) or _EUCLIDEAN)
@@ -105,16 +99,8 @@ class Riemannian(GridOptimizer):
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         assert grid is not None
-        writeback = group["writeback"] or grid.rounding
-        return {
-            "direction": self.direction,
-            "writeback": writeback if grid.storage in ("codes", "grid") else "nearest",
-            "moments": group["moments"],
-            "metric": grid.metric,
-            "geometry": "tangent" if grid.retraction == "euclidean" else "exponential",
-            "decays": bool(group["weight_decay"]),
-            "maximize": group["maximize"],
-        }
+        geometry = "tangent" if grid.retraction == "euclidean" else "exponential"
+        return {"direction": self.direction, "metric": grid.metric, "geometry": geometry}
 
     def _metric(self, group: dict[str, Any], grid: Grid) -> Metric:
         return grid.metric

@@ -5,13 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._directions import Descent, adam, lion, madam, muon, sgd
-from fp8manifold.optim._geometry import covector, move
+from fp8manifold.optim._directions import DIRECTIONS, Descent
+from fp8manifold.optim._geometry import chart_for, covector, move, stiffness_factor
 from fp8manifold.optim._hyper import Hyper
-from fp8manifold.optim._injection import with_error
 from fp8manifold.optim._moments import SCALES, load_averages, prepare, store_averages
 from fp8manifold.optim._variant import BOUNDS, Variant
-from fp8manifold.optim._weights import Weights, load_weights, store_weights
+from fp8manifold.optim._weights import Weights, load_weights, reciprocal_scale, store_weights
 
 __all__ = ["Outcome", "step"]
 
@@ -22,7 +21,6 @@ class Outcome(NamedTuple):
     stored: dict[str, Tensor]
     before: Weights
     target: Tensor
-    direction: Tensor
 
 
 def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: dict[str, Tensor]) -> Outcome:
@@ -48,10 +46,10 @@ def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: di
     draws = (noise["weight"] >> 8) & 0xFFFFFF if variant.draws_for_weight else None
     stored, after = store_weights(variant, arrays, weights, target, draws)
     averages = descent.averages
-    if variant.writeback == "momentum" and variant.storage in ("codes", "grid"):
-        averages = with_error(variant, descent, weights, target, after, arrays, hyper)
+    if variant.injects:
+        averages = _with_error(variant, descent, weights, target, after, arrays, hyper)
     kept = store_averages(variant, averages, arrays, noise.get("moments"), descent.root)
-    return Outcome(stored | kept | bounds, weights, target, descent.direction)
+    return Outcome(stored | kept | bounds, weights, target)
 
 
 def _gradient(variant: Variant, weights: Weights, arrays: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -60,12 +58,36 @@ def _gradient(variant: Variant, weights: Weights, arrays: dict[str, Tensor], dty
 
 
 def _direction(variant: Variant, gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
-    if variant.direction == "adam":
-        return adam(gradient, averages, hyper)
-    if variant.direction == "lion":
-        return lion(gradient, averages, hyper)
-    if variant.direction == "madam":
-        return madam(gradient, averages, hyper)
-    if variant.direction == "muon":
-        return muon(gradient, averages, hyper, nesterov=variant.nesterov)
-    return sgd(gradient, averages, hyper, nesterov=variant.nesterov)
+    descend = DIRECTIONS[variant.direction].descend
+    return descend(gradient, averages, hyper, nesterov=True) if variant.nesterov else descend(gradient, averages, hyper)
+
+
+def _with_error(
+    variant: Variant,
+    descent: Descent,
+    weights: Weights,
+    target: Tensor,
+    after: Tensor,
+    arrays: dict[str, Tensor],
+    hyper: Hyper,
+) -> dict[str, Tensor]:
+    """The averages with the rounding error in the first one.
+
+    .. math:: m \\leftarrow m + \\frac{1}{\\eta} \\left( 1 - \\frac{1}{\\beta_1} \\right) (target - after)
+
+    where ``eta`` is what ``m`` is multiplied by in this step, element by element.  A weight and its momentum then move
+    together as an unrounded weight would: ``w - eta beta_1 / (1 - beta_1) m`` is as if nothing had been rounded.
+
+    Source: ECO (arXiv 2601.22101), for momentum and Adam.
+    """
+    if variant.geometry == "linear":
+        error = (target - after) / reciprocal_scale(variant, arrays)
+        if variant.stiffness != "none":
+            error = error / stiffness_factor(variant, weights, arrays, hyper)
+    else:
+        chart = chart_for(variant, arrays)
+        error = chart.forward(target) - chart.forward(after)
+    if descent.denominator is not None:
+        error = error * descent.denominator
+    name = variant.stores[0]
+    return descent.averages | {name: descent.averages[name] - error * hyper["inject"]}

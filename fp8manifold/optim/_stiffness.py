@@ -6,17 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from fp8manifold._charts import chart_of
-from fp8manifold._checks import check_choice, check_int, check_number
+from fp8manifold._checks import check_choice
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import log2_bounded, power_mode
 from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._kinds import manifold_of, own_manifold
-from fp8manifold.optim._options import reject_flags
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._schedules import scheduled
-from fp8manifold.optim._variant import WRITEBACKS
+from fp8manifold.optim._writeback import WRITEBACKS
 
 __all__ = ["StiffnessOptimizer", "injected"]
 
@@ -28,17 +25,9 @@ class StiffnessOptimizer(GridOptimizer):
 
     direction: str
 
-    def __init__(self, params: Parameters, defaults: dict[str, Any], flags: dict[str, Any]) -> None:
-        reject_flags(type(self).__name__, flags)
-        super().__init__(params, defaults)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        check_number("damping", group["damping"], 0.0, 1.0)
-        check_number("clip", group["clip"], 1.0)
-        check_int("refresh_every", group["refresh_every"], 1, 2**62)
-        check_choice("writeback", group["writeback"], WRITEBACKS)
-        check_combination(type(self), group)
+        check_choice("writeback", group["writeback"], WRITEBACKS)  # None is for manifolds
         if "stiffness" in group:
             scheduled("stiffness", group["stiffness"], 0, -_LARGEST_POWER, _LARGEST_POWER)
             chart_of(FloatFormat(4, 3), group["metric"])
@@ -58,21 +47,11 @@ class StiffnessOptimizer(GridOptimizer):
                 self._powers[id(group), done] = power
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        shared = {
-            "direction": self.direction,
-            "moments": group["moments"],
-            "decays": bool(group["weight_decay"]),
-            "maximize": group["maximize"],
-        }
         if grid is None:
-            return shared
+            return {"direction": self.direction}
         k = group["stiffness"]
-        rounds = grid.storage in ("codes", "grid")
-        return shared | {
-            "writeback": group["writeback"] if rounds else "nearest",
-            "metric": group["metric"],
-            "stiffness": "power" if callable(k) else power_mode(k),
-        }
+        power = "power" if callable(k) else power_mode(k)
+        return {"direction": self.direction, "metric": group["metric"], "stiffness": power}
 
     def _shared_numbers(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
         """Decay, and the stiffness of a quantised parameter."""

@@ -6,10 +6,11 @@ from typing import Any, Final, Literal
 
 from fp8manifold._charts import Metric
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
-__all__ = ["BOUNDS", "MOMENTS", "RESIDUAL_BITS", "WRITEBACKS", "Geometry", "Storage", "Variant", "variant_of"]
+__all__ = ["BOUNDS", "MOMENTS", "WRITEBACKS", "Geometry", "Storage", "Variant", "variant_of"]
 
-WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
 
 BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
@@ -18,8 +19,6 @@ BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_av
 No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
 only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
 """
-
-RESIDUAL_BITS: Final = {"residual8": 8, "residual4": 4}
 
 Storage = Literal["codes", "grid", "free", "plain"]
 Geometry = Literal["linear", "exponential", "tangent", "multiplicative"]
@@ -47,12 +46,16 @@ class Variant:
     amsgrad: bool = False
     maximize: bool = False
 
+    #: the write-back itself
+    rule: WriteBack = field(init=False, compare=False, repr=False)
     #: bits of the ULP residual kept beside the code
     residual_bits: int = field(init=False, compare=False, repr=False)
     #: whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``
     compiles: bool = field(init=False, compare=False, repr=False)
     #: whether the write-back needs random bits
     draws_for_weight: bool = field(init=False, compare=False, repr=False)
+    #: whether the first average is given what the write-back takes
+    injects: bool = field(init=False, compare=False, repr=False)
     #: whether storing the averages needs random bits
     draws_for_moments: bool = field(init=False, compare=False, repr=False)
     #: the running averages of the direction, by the names they have in the state
@@ -62,28 +65,25 @@ class Variant:
 
     def __post_init__(self) -> None:
         """Draw the conclusions once: they are asked for in every step."""
-        bits, stores = RESIDUAL_BITS.get(self.writeback, 0), self._stores()
+        rule, stores, rounds = WRITEBACKS[self.writeback], self._stores(), self.storage in ("codes", "grid")
         bounds = tuple(BOUNDS[name] for name in stores) if self.moments == "8bit" else ()
         is_plain_power = self.stiffness == "power" and not self.scale_is_power_of_two
         conclusions = {
-            "residual_bits": bits,
+            "rule": rule,
+            "residual_bits": rule.residual_bits,
             "compiles": not (callable(self.metric) or self.metric == "log" or is_plain_power),
-            "draws_for_weight": self.storage in ("codes", "grid") and self.writeback != "nearest",
+            "draws_for_weight": rounds and rule.draws,
+            "injects": rounds and rule.injects,
             "draws_for_moments": self.moments != "float32" and bool(stores),
             "stores": stores,
-            "keeps": (*stores, *bounds, *(("residual",) if bits == 8 else ())),
+            "keeps": (*stores, *bounds, *(rule.state if rule.residual_bits == 8 else ())),
         }
         for name, value in conclusions.items():
             object.__setattr__(self, name, value)
 
     def _stores(self) -> tuple[str, ...]:
-        if self.direction == "adam":
-            return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
-        if self.direction == "madam":
-            return ("exp_avg_sq",)
-        if self.direction == "lion":
-            return ("exp_avg",)
-        return ("momentum_buffer",) if self.averages else ()
+        averages = DIRECTIONS[self.direction].averages if self.averages else ()
+        return (*averages, "max_exp_avg_sq") if self.amsgrad else averages
 
 
 def variant_of(**fields: Any) -> Variant:

@@ -1,33 +1,117 @@
-"""From the requested value to what is stored: the one rounding of a step, as pure functions."""
+"""Write-backs: how what a step asks for becomes what is stored, and what each of them keeps, draws and loses."""
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from fp8manifold.grid import round_to_grid
-from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold._codec import decode_with_ulp, encode_finite, encode_signed
+from fp8manifold._rounding import round_block
+from fp8manifold.formats import FloatFormat
 
-__all__ = ["WRITEBACKS", "write_back"]
-
-WRITEBACKS: Final = ("nearest", "stochastic")
+__all__ = ["WRITEBACKS", "WriteBack", "joined_codes", "rule_of", "split_codes", "unless_special"]
 
 
-def write_back(
-    target: Tensor, manifold: StiffnessManifold, writeback: str, *, seed: int, step: int, stream: int
-) -> Tensor:
-    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold.
+@dataclass(frozen=True)
+class WriteBack:
+    """One way from the value that a step asks for to what is stored of it.
 
-    Stochastic draws are keyed by seed, step and parameter.
+    An update is lost where rounding undoes it and nothing of it is kept, put into an average or returned on average.
     """
-    if not isinstance(manifold, FP8Manifold):
-        return manifold.projx(target)
-    scale = manifold.scale.to(target.dtype)
-    if writeback == "nearest":
-        return round_to_grid(target / scale, manifold.format) * scale
-    after = round_to_grid(target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream) * scale
-    if bool((torch.frexp(scale).mantissa == 0.5).all()):
-        return after
-    # dividing by any other scale puts points of the grid a hair off it, where a draw could move them
-    nearest = round_to_grid(target / scale, manifold.format) * scale
-    return torch.where(nearest == target, target, after)
+
+    name: str
+    """What optimizers call it."""
+    rounding: Literal["nearest", "stochastic"] = "stochastic"
+    """How a value goes to the grid."""
+    residual_bits: int = 0
+    """Bits a weight in which the state keeps what the rounding left."""
+    injects: bool = False
+    """Whether what the rounding took goes into the first average."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it needs random bits."""
+        return self.rounding == "stochastic"
+
+    @property
+    def loses_updates(self) -> bool:
+        """Whether weights that stand still have lost what they were asked for; else that is theirs in the long run."""
+        return not (self.draws or self.residual_bits or self.injects)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of what it keeps in a parameter's state."""
+        return ("residual",) if self.residual_bits else ()
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """Bytes of a code and of what is kept beside it."""
+        return 1 + self.residual_bits / 8
+
+    def store(
+        self, storage: str, fmt: FloatFormat, arrays: dict[str, Tensor], target: Tensor, draws: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Round once: what is stored, by name, and the weights that it stands for.
+
+        Args:
+            storage: ``codes``, or ``grid`` for floats on it.
+            fmt: the format.
+            arrays: ``weight`` as it is, and its ``scale``.
+            target: what was asked for, in units of the scale, as are the weights that come back.
+            draws: 24-bit random bits, where it draws any.
+        """
+        weight, bits = arrays["weight"], self.residual_bits
+        if bits:
+            codes, residual = split_codes(encode_signed(target.to(torch.float32), fmt, draws, bits), fmt, bits)
+            stored = {"residual": residual.to(torch.int8)}
+            if storage == "codes":
+                return stored | {"weight": unless_special(codes, weight, fmt)}, target
+            value = decode_with_ulp(codes, fmt)[0].to(target.dtype) * arrays["scale"]
+            return stored | {"weight": torch.where(weight.isnan(), weight, value.to(weight.dtype))}, target
+        if storage == "grid":
+            after = round_block(target, fmt, self.rounding, "saturate", draws)
+            return {"weight": (after * arrays["scale"]).to(weight.dtype)}, after
+        codes = encode_finite(target, fmt, draws)
+        after = decode_with_ulp(codes, fmt)[0] if self.injects else target
+        return {"weight": unless_special(codes, weight, fmt)}, after
+
+
+WRITEBACKS: Final[dict[str, WriteBack]] = {
+    rule.name: rule
+    for rule in (
+        WriteBack("nearest", "nearest"),
+        WriteBack("stochastic"),
+        WriteBack("residual8", residual_bits=8),
+        WriteBack("residual4", residual_bits=4),
+        WriteBack("momentum", injects=True),
+    )
+}
+"""By name, in the order that native code counts them in."""
+
+
+def rule_of(group: dict[str, Any]) -> WriteBack:
+    """A group's write-back; None is a manifold's own rounding, which keeps and injects as little as nearest does."""
+    return WRITEBACKS[group["writeback"] or "nearest"]
+
+
+def joined_codes(codes: Tensor, residual: Tensor, fmt: FloatFormat, bits: int) -> Tensor:
+    """Code and residual as one signed code of the format with that many more mantissa bits."""
+    negative = -((codes & fmt.sign_bit) >> (fmt.bits - 1))
+    signed = ((codes & (fmt.sign_bit - 1)) ^ negative) - negative
+    return (signed << bits) + residual
+
+
+def split_codes(signed: Tensor, fmt: FloatFormat, bits: int) -> tuple[Tensor, Tensor]:
+    """The nearest code and what is left, between ``-2^(bits-1)`` and ``2^(bits-1) - 1`` parts of a step."""
+    nearest = (signed + (1 << (bits - 1))) >> bits
+    return nearest.abs() | (nearest & fmt.sign_bit), signed - (nearest << bits)
+
+
+def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
+    """Codes (int32) as bytes, but codes of NaN stay what they are: the step knows only finite weights."""
+    if fmt.nan_codes:
+        old = old.to(torch.int32)
+        special = old == fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else (old & (fmt.sign_bit - 1)) > fmt.max_code
+        codes = torch.where(special, old, codes)
+    return codes.to(torch.uint8)

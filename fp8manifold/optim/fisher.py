@@ -4,24 +4,22 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._fisher_adapter import LayerFisher, load_nngeometry
 from fp8manifold.optim._fisher_capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold.optim._fisher_metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._options import check_betas, check_finite
+from fp8manifold.optim._job import Job, Member, Parameters
+from fp8manifold.optim._options import Stiffness, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
-from fp8manifold.optim._planned import Member, Parameters, Planned
-from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
-from fp8manifold.optim.stiffness_adamw import StiffnessAdamW, adam_numbers
+from fp8manifold.optim._writeback import rule_of
+from fp8manifold.optim.stiffness_adamw import adam_numbers
 
 __all__ = ["FisherNaturalGradient"]
 
@@ -109,11 +107,10 @@ class FisherNaturalGradient(StiffnessOptimizer):
     """
 
     direction = "adam"
-    preconditioner = StiffnessAdamW.preconditioner | {"momentum_buffer"}
-
     steps_alone = False  # the gradients of a layer's weight and bias go together
     steps_in_graphs = False  # the curvature takes backward passes of its own
 
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -134,26 +131,14 @@ class FisherNaturalGradient(StiffnessOptimizer):
         normalize: bool = True,
         max_features: int = 4096,
         logits: Logits = call_model,
-        stiffness: Schedule = 1.0,
-        metric: Metric = "ulp",
-        writeback: str = "stochastic",
-        moments: str = "float32",
-        seed: int = 0,
         floor: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Stiffness],
     ) -> None:
         _check_sources(model, loader, logits)
         load_nngeometry()
         self.model, self.loader, self.logits = model, loader, logits
         self._start()
-        defaults = {
+        own = {
             "lr": lr,
             "momentum": momentum,
             "betas": betas,
@@ -167,21 +152,9 @@ class FisherNaturalGradient(StiffnessOptimizer):
             "samples": samples,
             "normalize": normalize,
             "max_features": max_features,
-            "stiffness": stiffness,
-            "metric": metric,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
             "floor": floor,
-            "clip": clip,
-            "refresh_every": refresh_every,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every,
-            "reset_every": reset_every,
         }
-        super().__init__(params, defaults, flags)
+        super().__init__(params, own | options)
         if not any(self._layers(group) for group in self.param_groups):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer of model (tied and very wide ones do not "
@@ -217,7 +190,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         checked = _as_base(group)
         super()._check_group(checked)
         group["start_lr"] = checked["start_lr"]
-        if group["writeback"] == "momentum" and not (group["betas"][0] and group["momentum"]):
+        if rule_of(group).injects and not (group["betas"][0] and group["momentum"]):
             raise ValueError("writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into averages")
         if group["moments"] != "float32" and not group["momentum"]:
             raise ValueError(
@@ -252,7 +225,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         return self._gradients.get(parameter, super()._gradient(group, parameter))
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Planned | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
         if parameter in self._metrics:
             for name in METRIC & state.keys():
                 del state[name]

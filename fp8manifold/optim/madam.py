@@ -1,15 +1,14 @@
 """Madam: multiplicative steps, additive near zero."""
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from fp8manifold._checks import check_number
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._options import check_betas, check_finite
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._options import Bounded, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._stiffness import StiffnessOptimizer
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 
@@ -61,8 +60,8 @@ class Madam(StiffnessOptimizer):
     """
 
     direction = "madam"
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
 
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -74,20 +73,9 @@ class Madam(StiffnessOptimizer):
         float_lr: float = 1e-3,
         max_direction: float = 10.0,
         escape: float = 2.0**-4,
-        writeback: str = "stochastic",
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Bounded],
     ) -> None:
-        defaults = {
+        own = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -95,19 +83,8 @@ class Madam(StiffnessOptimizer):
             "float_lr": float_lr,
             "max_direction": max_direction,
             "escape": escape,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every,
-            "reset_every": reset_every,
         }
-        super().__init__(params, defaults, flags)
+        super().__init__(params, own | options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_betas(group["betas"])
@@ -121,11 +98,7 @@ class Madam(StiffnessOptimizer):
         return "ulp"
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        shared = {"moments": group["moments"], "decays": bool(group["weight_decay"]), "maximize": group["maximize"]}
-        if grid is None:
-            return shared | {"direction": "adam"}
-        writeback = group["writeback"] if grid.storage in ("codes", "grid") else "nearest"
-        return shared | {"direction": "madam", "geometry": "multiplicative", "writeback": writeback}
+        return {"direction": "adam"} if grid is None else {"direction": "madam", "geometry": "multiplicative"}
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         lr, start = float(group["lr"]), group["start_lr"]

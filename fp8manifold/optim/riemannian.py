@@ -1,16 +1,17 @@
 """RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs on this library's manifolds."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import geoopt
 import torch
 from torch import Tensor
 
 from fp8manifold._float_bits import working_dtype
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._options import check_betas, check_finite, reject_flags
+from fp8manifold.optim._combinations import check_first_average
+from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._options import Charted, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
 from fp8manifold.optim._riemannian import Riemannian, with_l2
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
@@ -72,8 +73,8 @@ class RiemannianAdam(Riemannian):
     """
 
     direction = "adam"
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "avg_bound", "sq_bound"})
 
+    @spelt_out(writeback=None)
     def __init__(
         self,
         params: Parameters,
@@ -85,40 +86,17 @@ class RiemannianAdam(Riemannian):
         *,
         stabilize: int | None = None,
         float_lr: float | None = None,
-        writeback: str | None = None,
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Charted],
     ) -> None:
-        reject_flags(type(self).__name__, flags)
-        defaults = {
+        own = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
             "float_lr": float_lr,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every if stabilize is None else stabilize,
-            "reset_every": reset_every,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, own | options | ({} if stabilize is None else {"stabilize_every": stabilize}))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -127,8 +105,7 @@ class RiemannianAdam(Riemannian):
 
         if group["amsgrad"] and group["moments"] != "float32":
             raise ValueError(f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be rounded")
-        if group["writeback"] == "momentum" and not group["betas"][0]:
-            raise ValueError("writeback='momentum' needs betas[0] > 0: there is no average to put the error into")
+        check_first_average(group)
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         return super()._traits(group, parameter, grid) | {"amsgrad": group["amsgrad"]}
@@ -194,8 +171,8 @@ class RiemannianSGD(Riemannian):
     """
 
     direction = "sgd"
-    preconditioner = frozenset({"momentum_buffer", "avg_bound"})
 
+    @spelt_out(writeback=None)
     def __init__(
         self,
         params: Parameters,
@@ -207,40 +184,17 @@ class RiemannianSGD(Riemannian):
         stabilize: int | None = None,
         *,
         float_lr: float | None = None,
-        writeback: str | None = None,
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Charted],
     ) -> None:
-        reject_flags(type(self).__name__, flags)
-        defaults = {
+        own = {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
             "float_lr": float_lr,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every if stabilize is None else stabilize,
-            "reset_every": reset_every,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, own | options | ({} if stabilize is None else {"stabilize_every": stabilize}))
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -289,7 +243,6 @@ def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:
 
 
 def _make_averages(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
-    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-    for name in names:
+    for name in (*DIRECTIONS["adam"].averages, *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
         if name not in state:
             state[name] = torch.zeros(parameter.shape, dtype=working_dtype(parameter), device=parameter.device)

@@ -2,15 +2,13 @@
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold._charts import Metric
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._options import check_betas, check_finite
-from fp8manifold.optim._planned import Parameters
-from fp8manifold.optim._schedules import Schedule
+from fp8manifold.optim._combinations import check_first_average
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 
 __all__ = ["StiffnessAdamW", "adam_numbers"]
@@ -85,8 +83,8 @@ class StiffnessAdamW(StiffnessOptimizer):
     """
 
     direction = "adam"
-    preconditioner = frozenset({"exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
 
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,
@@ -94,49 +92,16 @@ class StiffnessAdamW(StiffnessOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        stiffness: Schedule = 1.0,
-        metric: Metric = "ulp",
-        writeback: str = "stochastic",
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Family],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "stiffness": stiffness,
-            "metric": metric,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every,
-            "reset_every": reset_every,
-        }
-        super().__init__(params, defaults, flags)
+        own = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, own | options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_betas(group["betas"])
         check_finite("eps", group["eps"])
         super()._check_group(group)
-        if group["writeback"] == "momentum" and not group["betas"][0]:
-            raise ValueError("writeback='momentum' needs betas[0] > 0: there is no average to put the error into")
+        check_first_average(group)
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)

@@ -1,14 +1,11 @@
 """StiffnessLion: Lion whose step is scaled, weight by weight, with a power of the local ULP."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold._charts import Metric
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._options import check_betas
-from fp8manifold.optim._planned import Parameters
-from fp8manifold.optim._schedules import Schedule
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._options import Family, check_betas, spelt_out
 from fp8manifold.optim._stiffness import StiffnessOptimizer
 
 __all__ = ["StiffnessLion"]
@@ -52,49 +49,18 @@ class StiffnessLion(StiffnessOptimizer):
     """
 
     direction = "lion"
-    preconditioner = frozenset({"exp_avg", "avg_bound"})
 
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        stiffness: Schedule = 1.0,
-        metric: Metric = "ulp",
-        writeback: str = "stochastic",
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Family],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "stiffness": stiffness,
-            "metric": metric,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every,
-            "reset_every": reset_every,
-        }
-        super().__init__(params, defaults, flags)
+        own = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, own | options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_betas(group["betas"])

@@ -3,31 +3,31 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._charts import Metric
 from fp8manifold._checks import check_choice, check_int, check_number
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._muon import along, take_muon_step
-from fp8manifold.optim._options import check_betas, check_finite
-from fp8manifold.optim._orthogonal import (
+from fp8manifold.optim._combinations import check_first_average
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
     SHAPES,
     adjusted_rate,
+    along,
     as_matrices,
     orthogonal_factor,
     product_dtype,
+    take_muon_step,
 )
+from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters, Planned
-from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._views import StepView, viewed
+from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 
 __all__ = ["StiffnessMuon"]
@@ -93,8 +93,8 @@ class StiffnessMuon(StiffnessOptimizer):
     """
 
     direction = "muon"
-    preconditioner = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "avg_bound", "sq_bound"})
 
+    @spelt_out(stiffness=0.0)
     def __init__(
         self,
         params: Parameters,
@@ -112,22 +112,9 @@ class StiffnessMuon(StiffnessOptimizer):
         ns_dtype: torch.dtype | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
-        stiffness: Schedule = 0.0,
-        metric: Metric = "ulp",
-        writeback: str = "stochastic",
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Family],
     ) -> None:
-        defaults = {
+        own = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -141,21 +128,8 @@ class StiffnessMuon(StiffnessOptimizer):
             "ns_dtype": ns_dtype,
             "betas": betas,
             "adam_eps": adam_eps,
-            "stiffness": stiffness,
-            "metric": metric,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every,
-            "reset_every": reset_every,
         }
-        super().__init__(params, defaults, flags)
+        super().__init__(params, own | options)
 
     @classmethod
     def for_model(
@@ -206,8 +180,7 @@ class StiffnessMuon(StiffnessOptimizer):
         check_betas(group["betas"])
         check_finite("adam_eps", group["adam_eps"])
         if group["direction"] == "adam":
-            if group["writeback"] == "momentum" and not group["betas"][0]:
-                raise ValueError("writeback='momentum' needs betas[0] > 0: there is no average to put the error into")
+            check_first_average(group)
             return
         _check_muon(group)
         for parameter in group["params"]:
@@ -229,18 +202,18 @@ class StiffnessMuon(StiffnessOptimizer):
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
         return numbers | shared
 
-    def _takes_more(self, plan: Planned) -> bool:
-        return bool(plan.group["direction"] == "muon")
+    def _takes_more(self, job: Job) -> bool:
+        return bool(job.group["direction"] == "muon")
 
-    def _take_alone(self, plan: Planned, numbers: Tensor, keys: Tensor) -> StepView | None:
+    def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
         """Adam's parameters as everywhere, a matrix by its own two passes."""
-        if plan.group["direction"] == "adam":
-            return super()._take_alone(plan, numbers, keys)
-        job, factor = plan.job, partial(_factor, plan.group, plan.parameter)
-        is_observed = self._is_observed(plan)
-        take = partial(take_muon_step, job, numbers, keys, factor, compile=plan.compile, observed=is_observed)
+        if job.group["direction"] == "adam":
+            return super()._take_alone(job, numbers, keys)
+        factor, is_observed = partial(_factor, job.group, job.parameter), self._is_observed(job)
+        compiles = job.group["compile"]
+        take = partial(take_muon_step, job, numbers, keys, factor, compile=compiles, observed=is_observed)
         if is_observed:
-            return viewed(plan.parameter, along(job, job.held["gradient"]), numbers, take)
+            return viewed(job.parameter, along(job, job.held["gradient"]), numbers, take)
         take()
         return None
 
@@ -271,7 +244,7 @@ def _check_muon(group: dict[str, Any]) -> None:
         check_number(f"ns_coefficients[{i}]", coefficient, -math.inf, math.inf, open_low=True, open_high=True)
     if group["ns_dtype"] is not None and group["ns_dtype"] not in _PRODUCTS:
         raise TypeError(f"ns_dtype={group['ns_dtype']!r} must be a float dtype of torch, or None")
-    if not momentum and (group["moments"] != "float32" or group["writeback"] == "momentum"):
+    if not momentum and (group["moments"] != "float32" or rule_of(group).injects):
         option = "moments" if group["moments"] != "float32" else "writeback"
         raise ValueError(f"{option}={group[option]!r} needs momentum > 0: without it there is no average")
 

@@ -1,17 +1,16 @@
 """StiffnessSGD: SGD whose step is scaled, weight by weight, with a power of the local ULP."""
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold._charts import Metric
 from fp8manifold._checks import check_number
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._options import Family, spelt_out
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._planned import Parameters
-from fp8manifold.optim._schedules import Schedule
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
+from fp8manifold.optim._writeback import rule_of
 
 __all__ = ["StiffnessSGD", "check_momentum", "momentum_numbers"]
 
@@ -54,8 +53,8 @@ class StiffnessSGD(StiffnessOptimizer):
     """
 
     direction = "sgd"
-    preconditioner = frozenset({"momentum_buffer", "avg_bound"})
 
+    @spelt_out(stiffness=2.0)
     def __init__(
         self,
         params: Parameters,
@@ -64,43 +63,16 @@ class StiffnessSGD(StiffnessOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        stiffness: Schedule = 2.0,
-        metric: Metric = "ulp",
-        writeback: str = "stochastic",
-        moments: str = "float32",
-        seed: int = 0,
-        damping: float = 2.0**-8,
-        clip: float = 2.0**4,
-        refresh_every: int = 100,
-        compile: bool | None = None,  # noqa: A002  # torch's word
-        maximize: bool = False,
-        on_nonfinite: str = "skip",
-        stabilize_every: int | None = None,
-        reset_every: int | None = None,
-        **flags: Any,
+        **options: Unpack[Family],
     ) -> None:
-        defaults = {
+        own = {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
-            "stiffness": stiffness,
-            "metric": metric,
-            "writeback": writeback,
-            "moments": moments,
-            "seed": seed,
-            "damping": damping,
-            "clip": clip,
-            "refresh_every": refresh_every,
-            "compile": compile,
-            "maximize": maximize,
-            "on_nonfinite": on_nonfinite,
-            "stabilize_every": stabilize_every,
-            "reset_every": reset_every,
         }
-        super().__init__(params, defaults, flags)
+        super().__init__(params, own | options)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -132,9 +104,9 @@ def check_momentum(group: dict[str, Any]) -> None:
         raise ValueError(
             f"nesterov=True needs momentum > 0 and dampening = 0: momentum={momentum}, dampening={group['dampening']}"
         )
-    if group["writeback"] == "momentum" and (not 0 < momentum < 1 or group["nesterov"]):
+    if rule_of(group).injects and (not 0 < momentum < 1 or group["nesterov"]):
         raise ValueError(
-            f"writeback='momentum' needs 0 < momentum < 1 without Nesterov: momentum={momentum}, "
+            f"writeback={group['writeback']!r} needs 0 < momentum < 1 without Nesterov: momentum={momentum}, "
             f"nesterov={group['nesterov']}"
         )
     if group["moments"] != "float32" and not momentum:

@@ -12,14 +12,18 @@ from fp8manifold._checks import check_choice, check_int, check_number
 from fp8manifold._eager import eager_only
 from fp8manifold._float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
+from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._writeback import WRITEBACKS, write_back
+from fp8manifold.optim._writeback import WRITEBACKS
 
 __all__ = ["StiffnessWrapper"]
+
+_ALONE = tuple(rule.name for rule in WRITEBACKS.values() if not (rule.state or rule.injects))
+"""Write-backs that need nothing of the optimizer around them."""
 
 
 class StiffnessWrapper(torch.optim.Optimizer):
@@ -90,7 +94,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
-            check_choice("writeback", writeback, WRITEBACKS)
+            check_choice("writeback", writeback, _ALONE)
         check_number("damping", damping, 0.0, 1.0)
         check_number("clip", clip, 1.0)
         check_int("refresh_every", refresh_every, 1, 2**62)
@@ -289,5 +293,25 @@ class StiffnessWrapper(torch.optim.Optimizer):
         manifold = own_manifold(parameter)
         if manifold is not None:
             words = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
-            target = write_back(target, manifold, self._rounding(manifold), **words)
+            target = _write_back(target, manifold, self._rounding(manifold), **words)
         parameter.copy_(target)
+
+
+def _write_back(
+    target: Tensor, manifold: StiffnessManifold, writeback: str, *, seed: int, step: int, stream: int
+) -> Tensor:
+    """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold.
+
+    Stochastic draws are keyed by seed, step and parameter.
+    """
+    if not isinstance(manifold, FP8Manifold):
+        return manifold.projx(target)
+    scale = manifold.scale.to(target.dtype)
+    if writeback == "nearest":
+        return round_to_grid(target / scale, manifold.format) * scale
+    after = round_to_grid(target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream) * scale
+    if bool((torch.frexp(scale).mantissa == 0.5).all()):
+        return after
+    # dividing by any other scale puts points of the grid a hair off it, where a draw could move them
+    nearest = round_to_grid(target / scale, manifold.format) * scale
+    return torch.where(nearest == target, target, after)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED
+from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ROUNDED
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -250,3 +250,27 @@ def check_available(name: str) -> None:
 def rules_with_format() -> list[str]:
     """Return the names of the rules whose weights have a format."""
     return [name for name, entry in RULES.items() if entry.storage != "float32"]
+
+
+def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
+    """Whether a small step is lost for good when it is written back; None where that is not known.
+
+    >>> loses_steps("fp8", "nearest"), loses_steps("fp8", "residual8"), loses_steps("master", None)
+    (True, False, False)
+    >>> loses_steps(None, "nearest"), loses_steps("grid", None)
+    (None, True)
+    """
+    if storage is None:
+        return None
+    return storage in ROUNDED and (writeback is None or writeback in LOSING)
+
+
+def stall_counts(storage: str | None, writeback: str | None) -> bool:
+    """Whether the stall says something: under an unbiased write-back standing still and arriving go together.
+
+    Of a master copy it says how many codes stayed, and it counts where it is not known how steps are written back.
+
+    >>> stall_counts("fp8", "nearest"), stall_counts("fp8", "stochastic"), stall_counts("master", None)
+    (True, False, True)
+    """
+    return storage not in ROUNDED or loses_steps(storage, writeback) is not False

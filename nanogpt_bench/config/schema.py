@@ -29,7 +29,10 @@ PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
 OPTIMIZERS = ("adamw", "sgd", *PEERS, *OWN_OPTIMIZERS)
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+#: those of fp8manifold.optim.WRITEBACKS, and which of them lose updates: that module brings torch, for which --help
+#: does not wait; a test compares the two
 WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.losing import loses_steps
+from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED, FailureConfig
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.runs.read import finite

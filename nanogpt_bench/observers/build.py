@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_bench.config.losing import loses_steps
+from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import GPT, Block, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver

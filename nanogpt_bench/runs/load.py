@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.losing import stall_counts
+from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.runs.history import history_lines
 from nanogpt_bench.runs.metrics import ARRIVED, SPEED, STALLS, VAL_LOSS
 from nanogpt_bench.runs.read import finite, mapping, numbers, records

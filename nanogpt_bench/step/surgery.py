@@ -68,10 +68,11 @@ def _grid_options(config: Config) -> dict[str, Any]:
     settings, writeback = config.model, config.optimizer.writeback
     if settings.storage not in MANIFOLDS:
         return {}
-    options: dict[str, Any] = {"rounding": "nearest" if writeback == "nearest" else "stochastic"}
+    rule = fm.optim.WRITEBACKS[writeback or "stochastic"]
+    options: dict[str, Any] = {"rounding": rule.rounding}
     if settings.headroom is not None:
         options["headroom"] = settings.headroom
-    if settings.storage == "fp8" and writeback in ("residual8", "residual4"):
+    if settings.storage == "fp8" and rule.residual_bits:
         options["keep_remainder"] = True  # the residual starts from what rounding the initial weights leaves
     return options
 

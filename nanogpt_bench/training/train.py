@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit, newest, read
-from nanogpt_bench.config.losing import stall_counts
+from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.data.batches import open_corpus

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from functools import cache
 
 import numpy as np
-import oracle
 import torch
 from numpy.typing import NDArray
-from oracle import Format
 
 import fp8manifold as fm
+from fp8manifold import reference
+from fp8manifold.reference import Fields
 
 Float64 = NDArray[np.float64]
 
@@ -54,9 +55,15 @@ EDGES = [
 ]
 
 
-def midpoints_and_codes(fmt: Format) -> Float64:
+def finite_values(fmt: Fields) -> list[float]:
+    """In code order: 0 up to max, then -0 (where there is one) down to -max."""
+    values = [reference.decode(code, fmt) for code in range(2 * reference.sign_bit(fmt))]
+    return [value for value in values if math.isfinite(value)]
+
+
+def midpoints_and_codes(fmt: Fields) -> Float64:
     """Every magnitude, every midpoint, and four steps past the top as if the codes went on."""
-    codes = [float(oracle.magnitude(m, fmt)) for m in range(oracle.max_code(fmt) + 5)]
+    codes = [float(reference.magnitude(m, fmt)) for m in range(reference.max_code(fmt) + 5)]
     middles = [(low + high) / 2 for low, high in itertools.pairwise(codes)]
     return np.array(sorted(codes + middles))
 
@@ -69,14 +76,14 @@ def both_neighbours(x: Float64, dtype: type[np.floating]) -> Float64:
 
 
 @cache
-def critical(fmt: Format) -> Float64:
+def critical(fmt: Fields) -> Float64:
     """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all are float32 values."""
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), EDGES])
     return np.concatenate([positive, -positive, [np.nan]])
 
 
 @cache
-def critical64(fmt: Format) -> Float64:
+def critical64(fmt: Fields) -> Float64:
     """The same with float64 neighbours, and what only float64 holds."""
     only64 = [5e-324, 2.0**-1022, 2.0**-150, 1e300, float(np.finfo(np.float64).max), 1.0625 + 2.0**-40]
     positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float64), only64])
@@ -114,7 +121,7 @@ def random_in_range(top: float, count: int = 100_000, seed: int = 7) -> torch.Te
     return torch.from_numpy((size * generator.choice([-1.0, 1.0], count)).astype(np.float32))
 
 
-def float16_holds(fmt: Format) -> bool:
-    values = np.array(oracle.finite_values(fmt))
+def float16_holds(fmt: Fields) -> bool:
+    values = np.array(finite_values(fmt))
     with np.errstate(over="ignore"):
         return np.array_equal(values.astype(np.float16), values)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import settings
 from numpy.typing import NDArray
 
 import fp8manifold as fm
+from fp8manifold import reference
 
 Float64 = NDArray[np.float64]
 Scale = float | torch.Tensor
@@ -85,8 +85,8 @@ class Ruler:
 
 @cache
 def ruler(fmt: fm.FloatFormat) -> Ruler:
-    top = oracle.max_code(fmt)
-    positive = np.array([float(oracle.magnitude(m, fmt)) for m in range(top + 2)])
+    top = reference.max_code(fmt)
+    positive = np.array([float(reference.magnitude(m, fmt)) for m in range(top + 2)])
     values = np.concatenate([-positive[top:0:-1], positive[: top + 1]])
     return Ruler(values, np.arange(-top, top + 1, dtype=np.float64), float(positive[-1]))
 

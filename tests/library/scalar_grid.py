@@ -1,18 +1,18 @@
-"""The codes of a format and its chart, one value at a time: floats of Python and NumPy's float32 scalars."""
+"""Codes with a residual, and the arithmetic of a step, one value at a time: NumPy's float32 scalars."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
 import fp8manifold as fm
+from fp8manifold import reference
 
 f32 = np.float32
 F32 = np.float32
-DRAWS = 1 << 24
 
 
 def exponent_of(a: float) -> int:
@@ -35,6 +35,15 @@ def exp2(x: F32) -> F32:
     return f32(value * f32(2.0 ** min(max(int(whole), -126), 127)))
 
 
+class Finer(NamedTuple):
+    """The fields of a format, with as many mantissa bits as are needed."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    layout: str = "finite"
+
+
 @dataclass(frozen=True)
 class Codes:
     """A format's codes with ``extra`` more mantissa bits, as signed counts of steps from zero."""
@@ -42,25 +51,21 @@ class Codes:
     fmt: fm.FloatFormat
     extra: int = 0
 
+    @property
+    def finer(self) -> Finer:
+        return Finer(self.fmt.exponent_bits, self.fmt.mantissa_bits + self.extra, self.fmt.bias)
+
     def step_at(self, count: int) -> float:
         """The spacing above a count."""
-        bits = self.fmt.mantissa_bits + self.extra
-        return math.ldexp(1.0, max(abs(count) >> bits, 1) - self.fmt.bias - bits)
+        return float(reference.ulp(reference.magnitude(abs(count), self.finer), self.finer))
 
     def value(self, count: int) -> float:
-        bits = self.fmt.mantissa_bits + self.extra
-        binade = max(abs(count) >> bits, 1) - 1
-        return math.copysign((abs(count) - (binade << bits)) * self.step_at(count), count)
+        return math.copysign(reference.magnitude(abs(count), self.finer), count)
 
     def round(self, x: float, draw: int | None) -> int:
-        """The magnitude of the count of the rounded value: nearest with ties to even, or away below the fraction."""
-        bits, a = self.fmt.mantissa_bits + self.extra, min(abs(x), self.fmt.max)
-        binade = max(exponent_of(a), self.fmt.emin) if a else self.fmt.emin
-        position = Fraction(binade - self.fmt.emin) * 2**bits + Fraction(a) / Fraction(2) ** (binade - bits)
-        count, fraction = divmod(position, 1)
-        half = Fraction(1, 2)
-        away = fraction > half or (fraction == half and count % 2 == 1) if draw is None else draw < fraction * DRAWS
-        return int(count) + bool(away)
+        """The magnitude of the count of the rounded value: nearest, or stochastic with a draw."""
+        rounding = "nearest" if draw is None else "stochastic"
+        return reference.encode(min(abs(x), self.fmt.max), self.finer, rounding, bits=draw)
 
     def signed(self, code: int) -> int:
         magnitude = code & (self.fmt.sign_bit - 1)

@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import oracle
 from numpy.typing import NDArray
-from oracle import Format
+
+from fp8manifold import reference
+from fp8manifold.reference import Fields
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
 
-def with_signed_zeros(rounded: Float64, x: Float64, fmt: Format) -> Float64:
-    zero = np.copysign(0.0, x) if oracle.has_negative_zero(fmt) else np.zeros_like(x)
+def with_signed_zeros(rounded: Float64, x: Float64, fmt: Fields) -> Float64:
+    zero = np.copysign(0.0, x) if reference.sign_bit(fmt) not in reference.nan_codes(fmt) else np.zeros_like(x)
     return np.where(rounded == 0, zero, rounded)
 
 
@@ -30,7 +31,7 @@ def with_signed_zeros(rounded: Float64, x: Float64, fmt: Format) -> Float64:
 class Steps:
     """values[i] on [thresholds[i-1], thresholds[i])."""
 
-    fmt: Format
+    fmt: Fields
     thresholds: Float64
     values: Float64
 
@@ -39,9 +40,9 @@ class Steps:
         return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
 
 
-def rank(x: float, fmt: Format, rounding: str, overflow: str) -> float:
+def rank(x: float, fmt: Fields, rounding: str, overflow: str) -> float:
     """The rounded value, with a NaN from overflow counted as the infinity that it stands for."""
-    rounded = oracle.round_value(x, fmt, rounding, overflow)
+    rounded = reference.round_to_grid(x, fmt, rounding, overflow)
     return math.copysign(math.inf, x) if math.isnan(rounded) else rounded
 
 
@@ -52,25 +53,25 @@ def candidates(low: float, high: float) -> list[float]:
     return sorted({*points, *(float(np.nextafter(p, np.inf)) for p in points)})
 
 
-def threshold(low: float, high: float, fmt: Format, rounding: str, overflow: str) -> float:
+def threshold(low: float, high: float, fmt: Fields, rounding: str, overflow: str) -> float:
     """The smallest float64 in (low, high] that is rounded to more than low's own value."""
     before = rank(low, fmt, rounding, overflow)
     return next(c for c in candidates(low, high) if rank(c, fmt, rounding, overflow) > before)
 
 
 @cache
-def steps(fmt: Format, rounding: str, overflow: str) -> Steps:
+def steps(fmt: Fields, rounding: str, overflow: str) -> Steps:
     """The rounding of every float64 as a table (deterministic modes)."""
-    top = oracle.max_code(fmt)
-    magnitudes = [float(oracle.magnitude(m, fmt)) for m in range(top + 2)]
+    top = reference.max_code(fmt)
+    magnitudes = [float(reference.magnitude(m, fmt)) for m in range(top + 2)]
     ends = [*magnitudes, math.inf]
     points = [-p for p in reversed(ends[1:])] + ends
     thresholds: list[float] = []
-    values = [oracle.round_value(-math.inf, fmt, rounding, overflow)]
+    values = [reference.round_to_grid(-math.inf, fmt, rounding, overflow)]
     for low, high in itertools.pairwise(points):
         if rank(high, fmt, rounding, overflow) > rank(low, fmt, rounding, overflow):
             thresholds.append(threshold(low, high, fmt, rounding, overflow))
-            values.append(oracle.round_value(thresholds[-1], fmt, rounding, overflow))
+            values.append(reference.round_to_grid(thresholds[-1], fmt, rounding, overflow))
     return Steps(fmt, np.array(thresholds), np.array(values))
 
 
@@ -78,7 +79,7 @@ def steps(fmt: Format, rounding: str, overflow: str) -> Steps:
 class StochasticSteps:
     """Neighbouring magnitudes and what each becomes; the last is the first that overflows."""
 
-    fmt: Format
+    fmt: Fields
     magnitudes: Float64
     results: Float64
 
@@ -92,14 +93,14 @@ class StochasticSteps:
 
     def __call__(self, x: Float64, draws: Int64) -> Float64:
         code, excess, gap = self.split(x)
-        away = draws * gap < excess * oracle.DRAW_RANGE
+        away = draws * gap < excess * reference.DRAWS
         rounded = np.copysign(self.results[code + away], x)
         return with_signed_zeros(np.where(np.isnan(x), np.nan, rounded), x, self.fmt)
 
 
 @cache
-def stochastic_steps(fmt: Format, overflow: str) -> StochasticSteps:
-    top = oracle.max_code(fmt)
-    magnitudes = np.array([float(oracle.magnitude(m, fmt)) for m in range(top + 2)])
-    results = [oracle.round_value(m, fmt, "stochastic", overflow, draw=0) for m in magnitudes]
+def stochastic_steps(fmt: Fields, overflow: str) -> StochasticSteps:
+    top = reference.max_code(fmt)
+    magnitudes = np.array([float(reference.magnitude(m, fmt)) for m in range(top + 2)])
+    results = [reference.round_to_grid(m, fmt, "stochastic", overflow, bits=0) for m in magnitudes]
     return StochasticSteps(fmt, magnitudes, np.array(results))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import oracle
 import pytest
 import torch
 from optimizer_cases import ROWS, normal, stored_weight
 
 import fp8manifold as fm
+from fp8manifold import reference
 from fp8manifold.monitor import (
     bit_figures,
     code_histogram,
@@ -28,7 +28,7 @@ def of(name: str) -> fm.FloatFormat:
 
 
 def finite_codes(fmt: fm.FloatFormat) -> list[int]:
-    return [c for c in range(2**fmt.bits) if math.isfinite(oracle.decode(c, fmt))]
+    return [c for c in range(2**fmt.bits) if math.isfinite(reference.decode(c, fmt))]
 
 
 def histogram_of_codes(codes: list[int], fmt: fm.FloatFormat) -> torch.Tensor:
@@ -56,7 +56,7 @@ def test_every_code_used_alike(name: str) -> None:
 def test_figures_are_the_counts(name: str) -> None:
     fmt = of(name)
     x = normal(1000, seed=5, std=fmt.max / 10 if name in ("E1M6", "E2M1") else 1.0)
-    codes = [oracle.encode(v, fmt) for v in fm.round_to_grid(x, fmt).tolist()]
+    codes = [reference.encode(v, fmt) for v in fm.round_to_grid(x, fmt).tolist()]
     found = bit_figures(code_histogram(x, fmt), fmt)
     m = fmt.mantissa_bits
     fields = [(c & (fmt.sign_bit - 1)) >> m for c in codes]

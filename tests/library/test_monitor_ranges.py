@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-import oracle
 import pytest
 import torch
 from grid_inputs import critical
 from optimizer_cases import ROWS, normal, stored_weight
 
 import fp8manifold as fm
+from fp8manifold import reference
 from fp8manifold.monitor import attention_entropy, range_figures, scale_changes
 
 NAMES = ["E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M1", "E4M3FNUZ", "P3109_8P3"]
@@ -22,8 +22,8 @@ def shares_by_definition(values: list[float], fmt: fm.FloatFormat) -> dict[str, 
     """Each value rounded in exact arithmetic to a grid that goes on beyond the largest value."""
     counts = dict.fromkeys(SHARES, 0)
     for value in map(abs, values):
-        low = max(c for c in range(fmt.max_code + 1) if oracle.magnitude(c, fmt) <= Fraction(value))
-        middle = (oracle.magnitude(low, fmt) + oracle.magnitude(low + 1, fmt)) / 2
+        low = max(c for c in range(fmt.max_code + 1) if reference.magnitude(c, fmt) <= Fraction(value))
+        middle = (reference.magnitude(low, fmt) + reference.magnitude(low + 1, fmt)) / 2
         code = low if Fraction(value) < middle else low + 1 if Fraction(value) > middle else low + low % 2
         counts["overflow"] += code > fmt.max_code
         counts["clamped"] += value > fmt.max * (1 + 2**-20)
@@ -37,7 +37,7 @@ def test_shares_are_those_of_exact_rounding(name: str) -> None:
     fmt = fm.FloatFormat.from_string(name)
     around = torch.from_numpy(critical(fmt)).float()
     values = around[around.abs() <= 4 * fmt.max].unique()[:: max(1, len(around) // 3000)].tolist()
-    middle = float((oracle.magnitude(fmt.max_code, fmt) + oracle.magnitude(fmt.max_code + 1, fmt)) / 2)
+    middle = float((reference.magnitude(fmt.max_code, fmt) + reference.magnitude(fmt.max_code + 1, fmt)) / 2)
     least = fmt.ulp_min / 2
     values += [middle, -middle, middle * 1.001, least, least * 1.001, fmt.min_normal - least, 0.0, -0.0]
     found = range_figures(torch.tensor(values), fmt)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from optimizer_cases import ROWS, grid_weight, normal, put_gradients, record, stored_weight
 
 import fp8manifold as fm
+from fp8manifold import reference
 from fp8manifold.monitor import (
     Arrival,
     code_drift,
@@ -55,8 +55,8 @@ def test_figures_are_the_definitions(name: str, size: float) -> None:
     after = fm.round_to_grid(target / 0.25, fmt) * 0.25
     found = stall_figures(before, target, after, fmt, 0.25)
     pairs = [(b, t) for b, t in zip((before / 0.25).tolist(), (target / 0.25).tolist(), strict=True)]
-    ulps = [abs(t - b) / float(oracle.ulp(b, fmt)) for b, t in pairs]
-    steps = [abs(oracle.chart(max(-fmt.max, min(fmt.max, t)), fmt) - oracle.chart(b, fmt)) for b, t in pairs]
+    ulps = [abs(t - b) / float(reference.ulp(b, fmt)) for b, t in pairs]
+    steps = [abs(reference.to_chart(t, fmt) - reference.to_chart(b, fmt)) for b, t in pairs]
     assert found.update_ulps == pytest.approx(sum(ulps) / 300, rel=1e-5)
     assert found.move_probability == pytest.approx(float(sum(min(s, 1) for s in steps)) / 300, rel=1e-5)
     assert found.update_lost == update_lost(before, target, after)

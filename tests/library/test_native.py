@@ -159,10 +159,10 @@ def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
     p.grad = normal(6, 10)
     optimizer = optim.StiffnessAdamW([p], lr=0.1)
     optimizer.step()
-    plans = []
-    optimizer._take = plans.extend
+    jobs: list[Any] = []
+    optimizer._take = jobs.extend
     optimizer.step()
-    job = plans[0].job
+    job = jobs[0]
     job.held["exp_avg"] = wrong(job.held["exp_avg"])
     before = p.detach().clone()
     with pytest.raises(RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"):

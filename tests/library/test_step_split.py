@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold._float_bits import working_dtype
 from fp8manifold.optim import anneal
 from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._hyper import row
@@ -69,11 +70,11 @@ def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Job, Tensor]
     optimizer._check_schedules(optimizer._taken(optimizer._members()))
     state = optimizer._begin(group, p, 0)
     state["step"] += 1
-    plan = optimizer._plan(group, p, state)
-    if plan.job.variant.residual_bits == 4:
-        plan.job.held["residual"] = unpack_nibbles(state["residual"], p.shape)
-    numbers = torch.tensor(row(plan.numbers, plan.dtype), dtype=torch.float64).to(plan.dtype)
-    return plan.job, numbers
+    job, dtype = optimizer._plan(group, p, state), working_dtype(p)
+    if job.variant.residual_bits == 4:
+        job.held["residual"] = unpack_nibbles(state["residual"], p.shape)
+    numbers = torch.tensor(row(job.numbers, dtype), dtype=torch.float64).to(dtype)
+    return job, numbers
 
 
 def copied(job: Job) -> dict[str, Tensor]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from optimizer_cases import ROWS, free_weight, grid_weight, normal, on, pull_to, put_gradients, record, values
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from fp8manifold import reference
 from fp8manifold.optim import StiffnessAdamW, anneal
 
 BETAS, EPS, LR, DECAY = (0.9, 0.95), 1e-8, 3e-3, 0.1
@@ -23,7 +23,7 @@ double = torch.float64
 
 # ------------------------------------------------------------------------------------------- the slow reference
 def ulp_of(w: float, fmt: fm.FloatFormat) -> float:
-    return float(oracle.ulp(min(abs(w), fmt.max), fmt))
+    return float(reference.ulp(min(abs(w), fmt.max), fmt))
 
 
 def log_of(w: float, fmt: fm.FloatFormat) -> float:

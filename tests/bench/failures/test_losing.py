@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nanogpt_bench.config.losing import stall_counts
-from nanogpt_bench.config.rules import RULES, available_rules
+import fp8manifold as fm
+from nanogpt_bench.config import schema
+from nanogpt_bench.config.rules import RULES, available_rules, stall_counts
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.failures import classify
 from nanogpt_bench.observers.build import _alerts
@@ -18,6 +19,12 @@ from nanogpt_bench.step.points import Step
 from nanogpt_bench.step.resolve import resolve
 
 LOSING = {"nearest", "sgd-nearest", "muon-nearest"}
+
+
+def test_the_write_backs_are_the_librarys() -> None:
+    """The configuration knows them without importing torch."""
+    assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
+    assert tuple(name for name, rule in fm.optim.WRITEBACKS.items() if rule.loses_updates) == schema.LOSING
 
 
 @pytest.mark.parametrize("rule", available_rules())
