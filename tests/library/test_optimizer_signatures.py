@@ -48,7 +48,7 @@ def test_a_signature_has_every_option(name: str) -> None:
     assert str(signature.parameters["writeback"].annotation) in ("<class 'str'>", "str | None")
 
 
-@pytest.mark.parametrize("name", set(SIGNATURES) - {"FisherNaturalGradient"})
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if name != "FisherNaturalGradient"])
 def test_groups_have_what_the_signature_has(name: str) -> None:
     optimizer = getattr(optim, name)([torch.nn.Parameter(torch.eye(3))])
     options = inspect.signature(type(optimizer)).parameters.keys() - {"params", "flags", "stabilize"}
