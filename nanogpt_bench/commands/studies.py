@@ -65,11 +65,12 @@ def add_sweep(commands: Any) -> Any:
     """Add the command `sweep` and return its parser."""
     parser = commands.add_parser(
         "sweep",
-        help="train over any settings: grid, random, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--workers N] [--out DIR] "
-        "[--section.key VALUE ...]",
-        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. The\n"
-        "same command goes on where an interrupted one was.",
+        help="train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke] "
+        "[--workers N] [--out DIR] [--section.key VALUE ...]",
+        description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
+        "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
+        "seeds. The same command goes on where an interrupted one was.",
         epilog="examples:\n  nanogpt-bench sweep formats.yaml\n"
         "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
@@ -87,6 +88,8 @@ def add_sweep(commands: Any) -> Any:
         help="--sensitivity: of the weights that runs/NAME, or one of its checkpoints, has; nothing is trained "
         "(FILE.yaml: sensitivity.yaml unless given)",
     )
+    parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
+    parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
     parser.set_defaults(handler=_sweep)

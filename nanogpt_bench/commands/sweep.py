@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,19 +14,21 @@ from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import check_workers
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
-from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
+from nanogpt_bench.sweep.plan import PlannedPoint, baseline_of, check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, threads_set
+from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.signals import RESUMABLE
 
 
 def main_sweep(args: argparse.Namespace) -> int:
-    """The command line's entry: see `sweep_grid`, `find_lr_limits`, `measure_sensitivity` and `main_sensitivity_of`.
+    """The command line's entry: see `sweep_grid`, `tune_and_confirm` and what the other options stand for.
 
     Raises:
         BenchError: options that don't go together, or no file where one is needed.
@@ -36,11 +39,14 @@ def main_sweep(args: argparse.Namespace) -> int:
         return main_sensitivity_of(args)
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
-    sweep = read_sweep(find_sweep(args.file), args.overrides)
+    sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
+    if args.reference is not None:
+        sweep = replace(sweep, reference=args.reference)
     check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
-    mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else sweep.search
-    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / mode
+    plain = sweep.search if sweep.tune is None else "tune"
+    mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else plain
+    out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
     with locked(out, "--out"):
         return MODES.get(mode, sweep_grid)(sweep, out, workers)
 
@@ -55,7 +61,7 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
         BenchError: a file, corpus or output folder that can't be used; nothing is trained.
     """
     planned = plan_sweep(sweep)
-    record = SweepRecord(out, sweep.search, None if sweep.reference is None else planned[0].label)
+    record = SweepRecord(out, sweep.search, baseline_of(sweep.reference, planned))
     _check(record, planned, workers)
     whole = Session(record, workers).train(planned)
     return _finish(record, whole)
@@ -69,6 +75,22 @@ def _check(record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | 
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
+
+
+def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+    """Search the best rates of every point, train it at these on other seeds, report and write tuning.json.
+
+    Returns and raises as `sweep_grid` does.
+    """
+    record = SweepRecord(out, "tune")
+    tuning = Tuning(sweep, record)
+    record.show(tuning.labels, tuning.baseline)
+    _check(record, tuning.checked(), workers)
+    session = Session(record, workers, tuning.to_come)
+    tuning.say = session.say
+    whole = session.train(tuning.first(), tuning.after)
+    tuning.write()
+    return _finish(record, whole, tuning_table(tuning.rows()), rows=True)
 
 
 def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
@@ -103,16 +125,19 @@ def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None)
     return _finish(record, whole, gaps_table(measure_gaps(study, record)))
 
 
-MODES = {"lr-limits": find_lr_limits, "sensitivity": measure_sensitivity}
+MODES = {"tune": tune_and_confirm, "lr-limits": find_lr_limits, "sensitivity": measure_sensitivity}
 
 
-def _finish(record: SweepRecord, whole: bool, table: str | None = None) -> int:
-    """Write the report, print the table (that of all runs unless given) and the page's path; returns the exit code."""
+def _finish(record: SweepRecord, whole: bool, table: str | None = None, *, rows: bool = False) -> int:
+    """Write the report, print the table given, or else or with `rows` that of all runs; returns the exit code.
+
+    The last line printed is the page's path.
+    """
     page = record.write_page(running=False)
-    if table is None:
-        print_results(record.record.results(), Console())
-    else:
+    if table is not None:
         print("".join(f"{printable(line)}\n" for line in table.splitlines()))
+    if table is None or rows:
+        print_results(record.record.results(), Console())
     print(page, flush=True)
     if not whole:
         return RESUMABLE

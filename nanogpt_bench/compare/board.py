@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -51,6 +51,8 @@ class Board:
         self.entries = [Entry(name, run.lr, size=run.cost) for name, run in zip(names, planned, strict=True)]
         #: how many runs train at a time
         self.workers = workers
+        #: the sizes of runs that will be added, as far as they can be foreseen
+        self.to_come: Callable[[], Sequence[float]] = lambda: ()
         self._console = console
         self._next_estimate = FIRST_ESTIMATE
         self._begun = time.monotonic()
@@ -100,7 +102,8 @@ class Board:
 
     def left(self) -> str:
         """The time left in words, "" while nothing is known of it."""
-        seconds = seconds_left([_work(entry) for entry in self.entries], self.workers)
+        runs = [*map(_work, self.entries), *map(Work, self.to_come())]
+        seconds = seconds_left(runs, self.workers)
         return "" if seconds is None else f"{in_words(seconds)} left"
 
     def _say_left_if_due(self) -> None:

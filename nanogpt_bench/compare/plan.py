@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class PlannedRun:
     seed: int
     name: str
     settings: dict[str, Any]
+    #: whether it is no row of the table: it helps to choose the settings of those that are
+    aside: bool = field(default=False, kw_only=True)
 
     @property
     def lr(self) -> float | None:

@@ -34,6 +34,8 @@ class Record:
     title: str = "nanogpt-bench compare"
     #: label of the row that the others are measured against; None: the first BF16 row
     baseline: str | None = None
+    #: labels of rows in the order of the table, where that is not the order of the runs
+    order: Sequence[str] = ()
     #: what the command was asked for, by option
     asked: Mapping[str, Any] = field(default_factory=dict)
     #: where the corpus is, or will be
@@ -70,10 +72,11 @@ class Record:
         return [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self._by_row()]
 
     def _by_row(self) -> list[list[PlannedRun]]:
-        grouped: dict[str, list[PlannedRun]] = {}
+        grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
         for run in self.planned:
-            grouped.setdefault(run.label, []).append(run)
-        return list(grouped.values())
+            if not run.aside:
+                grouped.setdefault(run.label, []).append(run)
+        return [runs for runs in grouped.values() if runs]
 
     def _loaded(self, runs: Sequence[PlannedRun]) -> Iterator[Run]:
         for run in runs:

@@ -6,10 +6,11 @@ from typing import Any
 
 from nanogpt_bench.config.schema import PEERS
 
-_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
-_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-_LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
-_EXPONENT: dict[str, Any] = {"stiffness": 1.0, "stiffness_end": None}
+_DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
+_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
+_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
+_LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, **_DECAY}
+_EXPONENT: dict[str, Any] = {"stiffness": 1.0, "stiffness_end": None, "stiffness_schedule": None}
 #: the options every optimizer takes, with their defaults; all others must be left out. A rule has rates of its own
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -177,6 +177,23 @@ RULES: dict[str, Rule] = {
         stiffness=1.0,
         needs=("nngeometry", "fisher"),
     ),
+}
+
+#: rules in a format's geometry that have a twin on float weights: the same step, never rounded
+WITH_TWIN = (
+    "stiffness-k0.5",
+    "stiffness-anneal",
+    "stiffness-lion",
+    "stiffness-sgd",
+    "madam",
+    "riemannian",
+    "riemannian-sgd",
+)
+RULES |= {
+    f"{name}-float": replace(
+        RULES[name], storage="continuous", writeback=None, help=f"{name} on float32 weights that are never rounded"
+    )
+    for name in WITH_TWIN
 }
 
 

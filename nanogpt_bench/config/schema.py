@@ -35,7 +35,9 @@ WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
-SCHEDULES = ("cosine", "trapezoid", "constant")
+SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
+#: courses of an option from its value at the first step to that at the last
+COURSES = ("linear", "cosine", "step")
 STOPS = ("nan", "divergence", "plateau")
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
@@ -215,6 +217,15 @@ class OptimizerConfig:
     stiffness_end: float | None = setting(
         None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
     )
+    stiffness_schedule: str | None = setting(
+        None, "the same five: course of k to stiffness_end; null: linear", choices=COURSES
+    )
+    weight_decay_end: float | None = setting(
+        None, "weight_decay at the last step, by weight_decay_schedule; null: it stays", minimum=0.0
+    )
+    weight_decay_schedule: str | None = setting(
+        None, "course of weight_decay to weight_decay_end; null: linear", choices=COURSES
+    )
     representation: str | None = setting(
         None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
     )
@@ -228,11 +239,23 @@ class OptimizerConfig:
         of_formats=True,
         storages=MANIFOLDS,
     )
-    schedule: str = setting("cosine", "course of the learning rate after the warm-up", choices=SCHEDULES, of_rule=False)
+    schedule: str = setting(
+        "cosine",
+        "course of the learning rate after the warm-up: to min_lr_ratio, or none",
+        choices=SCHEDULES,
+        of_rule=False,
+    )
     warmup_steps: int = setting(100, "steps of linear warm-up", minimum=0, of_rule=False)
     min_lr_ratio: float = setting(0.1, "last learning rate over the peak", minimum=0.0, maximum=1.0, of_rule=False)
     decay_share: float = setting(
         0.2, "trapezoid: share of the steps in the final descent", minimum=0.0, maximum=1.0, of_rule=False
+    )
+    step_at: float = setting(
+        0.5,
+        "schedules named step: share of the steps after which the last value holds",
+        minimum=0.0,
+        maximum=1.0,
+        of_rule=False,
     )
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.report.exported import is_export, read_export
+from nanogpt_bench.report.length import by_length, length_cells
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import write_figures
 from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.studies import read_studies
-from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown
+from nanogpt_bench.report.studies import Studies, read_studies
+from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
@@ -33,24 +35,31 @@ def report(
     baseline: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Rebuild page, figures and tables in `out` from run folders, or folders of run folders; returns the page's path.
+    """Rebuild page, figures and tables in `out` from run folders, folders of them, or results files; returns the page.
 
     `say` is told how many runs were found where.
 
     Raises:
         BenchError: a path is no run folder and holds none, no row is labelled `baseline`, or `out` is a file.
     """
-    folders = find_runs(runs, say)
-    loaded = [load_run(path) for path in folders]
+    files = [read_export(path) for path in runs if is_export(path)]
+    given = [path for path in runs if not is_export(path)]
+    folders = find_runs(given, say)
+    own = [load_run(path) for path in folders]
+    loaded = [*own, *(run for file in files for row in file.rows for run in row.runs)]
     if not loaded:
         raise BenchError("no run folders given: expected at least one")
-    rows = group_rows(loaded)
+    one_file = files[0] if len(files) == 1 and not own else None
+    rows = group_rows(loaded) if one_file is None else one_file.rows
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
+    if baseline is None and one_file is not None:
+        baseline = one_file.baseline
     _check_baseline(rows, baseline)
-    facts = facts_of(loaded)
     # What a sweep found lies beside its runs.
-    studies = [*runs, *(folder.parent for folder in folders), out]
-    return write_report(rows, out, title=title, facts=facts, thresholds=thresholds, baseline=baseline, studies=studies)
+    studies = read_studies([*given, *(folder.parent for folder in folders), out])
+    tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
+    options = {"title": title, "facts": facts_of(loaded), "thresholds": thresholds, "baseline": baseline}
+    return write_report(rows, out, **options, studies=replace(studies, tunings=tunings))
 
 
 def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
@@ -74,12 +83,12 @@ def write_report(
     facts: Mapping[str, str],
     thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
-    studies: Sequence[Path] = (),
+    studies: Studies | None = None,
     running: bool = False,
 ) -> Path:
     """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path.
 
-    `studies` are the folders in which sensitivity.json and lr_limits.json may lie; without any, `out`.
+    `studies` is what sweeps found beside their runs; by default, what lies in `out`.
 
     Raises:
         BenchError: the folder can't be made, or `baseline` is no row.
@@ -91,7 +100,7 @@ def write_report(
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
-    found = read_studies(studies or [out])
+    found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
     page = write_text(out / PAGE, render(shown, sections))
     write_tables(results, out)
@@ -102,10 +111,12 @@ def write_report(
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md and table.tex."""
+    """Write results.csv, table.md and table.tex, and gap_by_length.md where rows were trained at several lengths."""
     write_text(out / "results.csv", to_csv(results))
     write_text(out / "table.md", to_markdown(results))
     write_text(out / "table.tex", to_latex(results))
+    if found := by_length(results):
+        write_text(out / "gap_by_length.md", padded(length_cells(found)))
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:

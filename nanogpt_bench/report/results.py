@@ -6,11 +6,12 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
+from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.metrics import COSINE
@@ -62,6 +63,10 @@ class Result:
     tokens_to_gap: Figure | None = None
     cosine: Figure | None = None
     alerts: Mapping[str, int] = field(default_factory=dict)
+    #: to the reference, over the seeds that both finished
+    difference: Difference | None = None
+    #: standard error of a validation over its batches, the mean over the row's runs
+    val_loss_se: float | None = None
 
     @property
     def alerts_fired(self) -> int:
@@ -197,7 +202,9 @@ def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]
 def reference_name(results: Sequence[Result]) -> str:
     """What gaps are measured against: BF16, or the row that stands in for it, of several what they have in common."""
     rows = [result.row for result in results if result.reference]
-    if not rows or rows[0].rule == REFERENCE_RULE:
+    if not rows:
+        return "the reference"
+    if rows[0].rule == REFERENCE_RULE:
         return "BF16"
     return rows[0].label if len(rows) == 1 else row_label(rows[0].rule, rows[0].format)
 
@@ -207,7 +214,9 @@ def measure(
 ) -> list[Result]:
     """Every row's line of the table, in order; `running` says that runs without a summary still go on."""
     against = references_of(rows, reference)
-    return [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
+    results = [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
+    family = adjusted([result.difference for result in results])
+    return [replace(result, difference=found) for result, found in zip(results, family, strict=True)]
 
 
 def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
@@ -220,6 +229,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     stall = figure(run.stall for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
     cosine = figure(mean_cosine(run) for run in row.runs)
+    errors = figure(run.number("final_val_loss_se") for run in row.runs)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
     evidence = Evidence(
         gap_share,
@@ -246,6 +256,8 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
+        val_loss_se=errors.mean if errors else None,
+        difference=None if is_reference or measured is None else difference(_by_seed(row), _by_seed(measured)),
     )
 
 
@@ -278,6 +290,12 @@ def _gap(run: Run, reference: Row) -> float | None:
     base = figure(other.number("final_val_loss") for other in twins or finished)
     loss = run.number("final_val_loss") if run.status == "finished" else None
     return loss - base.mean if loss is not None and base is not None else None
+
+
+def _by_seed(row: Row) -> dict[int, float]:
+    """The final losses of a row's finished runs by seed."""
+    ended = ((run.seed, run.number("final_val_loss")) for run in row.runs if run.status == "finished")
+    return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
 
 
 def findings(results: Sequence[Result]) -> list[str]:

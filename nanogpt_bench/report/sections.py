@@ -15,11 +15,13 @@ from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
+from nanogpt_bench.report.length import length_section
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row, findings
 from nanogpt_bench.report.section import Section, css_class, figures, legend
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
+from nanogpt_bench.report.tuned import tuned_section
 from nanogpt_bench.report.verdict import Thresholds, describe_ending
 from nanogpt_bench.runs.history import history_comment
 from nanogpt_bench.runs.load import Run
@@ -56,6 +58,8 @@ def all_sections(page: Page) -> list[Section]:
     found: list[Section | None] = [
         _what(page),
         _results(page),
+        length_section(page.results),
+        tuned_section(page.studies.tunings),
         _loss(page),
         e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,
         failure_section(failed_runs(page.results), page.references, page.looks) if ended else None,
@@ -105,6 +109,12 @@ def _table_row(result: Result, columns: Sequence[Column]) -> str:
     return f"<tr{css_class('reference' if result.reference else '')}>{''.join(cells)}</tr>"
 
 
+DIFFERENCE_NOTE = (
+    "Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval and the "
+    "p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead and no more. "
+)
+
+
 def _table_note(page: Page) -> str:
     seeds = max((len(result.row.runs) for result in page.results), default=1)
     limits = page.thresholds
@@ -114,6 +124,7 @@ def _table_note(page: Page) -> str:
         + "; the gap is that of the final validation losses" * measured
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
         + ". "
+        + (DIFFERENCE_NOTE if any(result.difference is not None for result in page.results) else "")
         + (
             f"Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
             "reference's. " * measured

@@ -1,4 +1,4 @@
-"""What a sweep found beside its runs: sensitivity.json and lr_limits.json, read from the sweep's folder."""
+"""What a sweep found beside its runs, read from its folder: sensitivity.json, lr_limits.json and tuning.json."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ class Studies:
 
     sensitivities: tuple[Sensitivity, ...] = ()
     limits: tuple[LearningRateLimit, ...] = ()
+    #: the rows of every tuning.json, as they stand there
+    tunings: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -53,10 +55,12 @@ def read_studies(folders: Iterable[Path]) -> Studies:
     notes: list[str] = []
     sensitivities: list[Sensitivity] = []
     limits: list[LearningRateLimit] = []
+    tunings: list[tuple[Mapping[str, Any], ...]] = []
     for folder in dict.fromkeys(folders):
         sensitivities += _sensitivity(folder / "sensitivity.json", notes)
-        limits += _limits(folder / "lr_limits.json", notes)
-    return Studies(tuple(sensitivities), tuple(dict.fromkeys(limits)), tuple(notes))
+        limits += map(_limit, _rows(folder / "lr_limits.json", notes))
+        tunings += [tuned] if (tuned := tuple(_rows(folder / "tuning.json", notes))) else []
+    return Studies(tuple(sensitivities), tuple(dict.fromkeys(limits)), tuple(tunings), tuple(notes))
 
 
 def _sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
@@ -95,14 +99,14 @@ def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:
     return len(gap) == len(patterns) and all(isinstance(row, list) and len(row) == len(formats) for row in gap)
 
 
-def _limits(path: Path, notes: list[str]) -> list[LearningRateLimit]:
+def _rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
     if not path.is_file():
         return []
     rows = mapping(path, notes).get("rows")
     if not isinstance(rows, Sequence) or isinstance(rows, str):
         notes.append(f"{path.name}: expected rows; left out")
         return []
-    return [_limit(row) for row in rows if isinstance(row, Mapping)]
+    return [row for row in rows if isinstance(row, Mapping)]
 
 
 def _limit(row: Mapping[str, Any]) -> LearningRateLimit:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name
 from nanogpt_bench.runs.metrics import CODE_UNCHANGED
@@ -27,13 +28,17 @@ class Column:
     optional: bool = False
 
 
-GAP = "gap"
+GAP, PAIRED = "gap", "paired difference (95%)"
+#: behind the heading of gaps that rest on one seed
+LEAD = " (one seed: a lead)"
 COLUMNS = (
     Column("run", lambda r: r.row.label, numeric=False),
     Column("lr", lambda r: format_rates(r), optional=True),
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
+    Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
     Column(GAP, lambda r: format_gap(r)),
+    Column(PAIRED, lambda r: in_words(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
@@ -49,11 +54,14 @@ NOTHING = "-"
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     """The columns of a table of these rows: all but the optional ones that would hold dashes only.
 
-    The heading of the gap says what it is measured against; without a reference there is no such column.
+    The heading of the gap says what it is measured against, and where all gaps rest on one seed, that they do: then
+    there is no column of intervals. Without a reference there is neither.
     """
-    gap = f"{GAP} to {reference_name(results)}"
+    leads = [result.difference.is_lead for result in results if result.difference is not None]
+    gap = f"{GAP} to {reference_name(results)}" + (LEAD if leads and all(leads) else "")
     measured = any(result.reference for result in results)
-    columns = (c for c in COLUMNS if measured or c.heading != GAP)
+    left_out = {PAIRED} if all(leads) else set()
+    columns = (c for c in COLUMNS if (measured or c.heading != GAP) and c.heading not in left_out)
     shown = (c for c in columns if not c.optional or any(c.cell(result) != NOTHING for result in results))
     return tuple(replace(c, heading=gap) if c.heading == GAP else c for c in shown)
 
@@ -134,11 +142,18 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
     "lr": lambda r: " ".join(f"{rate:g}" for rate in _rates(r)),
     "final_val_loss": _mean("final_val_loss"),
     "final_val_loss_spread": _spread("final_val_loss"),
+    "final_val_loss_se": lambda r: r.val_loss_se,
     "best_val_loss": _mean("best_val_loss"),
     "best_val_loss_spread": _spread("best_val_loss"),
     "gap": _mean("gap"),
     "gap_spread": _spread("gap"),
     "gap_share": lambda r: r.gap_share,
+    "difference": lambda r: getattr(r.difference, "mean", None),
+    "difference_seeds": lambda r: getattr(r.difference, "seeds", None),
+    "difference_low": lambda r: getattr(r.difference, "low", None),
+    "difference_high": lambda r: getattr(r.difference, "high", None),
+    "difference_p": lambda r: getattr(r.difference, "p", None),
+    "difference_p_holm": lambda r: getattr(r.difference, "holm", None),
     "bytes_per_parameter": lambda r: r.bytes_per_parameter,
     "stall": _mean("stall"),
     "stall_spread": _spread("stall"),
@@ -170,16 +185,28 @@ def _padded(results: Sequence[Result], cell: Callable[[str], str]) -> str:
     columns = shown_columns(results)
     lines = [[column.heading for column in columns]]
     lines += [[cell(column.cell(result)) for column in columns] for result in results]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    rule = ["-" * (w - 1) + ":" if c.numeric else "-" * w for c, w in zip(columns, widths, strict=True)]
-    lines.insert(1, rule)
-    return "".join(f"| {' | '.join(_aligned(line, columns, widths))} |\n" for line in lines)
+    return padded(lines, [column.numeric for column in columns])
 
 
-def _aligned(cells: Sequence[str], columns: Sequence[Column], widths: Sequence[int]) -> list[str]:
+def padded(lines: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None) -> str:
+    """Return lines of cells, the heading first, as a GitHub table; all columns but the first are numeric unless said.
+
+    >>> print(padded([["run", "loss"], ["fp32", "2.1"]]), end="")
+    | run  | loss |
+    | ---- | ---: |
+    | fp32 |  2.1 |
+    """
+    numbers = [place > 0 for place in range(len(lines[0]))] if numeric is None else numeric
+    widths = [max(len(line[i]) for line in lines) for i in range(len(numbers))]
+    rule = ["-" * (w - 1) + ":" if number else "-" * w for number, w in zip(numbers, widths, strict=True)]
+    every = [lines[0], rule, *lines[1:]]
+    return "".join(f"| {' | '.join(_aligned(line, numbers, widths))} |\n" for line in every)
+
+
+def _aligned(cells: Sequence[str], numeric: Sequence[bool], widths: Sequence[int]) -> list[str]:
     return [
-        cell.rjust(width) if column.numeric else cell.ljust(width)
-        for cell, column, width in zip(cells, columns, widths, strict=True)
+        cell.rjust(width) if number else cell.ljust(width)
+        for cell, number, width in zip(cells, numeric, widths, strict=True)
     ]
 
 

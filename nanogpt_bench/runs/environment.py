@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
 import platform
 import shlex
+import subprocess
 import sys
+from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,7 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "commit": commit(),
         "libraries": {name: _version(name) for name in _LIBRARIES} | {"torch": torch.__version__},
         "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -43,6 +48,26 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit that this package is of: as it was installed, or as it is checked out; None if unknown.
+
+    One behind which files were changed ends in `+`.
+    """
+    with suppress(metadata.PackageNotFoundError, ValueError, TypeError, AttributeError):
+        told = json.loads(metadata.distribution("fp8manifold").read_text("direct_url.json") or "{}")
+        if found := told.get("vcs_info", {}).get("commit_id"):
+            return str(found)
+    here = ["git", "-C", str(Path(__file__).parent)]
+    with suppress(OSError, subprocess.SubprocessError):
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+        # An installed copy may lie inside a checkout of something else: that one's commit says nothing.
+        subprocess.run([*here, "ls-files", "--error-unmatch", Path(__file__).name], **options)
+        said = subprocess.run([*here, "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"], **options)
+        return str(said.stdout).strip() or None
+    return None
 
 
 def cpu_model() -> str:

@@ -15,6 +15,8 @@ from nanogpt_bench.system.errors import BenchError, printable
 MOST_FOLDERS = 100_000
 #: places that are named
 MOST_PLACES = 20
+#: what a sweep's folder holds, and where below it the trials of its tuning lie
+SWEEP, TRIALS = "sweep.json", "trials"
 
 
 def find_runs(paths: Iterable[Path], say: Callable[[str], None] | None = None) -> list[Path]:
@@ -65,7 +67,7 @@ class _Search:
             BenchError: more folders than are looked into.
         """
         walk = os.walk(self.top, onerror=lambda error: self.closed.append(str(error.filename)))
-        for looked_into, (place, names, _) in enumerate(walk):
+        for looked_into, (place, names, files) in enumerate(walk):
             if looked_into >= MOST_FOLDERS:
                 raise BenchError(
                     f"{str(self.top)!r} has more than {MOST_FOLDERS:,} folders below it; give those that hold the runs"
@@ -75,7 +77,9 @@ class _Search:
             self.links += len(links)
             runs = [path for path in below if path not in links and is_run_folder(path)]
             yield from runs
-            names[:] = [path.name for path in below if path not in links and path not in runs]
+            left = {*links, *runs}
+            left |= {Path(place, TRIALS)} if SWEEP in files else set()  # no rows of a sweep, unless they are asked for
+            names[:] = [path.name for path in below if path not in left]
 
     @property
     def left_out(self) -> str:

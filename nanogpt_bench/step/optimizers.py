@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, Config, OptimizerConfig
+from nanogpt_bench.step.schedule import Course
 from nanogpt_bench.step.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -205,7 +206,10 @@ def _stiffness(config: Config) -> float | Callable[[int], float]:
         return 0.0
     if settings.stiffness_end is None:
         return settings.stiffness
-    return fm.optim.anneal(settings.stiffness, settings.stiffness_end, config.train.max_steps)
+    steps, name = config.train.max_steps, settings.stiffness_schedule or "linear"
+    if name == "linear":
+        return fm.optim.anneal(settings.stiffness, settings.stiffness_end, steps)
+    return Course(name, settings.stiffness, settings.stiffness_end, steps, settings.step_at)
 
 
 def stiffness_at(config: Config, step: int) -> float | None:

@@ -210,6 +210,19 @@ def _check_optimizer(config: Config) -> None:
         if storage not in storages and get(config, key) not in (None, False):
             raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
     _check_options(optimizer)
+    _check_courses(optimizer)
+
+
+def _check_courses(optimizer: OptimizerConfig) -> None:
+    """Refuse the name of a course that leads nowhere, and a decay that can't be taken along one."""
+    for name in ("stiffness", "weight_decay"):
+        course = getattr(optimizer, f"{name}_schedule")
+        if course is not None and getattr(optimizer, f"{name}_end") is None:
+            raise BenchError(f"optimizer.{name}_schedule: {course!r} needs optimizer.{name}_end, where it leads to")
+    if optimizer.weight_decay_end is not None and not optimizer.weight_decay:
+        raise BenchError(
+            f"optimizer.weight_decay_end: {optimizer.weight_decay_end:g} needs optimizer.weight_decay above 0"
+        )
 
 
 def _check_monitors(config: Config) -> None:
@@ -302,4 +315,5 @@ def _follows(config: Config, entry: Rule) -> bool:
         and (optimizer.moments or "float32") == (entry.moments or "float32")
         and optimizer.stiffness == entry.stiffness
         and optimizer.stiffness_end == entry.stiffness_end
+        and (optimizer.stiffness_schedule or "linear") == "linear"
     )

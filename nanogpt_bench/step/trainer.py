@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.schedule import lr_factor
+from nanogpt_bench.step.schedule import decay_course, lr_factor
 from nanogpt_bench.step.start import model_shape, start_model
 from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.torchao_float8 import train_in_float8
@@ -32,6 +33,19 @@ def initial_model(config: Config, corpus: Corpus) -> GPT:
     return start_model(model_shape(config, corpus.vocab_size), config, corpus)
 
 
+def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of losses and its standard error, their standard deviation over the root of their number.
+
+    The error is None for one loss, and where one is not finite.
+
+    >>> mean_and_error([1.0, 2.0, 3.0])
+    (2.0, 0.5773502691896258)
+    """
+    mean = sum(losses) / len(losses)
+    known = len(losses) > 1 and math.isfinite(mean)
+    return mean, statistics.stdev(losses) / math.sqrt(len(losses)) if known else None
+
+
 class Trainer:
     """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already."""
 
@@ -41,6 +55,9 @@ class Trainer:
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        self._decay = decay_course(config.optimizer, config.train.max_steps)
+        #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
+        self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
         #: by how many steps the batches are ahead of the steps, after rollbacks
@@ -64,6 +81,7 @@ class Trainer:
         """
         observers = list(observers)
         lr = self._set_lr(step.number - 1)
+        self._set_decay(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
@@ -95,6 +113,13 @@ class Trainer:
             else:
                 group["lr"] = lr
         return (settings.lr or 0.0) * factor
+
+    def _set_decay(self, index: int) -> None:
+        """Take every group's decay as far along its course as the steps are."""
+        if self._decay is not None:
+            share = self._decay(index) / self._decay.start
+            for group, first in zip(self.optimizer.param_groups, self._first_decays, strict=True):
+                group["weight_decay"] = first * share
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)
@@ -141,13 +166,17 @@ class Trainer:
         for micro_step in range(self.config.train.accumulation):
             yield self._move(self._draw(number - 1, micro_step))
 
-    @torch.no_grad()
     def validate(self) -> float:
         """Return the mean loss (nats a token) over the fixed validation batches."""
+        return mean_and_error(self.validation_losses())[0]
+
+    @torch.no_grad()
+    def validation_losses(self) -> list[float]:
+        """Return the loss (nats a token) of each of the fixed validation batches."""
         self.model.eval()
         losses = [self._loss(tokens, targets).item() for tokens, targets in self._eval_batches]
         self.model.train()
-        return sum(losses) / len(losses)
+        return losses
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from nanogpt_bench.config.check import bounds, inside, is_finite
 from nanogpt_bench.config.field import allowed
@@ -44,6 +45,26 @@ class Sensitivity:
 
 
 @dataclass(frozen=True)
+class Tune:
+    """How the best value of `keys` is searched at every combination of the axes, before the runs that count."""
+
+    keys: tuple[str, ...] = _key(("optimizer.lr",), "what is searched; a rule that lacks a key is searched in the rest")
+    start: Mapping[str, float] = field(default_factory=dict)
+    factor: float = _key(2.0, "between neighbours of the grid; around its best half of it follows", above=1.0)
+    span: float = _key(256.0, "how far from its start a key is searched, as a factor", above=1.0)
+    seeds: tuple[int, ...] = _key((), "of the trials; the mean of their losses decides")
+    steps: int | None = _key(None, "of a trial; null: train.max_steps", minimum=1)
+
+
+@dataclass(frozen=True)
+class Confirm:
+    """The runs that count: every combination at its best values, on seeds that it was not tuned on."""
+
+    seeds: tuple[int, ...] = _key((), "of the runs of every combination")
+    steps: int | None = _key(None, "of each; null: train.max_steps", minimum=1)
+
+
+@dataclass(frozen=True)
 class SweepFile:
     """A sweep file as read: settings by dotted key, axes in the order of the file."""
 
@@ -54,7 +75,10 @@ class SweepFile:
     samples: int = _key(20, "random: how many points", minimum=1)
     sample_seed: int = _key(0, "random: chooses the points", minimum=0)
     workers: int | None = _key(None, "runs at a time; null: one a core", minimum=1)
-    reference: Mapping[str, Any] | None = None
+    #: settings of runs to measure against; or the name of a row to measure against
+    reference: Mapping[str, Any] | str | None = None
+    tune: Tune | None = None
+    confirm: Confirm | None = None
     lr_limits: LrLimits = field(default_factory=LrLimits)
     sensitivity: Sensitivity = field(default_factory=Sensitivity)
 
@@ -66,8 +90,10 @@ class SweepFile:
 #: what a sweep file may hold
 KEYS = (
     *("config", "settings", "axes", "search", "samples", "sample_seed", "workers", "reference"),
-    *("lr_limits", "sensitivity"),
+    *("tune", "confirm", "smoke", "lr_limits", "sensitivity"),
 )
+#: what smoke may put another value in place of
+SMOKE = ("settings", "axes", "tune", "confirm")
 
 
 def shipped_sweeps() -> list[str]:
@@ -88,8 +114,8 @@ def find_sweep(name: str) -> Path:
     return find_shipped(name, FOLDER, "sweep file")
 
 
-def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
-    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings.
+def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False) -> SweepFile:
+    """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
 
     Raises:
         BenchError: unreadable, an unknown key, a value out of range, or an axis that is overridden, in one line.
@@ -98,6 +124,8 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
     for key in tree:
         if key not in KEYS:
             raise unknown(f"key in {path.name}", key, KEYS)
+    shrunk = _smoke(tree, path)
+    tree = {**tree, **shrunk} if smoke else tree
     axes = _axes(tree.get("axes"), path)
     base = parse_overrides(overrides, assemble({}, _base(tree, path)))
     for key in parse_overrides(overrides):
@@ -109,7 +137,8 @@ def read_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepFile:
         base,
         axes,
         **_checked(SweepFile, tree, "", ("search", "samples", "sample_seed", "workers")),
-        reference=None if reference is None else _settings(reference, "reference"),
+        reference=reference if isinstance(reference, str | None) else _settings(reference, "reference"),
+        **_tuning(tree, path),
         lr_limits=LrLimits(**_section(LrLimits, tree, "lr_limits")),
         sensitivity=Sensitivity(**_section(Sensitivity, tree, "sensitivity")),
     )
@@ -125,6 +154,21 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise BenchError(f"sweep file {str(path)!r} must hold keys and values; allowed: {', '.join(KEYS)}")
     return tree
+
+
+def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The sections of the file with what its section smoke says put in."""
+    smoke = tree.get("smoke")
+    if smoke is None:
+        return {}
+    if not isinstance(smoke, dict):
+        raise BenchError(f"smoke in {path.name}: {smoke!r} is not allowed; give sections: {', '.join(SMOKE)}")
+    for name, content in smoke.items():
+        if name not in SMOKE:
+            raise unknown(f"key in smoke of {path.name}", name, SMOKE)
+        if not isinstance(content, dict):
+            raise BenchError(f"smoke.{name} in {path.name}: {content!r} is not allowed; give keys and values")
+    return {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
 
 
 def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
@@ -161,6 +205,22 @@ def _settings(content: Any, key: str) -> dict[str, Any]:
     return read_settings(content)
 
 
+def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The sections tune and confirm, which go together and share no seed."""
+    if tree.get("tune") is None and tree.get("confirm") is None:
+        return {}
+    for name, other in (("tune", "confirm"), ("confirm", "tune")):
+        if tree.get(name) is None:
+            raise BenchError(f"{other} in {path.name} needs {name}; give {name}: {{seeds: [1, 2]}}")
+    tune, confirm = Tune(**_section(Tune, tree, "tune")), Confirm(**_section(Confirm, tree, "confirm"))
+    for name, seeds in (("tune", tune.seeds), ("confirm", confirm.seeds)):
+        if not seeds:
+            raise BenchError(f"{name}.seeds: missing in {path.name}; give a list of seeds, such as [1, 2]")
+    if both := [seed for seed in tune.seeds if seed in confirm.seeds]:
+        raise BenchError(f"confirm.seeds: {both[0]} is one of tune.seeds; confirm on seeds that nothing was tuned on")
+    return {"tune": tune, "confirm": confirm}
+
+
 def _section(section: type, tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     content = tree.get(name)
     if content is None:
@@ -188,7 +248,9 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
     kinds = getattr(hint, "__args__", (hint,))
     if Ellipsis in kinds:
-        return _words(key, value)
+        return _words(key, value) if str in kinds else _seeds(key, value)
+    if get_origin(hint) is Mapping:
+        return _numbers(key, value)
     kind = next(kind for kind in kinds if kind is not type(None))
     if kind is float and isinstance(value, int) and not isinstance(value, bool) and is_finite(value):
         value = float(value)
@@ -199,6 +261,24 @@ def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
     if kind in (int, float) and not inside(value, metadata):
         raise BenchError(f"{key}: {value!r} is out of range; give {_WORDS[kind]}{bounds(metadata)}")
     return value
+
+
+def _seeds(key: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value or not all(type(seed) is int and seed >= 0 for seed in value):
+        raise BenchError(f"{key}: {value!r} is not allowed; give a list of whole numbers >= 0")
+    if twice := [seed for seed in value if value.count(seed) > 1]:
+        raise BenchError(f"{key}: {twice[0]} is there twice")
+    return tuple(value)
+
+
+def _numbers(key: str, value: Any) -> dict[str, float]:
+    try:
+        numbers = {str(name): float(number) for name, number in value.items() if not isinstance(number, bool)}
+        if len(numbers) == len(value) and all(0 < number < math.inf for number in numbers.values()):
+            return numbers
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        pass
+    raise BenchError(f"{key}: {value!r} is not allowed; give keys and numbers above 0, such as optimizer.lr: 0.001")
 
 
 def _words(key: str, value: Any) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from nanogpt_bench.config.reference import reference_settings
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.results import row_label
+from nanogpt_bench.report.results import Row, row_label
 from nanogpt_bench.step.formats import format_summary, weight_format
 from nanogpt_bench.step.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError, printable, unknown
 
 LONGEST_NAME = 120
 #: settings that a label says through its first words, or leaves to the name
@@ -49,7 +49,7 @@ def plan_sweep(sweep: SweepFile) -> list[PlannedPoint]:
     if not sweep.axes:
         raise BenchError(f"{sweep.path.name} has no axes; give settings and the values they take")
     check_count(count_points(sweep), f"{sweep.path.name} (search: {sweep.search})")
-    points = list(_points(sweep))
+    points = list(points_of(sweep))
     planned = [plan_point(sweep.base, point) for point in points]
     return named_once([*_told_apart(plan_reference(sweep, points), planned), *planned])
 
@@ -67,6 +67,26 @@ def _apart_from(point: PlannedPoint, run: PlannedPoint) -> PlannedPoint:
     return replace(run, label=label, name=folder_name(f"{label} seed={run.seed}", run.axes))
 
 
+def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
+    """Return the label of the row to measure against, None for the first BF16 one.
+
+    `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
+    and format.
+
+    Raises:
+        BenchError: no such row; names the nearest one.
+    """
+    if not isinstance(reference, str):
+        return None if reference is None else planned[0].label
+    labels = [run.label for run in planned]
+    if reference in labels:
+        return reference
+    short = [row_label(run.rule, run.format) for run in planned]
+    if reference not in short:
+        raise unknown("reference", reference, list(dict.fromkeys(labels)))
+    return labels[short.index(reference)]
+
+
 def count_points(sweep: SweepFile) -> int:
     """Return how many points the file asks for, at most, without making them.
 
@@ -78,19 +98,20 @@ def count_points(sweep: SweepFile) -> int:
     return math.prod(axis.size for axis in sweep.axes)
 
 
-def _points(sweep: SweepFile) -> Iterable[Point]:
+def points_of(sweep: SweepFile) -> Iterable[Point]:
+    """Return the points of the axes: every combination, or random ones."""
     if sweep.search == "random":
         return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
     return grid_points(sweep.axes)
 
 
 def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoint]:
-    """Return the file's reference at every seed that occurs; nothing where it names none.
+    """Return the file's reference at every seed that occurs; nothing where it gives no settings of one.
 
     There is one for every combination of values of the axes without which losses can't be set against each other, such
     as steps: a reference trains on what the points measured against it train on, as far.
     """
-    if sweep.reference is None:
+    if not isinstance(sweep.reference, Mapping):
         return []
     keys = [key for key in (*keys_where("of_task"), "seed") if key not in sweep.reference]
     found = [{key: point[key] for key in keys if key in point} for point in points]

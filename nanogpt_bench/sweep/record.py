@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class SweepRecord:
         self._resumed: set[str] = set()
         #: why runs that an earlier start had brought to an end are to be done again, by name
         self.again: dict[str, str] = {}
+
+    def show(self, order: Sequence[str], baseline: str | None) -> None:
+        """Show rows in this order of their labels, measured against that one; None: against the first BF16 one."""
+        self.record = replace(self.record, order=order, baseline=baseline)
 
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
         path = self.folder / MANIFEST
@@ -148,7 +153,8 @@ class SweepRecord:
         entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.
         entries += [entry for name, entry in self._known.items() if name not in self._entries]
-        content = {"mode": self.mode, "command": command_line(), "runs": entries}
+        told = {"mode": self.mode, "baseline": self.record.baseline, "order": list(self.record.order)}
+        content = {**told, "command": command_line(), "runs": entries}
         write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         write_text(self.folder / TABLE, self._table())
 

@@ -89,6 +89,8 @@ def _references(
     own = sweep.reference
     if own is None:
         own = {"rule": float_rule(resolve(build_config({**base, "model.format": fmt})).train.precision)}
+    if isinstance(own, str):
+        raise BenchError(f"reference: {own!r} names a row; --sensitivity takes settings, such as {{rule: fp32}}")
     settings = reference_settings(base, own)
     return tuple(plan_point(settings, point) for point in points)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,18 @@ def nothing_follows(_: PlannedPoint) -> Iterable[PlannedPoint]:
 
 
 class Session:
-    """Trains what a record has not, several runs at a time."""
+    """Trains what a record has not, several runs at a time; `to_come` are the sizes of runs still to be planned."""
 
-    def __init__(self, record: SweepRecord, workers: int | None) -> None:
+    def __init__(
+        self, record: SweepRecord, workers: int | None, to_come: Callable[[], Sequence[float]] = tuple
+    ) -> None:
         self._record, self._workers = record, workers
         self._jobs: list[dict[str, Any]] = []
         self._runs: list[PlannedPoint] = []
         self._waiting: deque[int] = deque()
         self._board = Board([], Console(stderr=True))
+        self._board.to_come = to_come
+        self.say = self._board.say
         self._threads = 1
         self._written, self._pause = time.monotonic(), SECONDS_BETWEEN_PAGES
 

@@ -42,6 +42,8 @@ class Outcome:
     first_val_loss: float | None = None
     final_val_loss: float | None = None
     best_val_loss: float | None = None
+    #: standard error of the last validation, over its batches
+    final_val_loss_se: float | None = None
     seconds: float = 0.0
     training_seconds: float = 0.0
     #: bytes of model and optimizer after the last step
@@ -77,7 +79,7 @@ class Outcome:
         assert kind in OF_TRAINING, kind
         self.status = "failed"
         self.failure = {"kind": kind, "message": message, "step": step}
-        self.final_val_loss = None
+        self.final_val_loss = self.final_val_loss_se = None
 
     def end_early(self, kind: str, message: str, step: int) -> None:
         """Record why the run ends where nothing has failed."""

@@ -42,6 +42,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "rollbacks": outcome.rollbacks,
         "alerts": dict(watch.alerts.counts) if watch.alerts else {},
         "final_val_loss": loss,
+        "final_val_loss_se": outcome.final_val_loss_se,
         "best_val_loss": outcome.best_val_loss,
         "first_val_loss": outcome.first_val_loss,
         "bytes_per_parameter": _ratio(outcome.held_bytes, count(model.parameters())),

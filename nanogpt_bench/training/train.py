@@ -31,7 +31,7 @@ from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.run_state import capture, expected_bytes, restore
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.start import check_start, start_facts
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.step.trainer import Trainer, mean_and_error
 from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.lock import locked
@@ -300,9 +300,8 @@ class _Run:
             message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
             self.outcome.fail("divergence", message, step.number)
         elif "plateau" in asked and trend.flat:
-            message = (
-                f"{metrics.VAL_LOSS.name} has not fallen for {trend.evals_flat} validations, up to step {step.number}"
-            )
+            flat = f"has not fallen for {trend.evals_flat} validations"
+            message = f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}"
             self.outcome.end_early("plateau", message, step.number)
 
     def _count(self, step: Step, spent: float) -> None:
@@ -335,12 +334,11 @@ class _Run:
             self._validate(step)
 
     def _validate(self, step: Step) -> None:
-        loss = self.trainer.validate()
-        step.record[metrics.VAL_LOSS.name] = loss
+        loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
+        step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
-            train = self.config.train
-            asked = "nan" in train.stop_on or train.on_anomaly == "rollback"
+            asked = "nan" in self.config.train.stop_on or self.config.train.on_anomaly == "rollback"
             if asked or step.last or self.outcome.status == "stopped":
                 self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
             return

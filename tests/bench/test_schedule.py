@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from pathlib import Path
 
-from nanogpt_bench.config.schema import OptimizerConfig
+import pytest
+import torch
+
+from nanogpt_bench.config.schema import COURSES, SCHEDULES, Config, OptimizerConfig
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.step.optimizers import stiffness_at
+from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.schedule import lr_factor
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
 
 
 def factors(**settings: object) -> list[float]:
@@ -34,6 +43,80 @@ def test_constant_stays() -> None:
     assert set(factors(warmup_steps=0, schedule="constant")) == {1.0}
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "trapezoid", "constant"])
+def test_linear_falls_along_a_line_from_the_end_of_the_warm_up() -> None:
+    values = factors(warmup_steps=20, schedule="linear", min_lr_ratio=0.0)
+    assert values[20:] == pytest.approx([1 - step / 80 for step in range(81)])
+
+
+def test_a_step_falls_at_its_share_of_the_run_whatever_the_warm_up() -> None:
+    values = factors(warmup_steps=10, schedule="step", step_at=0.25, min_lr_ratio=0.1)
+    assert values[10:25] == [1.0] * 15
+    assert values[25:] == pytest.approx([0.1] * 76)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_warm_up_longer_than_the_run_never_exceeds_the_peak(schedule: str) -> None:
     assert max(factors(warmup_steps=500, schedule=schedule)) < 0.21
+
+
+#: what is left of the way after 0, 2, 4, 6 and 8 of 8 steps
+LEFT = {"linear": [1, 0.75, 0.5, 0.25, 0], "cosine": [1, 0.8536, 0.5, 0.1464, 0], "step": [1, 1, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_k_follows_its_course_by_name(tiny: Callable[..., Config], course: str) -> None:
+    options = {"optimizer__stiffness_schedule": course, "train__max_steps": 8}
+    config = resolve(tiny(rule="stiffness-anneal", model__format="E4M3", **options))
+    assert [stiffness_at(config, step) for step in range(0, 9, 2)] == pytest.approx(LEFT[course], abs=1e-4)
+    trainer = trainer_of(config)
+    trainer.train_step(trainer.new_step(1, last=False), ())  # and the optimizer takes it
+
+
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("rule", ["fp32", "stochastic", "riemannian", "muon"])
+def test_weight_decay_follows_its_course_by_name_in_every_group_that_decays(
+    tiny: Callable[..., Config], course: str, rule: str
+) -> None:
+    options = {"optimizer__weight_decay_schedule": course, "train__max_steps": 8, "optimizer__weight_decay": 0.2}
+    options |= {} if rule in ("fp32", "muon") else {"model__format": "E4M3"}
+    trainer = trainer_of(resolve(tiny(rule=rule, optimizer__weight_decay_end=0.1, **options)))
+    first = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+    assert any(first)
+    seen = []
+    for number in range(1, 9):
+        trainer.train_step(trainer.new_step(number, last=False), ())
+        now = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+        assert all(decay == 0 for decay, was in zip(now, first, strict=True) if not was)
+        shares = [decay / was for decay, was in zip(now, first, strict=True) if was]
+        assert shares == pytest.approx(shares[:1] * len(shares))
+        seen.append(shares[0])
+    assert seen[::2] == pytest.approx([0.5 + 0.5 * left for left in LEFT[course][:4]], abs=1e-4)
+
+
+def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callable[..., Config]) -> None:
+    options = {"optimizer__schedule": "step", "optimizer__warmup_steps": 0, "optimizer__min_lr_ratio": 0.5}
+    trainer = trainer_of(resolve(tiny(rule="riemannian", model__format="E4M3", train__max_steps=4, **options)))
+    rates = []
+    for number in range(1, 5):
+        trainer.train_step(step := trainer.new_step(number, last=False), ())
+        rates.append((step.record["lr"], trainer.optimizer.param_groups[0]["lr"]))
+    assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rule": "fp32", "optimizer__weight_decay_schedule": "step"}, "needs optimizer.weight_decay_end"),
+        ({"rule": "stiffness", "optimizer__stiffness_schedule": "cosine"}, "needs optimizer.stiffness_end"),
+        ({"rule": "fp32", "optimizer__weight_decay": 0, "optimizer__weight_decay_end": 0.1}, "weight_decay above 0"),
+        ({"rule": "stochastic", "optimizer__stiffness_schedule": "cosine"}, "is not an option of adamw"),
+    ],
+)
+def test_a_course_that_leads_nowhere_is_refused(tiny: Callable[..., Config], options: dict, message: str) -> None:
+    formats = {} if options["rule"] == "fp32" else {"model__format": "E4M3"}
+    with pytest.raises(BenchError, match=message):
+        resolve(tiny(**options, **formats))
+
+
+def trainer_of(config: Config) -> Trainer:
+    return Trainer(config, load_corpus(Path(config.data.dir), 16), torch.device("cpu"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fp8manifold as fm
-from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.rules import RULES, WITH_TWIN, available_rules
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.step.memory import bytes_of
@@ -109,6 +109,30 @@ def test_a_residual_begins_with_the_float_weights(tiny: Tiny, rule: str) -> None
             step = fm.ulp(start / layer.weight_scale(), "E4M3") * layer.weight_scale()
             assert bool(((value - start).abs() <= step / 256).all()), name
             assert not torch.equal(weight.dequantize(), value), name
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E7M0"])
+@pytest.mark.parametrize("rule", WITH_TWIN)
+def test_a_float_twin_takes_the_step_of_its_rule_without_its_rounding(tiny: Tiny, rule: str, fmt: str) -> None:
+    """From the same weights and batch: what the rule writes is a neighbour of what the twin keeps."""
+    twin, rounded = (
+        trainer_of(tiny(rule=name, model__format=fmt, optimizer__warmup_steps=0, **grid))
+        for name, grid in ((f"{rule}-float", {}), (rule, {"model__storage": "grid"}))
+    )
+    with torch.no_grad():
+        for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
+            own.copy_(other)
+    assert train(twin, 1) == train(rounded, 1)
+    layers, moved = quantized_layers(rounded.model), 0
+    others = {name: layer.weight for name, layer in quantized_layers(twin.model).items()}
+    for name, layer in layers.items():
+        ulps = layer.manifold.to_chart(layer.weight) - layer.manifold.to_chart(others[name])
+        assert ulps.abs().max() < 1 + 1e-4
+        moved += int((others[name] != layer.weight).sum())
+    assert moved  # the twin is off the grid
+    quantized = {id(layer.weight) for layer in (*layers.values(), *quantized_layers(twin.model).values())}
+    for own, other in zip(twin.model.parameters(), rounded.model.parameters(), strict=True):
+        assert id(own) in quantized or torch.equal(own, other)
 
 
 def test_rounding_is_what_tells_the_unrounded_rule_from_stiffness(tiny: Tiny) -> None:

@@ -34,6 +34,7 @@ from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
+from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 
 ON_GRID = {"rule": "nearest", "model.format": "E4M3", "model.storage": "grid"}
@@ -162,9 +163,12 @@ def test_settings_come_from_the_configuration_the_file_and_the_command_line(writ
 
 
 @pytest.mark.parametrize("name", shipped_sweeps())
-def test_shipped_sweeps_can_be_planned(name):
+def test_shipped_sweeps_can_be_planned(name, tmp_path):
     sweep = read_sweep(find_sweep(name))
-    if name == "sensitivity.yaml":
+    if sweep.tune is not None:
+        tuning = Tuning(sweep, SweepRecord(tmp_path, "tune"))
+        assert len(tuning.checked()) >= 2 * (len(sweep.tune.seeds) + len(sweep.confirm.seeds))
+    elif name == "sensitivity.yaml":
         study = plan_study(sweep)
         assert len(study.planned) == 1 + len(study.patterns) * len(study.formats) == 1 + (6 + 4) * 5
     else:

@@ -156,7 +156,7 @@ def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(
     assert rows[0].label == "E4M3 nearest lr=0.1 max_steps=100"
     results = measure(rows, rows[0])
     assert [result.reference for result in results] == [True, False, True, False]
-    assert "gap to E4M3 nearest |" in to_text(results).splitlines()[0]
+    assert "gap to E4M3 nearest (one seed: a lead) |" in to_text(results).splitlines()[0]
 
 
 def test_a_row_that_no_other_one_is_measured_against_is_no_reference(tmp_path, write_run):

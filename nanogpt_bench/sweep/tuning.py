@@ -1,0 +1,276 @@
+"""Tuning: the best rates of every combination of the axes, then the runs that count, at these, on other seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.compare.plan import check_count
+from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.reference import reference_settings
+from nanogpt_bench.config.settings import FIELDS, build_config, get, unknown_key
+from nanogpt_bench.runs.find import TRIALS
+from nanogpt_bench.runs.load import finite
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.sweep.axes import Point
+from nanogpt_bench.sweep.file import SweepFile, Tune
+from nanogpt_bench.sweep.lr_limits import rounded
+from nanogpt_bench.sweep.pattern_search import FULL, Place, best_place, is_inside, next_places
+from nanogpt_bench.sweep.plan import PlannedPoint, baseline_of, count_points, plan_point, points_of
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.files import write_text
+
+FILE = "tuning.json"
+STEPS = "train.max_steps"
+
+
+@dataclass
+class Search:
+    """The search for the best values at one point, and the points that are confirmed at them.
+
+    `start` is the point's own training, whose settings give the values that the search begins with.
+    """
+
+    base: Mapping[str, Any]
+    start: PlannedPoint
+    options: Tune
+    confirmed: list[PlannedPoint] = field(default_factory=list)
+    trials: dict[Place, list[PlannedPoint]] = field(default_factory=dict)
+    losses: dict[Place, float] = field(default_factory=dict)
+    #: names of the runs of the round at hand that have not ended
+    pending: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        config = resolve(build_config(self.start.settings))
+        first = {key: self.options.start.get(key, get(config, key)) for key in self.options.keys}
+        #: what each key begins with; a rule that has no such key does without it
+        self.first = {key: value for key, value in first.items() if get(config, key) is not None}
+        if not self.first:
+            raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(self.options.keys)}")
+        for key, value in self.first.items():
+            if not value > 0:
+                raise BenchError(f"tune.keys: {key} is {value:g} for {self.start.label}; a search begins above 0")
+
+    @property
+    def reach(self) -> int:
+        """How many half steps a key may go from its start."""
+        return FULL * math.floor(math.log(self.options.span) / math.log(self.options.factor) + 1e-9)
+
+    def values(self, place: Place) -> dict[str, float]:
+        """The values of the keys at a place, to four digits."""
+        factor = self.options.factor
+        items = zip(self.first.items(), place, strict=True)
+        return {key: rounded(value * factor ** (index / FULL)) for (key, value), index in items}
+
+    def round(self) -> list[PlannedPoint]:
+        """The runs to try next, all that can be told from those that have ended; none when the search is over."""
+        for place in next_places(self.losses, len(self.first), self.reach):
+            self.trials[place] = [self._trial(place, seed) for seed in self.options.seeds]
+        runs = [run for place, runs in self.trials.items() if place not in self.losses for run in runs]
+        self.pending = {run.name for run in runs}
+        return runs
+
+    def _trial(self, place: Place, seed: int) -> PlannedPoint:
+        run = plan_point(self.base, {**self.start.axes, **self.values(place), "seed": seed})
+        return replace(run, name=f"{TRIALS}/{run.name}", aside=True)
+
+    def ends(self, run: PlannedPoint, loss_of: Callable[[PlannedPoint], float | None]) -> bool:
+        """Take in that a run has ended; whether it was the last one of its round."""
+        self.pending.discard(run.name)
+        if self.pending:
+            return False
+        for place, runs in self.trials.items():
+            losses = [loss for run in runs if (loss := loss_of(run)) is not None]
+            self.losses[place] = statistics.fmean(losses) if len(losses) == len(runs) else math.inf
+        return True
+
+    @property
+    def best(self) -> dict[str, float] | None:
+        """The values of the lowest mean loss so far; None while there is none."""
+        place = best_place(self.losses) if self.losses else None
+        return None if place is None or math.isinf(self.losses[place]) else self.values(place)
+
+    @property
+    def runs_to_come(self) -> int:
+        """How many trials will still be planned at least: those of the half steps."""
+        return 0 if not self.pending else 2 * len(self.first) * len(self.options.seeds)
+
+
+class Tuning:
+    """All searches and what follows from them; tells which runs come next, and writes tuning.json.
+
+    Raises:
+        BenchError: a file whose axes, keys and seeds don't go together, or a point that can't be used.
+    """
+
+    def __init__(self, sweep: SweepFile, record: SweepRecord) -> None:
+        assert sweep.tune is not None
+        assert sweep.confirm is not None
+        _check(sweep, sweep.tune)
+        self.sweep, self.tune, self.confirm, self._record = sweep, sweep.tune, sweep.confirm, record
+        self.searches: list[Search] = []
+        self._by_name: dict[str, Search] = {}
+        #: told of every search that is over
+        self.say: Callable[[str], None] = lambda _: None
+        for base, point in _combinations(sweep):
+            self._add(base, point)
+        confirmed = [run for search in self.searches for run in search.confirmed]
+        self.baseline, self.labels = baseline_of(sweep.reference, confirmed), [run.label for run in confirmed]
+
+    def _add(self, base: Mapping[str, Any], point: Point) -> None:
+        """Take a combination of the axes in; one that differs from another in length alone may share its search."""
+        confirmed = plan_point(base, point if self.confirm.steps is None else {**point, STEPS: self.confirm.steps})
+        confirmed = replace(confirmed, label=plan_point(base, point).label)
+        for other in (other for search in self.searches for other in search.confirmed if other.name == confirmed.name):
+            if other.settings != confirmed.settings:
+                raise BenchError(
+                    f"two rows would both be called {other.label!r}; name the row: reference: {other.label}"
+                )
+            return  # a rule with float weights, at another format
+        axes = {key: value for key, value in point.items() if key != STEPS or self.tune.steps is None}
+        start = plan_point(base, axes if self.tune.steps is None else {**axes, STEPS: self.tune.steps})
+        search = next((search for search in self.searches if search.start.settings == start.settings), None)
+        if search is None:
+            search = Search(base, start, self.tune)
+            self.searches.append(search)
+        search.confirmed.append(confirmed)
+
+    def first(self) -> list[PlannedPoint]:
+        """The trials to begin with."""
+        return [run for search in self.searches for run in self._round(search)]
+
+    def confirmations(self, search: Search, values: Mapping[str, float]) -> Iterator[PlannedPoint]:
+        """Yield the runs that count, of every point of a search, at these values."""
+        for point in search.confirmed:
+            for seed in self.confirm.seeds:
+                run = plan_point(search.base, {**point.axes, **values, "seed": seed})
+                yield replace(run, label=point.label)
+
+    def checked(self) -> list[PlannedPoint]:
+        """Runs with all settings that will be trained, for finding out before anything is that they can't be."""
+        own = (run for search in self.searches for run in self.confirmations(search, search.first))
+        return [*self.first(), *own]
+
+    def _round(self, search: Search) -> list[PlannedPoint]:
+        runs = search.round()
+        self._by_name |= {run.name: search for run in runs}
+        return runs
+
+    def after(self, run: PlannedPoint) -> Iterable[PlannedPoint]:
+        """The runs that follow from one that has ended: the next trials, or the confirmation."""
+        search = self._by_name.get(run.name)
+        if search is None or not search.ends(run, self._loss):
+            return ()
+        following = self._round(search)
+        if not following:
+            self.say(_found(search))
+            following = list(self.confirmations(search, search.best)) if search.best is not None else []
+        self.write()
+        return following
+
+    def _loss(self, run: PlannedPoint) -> float | None:
+        """The final loss of a trial that came to its last step; one that failed, or ended early, has none."""
+        summary = self._record.summary(run)
+        return finite(summary.get("final_val_loss")) if summary.get("status") == "finished" else None
+
+    def to_come(self) -> list[float]:
+        """The sizes of the runs that are still to be planned, by what is usual: for the estimate of the time left."""
+        sizes: list[float] = []
+        for search in self.searches:
+            if search.pending:
+                sizes += [search.start.cost] * search.runs_to_come
+                sizes += [point.cost for point in search.confirmed for _ in self.confirm.seeds]
+        return sizes
+
+    def write(self) -> Path:
+        """Write tuning.json as things stand."""
+        content = {
+            **{key: getattr(self.tune, key) for key in ("factor", "span", "seeds", "steps")},
+            "confirm": {"seeds": self.confirm.seeds, "steps": self.confirm.steps},
+            "rows": self.rows(),
+        }
+        return write_text(self._record.folder / FILE, json.dumps(content, indent=1) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row a search: what it found, every trial with its losses, and what that cost."""
+        return [self._row(search) for search in self.searches]
+
+    def _row(self, search: Search) -> dict[str, Any]:
+        runs = [run for runs in search.trials.values() for run in runs]
+        told = [self._record.summary(run) for run in runs]
+        keys = list(search.first)
+        return {
+            "label": search.start.label,
+            "rows": [point.label for point in search.confirmed],
+            "rule": search.start.rule,
+            "format": search.start.format,
+            "axes": dict(search.start.axes),
+            "over": bool(search.losses) and not search.pending,
+            "start": search.first,
+            "best": search.best,
+            "inside": {key: bool(search.losses) and is_inside(search.losses, at) for at, key in enumerate(keys)},
+            "trials": [self._told(search, place) for place in sorted(search.trials)],
+            "cost": {
+                "runs": sum(bool(summary) for summary in told),
+                "steps": sum(int(finite(summary.get("steps")) or 0) for summary in told),
+                "seconds": sum(finite(summary.get("seconds")) or 0.0 for summary in told),
+            },
+        }
+
+    def _told(self, search: Search, place: Place) -> dict[str, Any]:
+        runs = search.trials[place]
+        return {
+            "values": search.values(place),
+            "loss": finite(search.losses.get(place)),
+            "losses": {str(run.seed): self._loss(run) for run in runs},
+            "status": {str(run.seed): self._record.summary(run).get("status") for run in runs},
+            "runs": [run.name for run in runs],
+        }
+
+
+def _combinations(sweep: SweepFile) -> Iterator[tuple[Mapping[str, Any], Point]]:
+    """Yield (settings of all runs, point) of the reference, where settings of one are given, and of every point."""
+    points = list(points_of(sweep)) if sweep.axes else [{}]
+    if isinstance(sweep.reference, Mapping):
+        base = reference_settings(sweep.base, sweep.reference)
+        keys = [key for key in keys_where("of_task") if key not in sweep.reference]
+        found = [{key: point[key] for key in keys if key in point} for point in points]
+        yield from ((base, point) for point in {repr(point): point for point in found}.values())
+    yield from ((sweep.base, point) for point in points)
+
+
+def _check(sweep: SweepFile, tune: Tune) -> None:
+    """Refuse keys that can't be searched, and axes that say what tune and confirm say."""
+    if sweep.search != "grid":
+        raise BenchError(f"tune in {sweep.path.name} searches at every point of a grid; take search: random out")
+    for key in (*tune.keys, *tune.start):
+        if key not in FIELDS:
+            raise unknown_key(key)
+        if FIELDS[key][1] not in (float, float | None):
+            raise BenchError(f"tune.keys: {key!r} takes no number that can be multiplied; give optimizer.lr")
+    for key in tune.start:
+        if key not in tune.keys:
+            raise BenchError(f"tune.start: {key} is not one of tune.keys: {', '.join(tune.keys)}")
+    said = {"seed": "tune.seeds and confirm.seeds", **dict.fromkeys(tune.keys, "tune.keys")}
+    said |= {STEPS: "confirm.steps"} if sweep.confirm and sweep.confirm.steps else {}
+    for axis in sweep.axes:
+        if axis.key in said:
+            raise BenchError(f"axes.{axis.key} in {sweep.path.name}: {said[axis.key]} says it; leave one of them out")
+    trials = 5 * len(tune.keys) * len(tune.seeds)
+    each = trials + len(sweep.confirm.seeds if sweep.confirm else ())
+    check_count(each * (count_points(sweep) if sweep.axes else 1), f"{sweep.path.name} (tune)")
+
+
+def _found(search: Search) -> str:
+    """What a search found, in a line."""
+    runs = sum(len(runs) for runs in search.trials.values())
+    if search.best is None:
+        return f"{search.start.label}: no trial of {runs} came to its end with a loss"
+    values = ", ".join(f"{key} {value:g}" for key, value in search.best.items())
+    return f"{search.start.label}: best at {values} ({runs} runs)"

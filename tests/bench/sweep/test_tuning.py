@@ -1,0 +1,259 @@
+"""Tuning: what is tried, what it ends at, and the runs that follow from it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from sweep_runs import read_json, runs_of, trained
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare import pool as pool_module
+from nanogpt_bench.report import figures
+from nanogpt_bench.report.tuned import tuning_table
+from nanogpt_bench.runs.find import find_runs
+from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
+from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.tuning import Tuning
+from nanogpt_bench.system.errors import BenchError
+
+#: loss: a bowl over the logarithms of lr and float_lr, a little apart by seed; above a limit it diverges
+STUB = """
+import json, math, sys
+from pathlib import Path
+BEST = {"fp32": 0.006, "sgd": 0.1, "muon": 0.03}
+for line in sys.stdin:
+    job = json.loads(line)
+    settings, folder = job["settings"], Path(job["run_dir"])
+    rule, lr, seed, steps = (settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps"))
+    folder.mkdir(parents=True)
+    loss = 2.0 + math.log2(lr / BEST[rule]) ** 2 / 10 + seed / 1000 - steps / 1000
+    loss += math.log2(settings.get("optimizer.float_lr", 0.001) / 0.001) ** 2 / 20
+    bad = lr > 2.5 * BEST[rule]
+    summary = {"name": folder.name, "rule": rule, "format": "none", "seed": seed, "steps": steps, "seconds": 2.0}
+    summary |= {"status": "failed" if bad else "finished", "final_val_loss": None if bad else loss}
+    summary |= {"failure": {"kind": "nan", "message": "train/loss is nan", "step": 3} if bad else None, "lr": lr}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    with open("done.txt", "a") as log:
+        print(job["run_dir"].split("/", 1)[1], file=log)
+    print(json.dumps({"kind": "done"}), flush=True)
+"""
+TUNE = {"seeds": [1, 2], "steps": 4}
+CONFIRM = {"seeds": [5, 6, 7], "steps": 8}
+
+
+@pytest.fixture
+def _bowl(monkeypatch):
+    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
+
+
+@pytest.mark.parametrize("optimum", [(0.0,), (3.2,), (-9.0,), (100.0,), (0.9, -4.1), (-5.0, 6.5)])
+def test_the_search_ends_around_the_optimum_or_at_its_span(optimum):
+    losses, reach, rounds = {}, 16, 0
+    while places := next_places(losses, len(optimum), reach):
+        assert not set(places) & set(losses)
+        losses |= {place: sum((at - to) ** 2 for at, to in zip(place, optimum, strict=True)) for place in places}
+        rounds += 1
+    best = best_place(losses)
+    for key, (at, to) in enumerate(zip(best, optimum, strict=True)):
+        assert abs(at - min(to, reach)) <= 1
+        assert is_inside(losses, key) == (to <= reach)
+    assert rounds <= 11
+    assert all(abs(index) <= reach for place in losses for index in place)
+
+
+def test_a_diverged_place_is_worse_than_all():
+    losses = {(0,): math.inf, (-2,): math.inf, (2,): math.inf}
+    assert next_places(losses, 1, 16) == [(-4,)]  # where nothing is stable, lower
+    losses[-4,] = 3.0
+    assert next_places(losses, 1, 16) == [(-6,)]
+    assert not is_inside({(0,): math.inf, (-2,): math.inf, (2,): math.inf}, 0)
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
+    axes = {"rule": ["fp32", "muon", "sgd"], "model.format": ["E4M3", "E5M2"]}
+    tune = TUNE | {"keys": ["optimizer.lr", "optimizer.float_lr"], "start": {"optimizer.float_lr": 0.004}}
+    path = write(axes=axes, tune=tune, confirm=CONFIRM, reference="fp32")
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    content = read_json(Path("out/tuning.json"))
+    best = {row["label"].split()[0]: row["best"] for row in content["rows"]}
+    assert list(best) == ["fp32", "muon", "sgd"]  # float weights stand once
+    assert list(best["fp32"]) == list(best["sgd"]) == ["optimizer.lr"]  # which have no second rate
+    for rule, optimum in {"fp32": 0.006, "muon": 0.03, "sgd": 0.1}.items():
+        assert abs(math.log2(best[rule]["optimizer.lr"] / optimum)) <= 0.26
+    assert abs(math.log2(best["muon"]["optimizer.float_lr"] / 0.001)) <= 0.26
+    runs = trained()
+    assert len(runs) == len(set(runs))
+    for row in content["rows"]:
+        assert row["over"]
+        assert all(row["inside"].values())
+        assert row["cost"]["runs"] == sum(len(trial["runs"]) for trial in row["trials"])
+        assert row["cost"]["steps"] == 4 * row["cost"]["runs"]
+        assert row["cost"]["seconds"] == 2.0 * row["cost"]["runs"]
+        assert [set(trial["losses"]) for trial in row["trials"]] == [{"1", "2"}] * len(row["trials"])
+    diverged = [trial for row in content["rows"] for trial in row["trials"] if None in trial["losses"].values()]
+    assert diverged
+    assert all(trial["loss"] is None and "failed" in trial["status"].values() for trial in diverged)
+    # The table has the confirmed runs alone, at the best rates and the length asked for.
+    lines = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
+    assert [(line["run"], line["seeds"]) for line in lines] == [("fp32", "3"), ("muon", "3"), ("sgd", "3")]
+    entries = {entry["label"]: entry for entry in runs_of(Path("out")).values()}
+    assert entries["muon"]["settings"]["train.max_steps"] == 8
+    assert {key: entries["muon"]["settings"][key] for key in best["muon"]} == best["muon"]
+    out = capsys.readouterr()
+    assert "| muon max_steps=4 | optimizer.float_lr |" in out.out
+    assert "gap to fp32" in out.out
+    assert "best at optimizer.lr" in out.err
+    # Trials lie apart: a report of the folder is one of what counts.
+    assert len(find_runs([Path("out")])) == 9
+    assert len(find_runs([Path("out/trials")])) == len(runs) - 9
+    page = Path("out/report.html").read_text()
+    assert "What was tuned" in page
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_it_goes_on_where_it_was(write):
+    path = write(axes={"rule": ["fp32", "sgd"]}, tune=TUNE, confirm=CONFIRM)
+    command = ["sweep", str(path), "--out", "out", "--workers", "1"]
+    assert main(command) == 0
+    whole, everything = read_json(Path("out/tuning.json")), trained()
+    # As if it had been killed: some runs are gone, one of the first round among them, and so is what was found.
+    gone = [everything[1], *everything[5:]]
+    for name in gone:
+        (Path("out") / name / "summary.json").unlink()
+    Path("out/tuning.json").unlink()
+    assert main(command) == 0
+    assert sorted(trained()) == sorted(gone)
+    assert read_json(Path("out/tuning.json")) == whole
+    assert main(command) == 0
+    assert trained() == []
+    assert read_json(Path("out/tuning.json")) == whole
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_lengths_share_a_search_or_have_each_their_own(write):
+    axes = {"rule": ["sgd"], "train.max_steps": [4, 8, 16]}
+    for steps, searches in ((4, 1), (None, 3)):
+        sweep = read_sweep(write(axes=axes, tune={"seeds": [1], "steps": steps}, confirm={"seeds": [2]}))
+        tuning = Tuning(sweep, SweepRecord(Path(f"out{searches}"), "tune"))
+        assert len(tuning.searches) == searches
+        runs = [run for search in tuning.searches for run in tuning.confirmations(search, search.first)]
+        assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
+        assert {run.settings["train.max_steps"] for run in tuning.first()} == ({4} if steps else {4, 8, 16})
+
+
+def test_the_estimate_counts_what_is_still_to_be_planned(write):
+    sweep = read_sweep(write(axes={"rule": ["sgd"]}, tune=TUNE, confirm=CONFIRM))
+    tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
+    assert tuning.to_come() == []
+    tuning.first()
+    trial, confirmed = 4 * 4, 8 * 4  # steps times sequences
+    assert tuning.to_come() == [trial] * 4 + [confirmed] * 3
+
+
+def test_a_reference_of_its_own_settings_is_tuned_too(write):
+    axes = {"rule": ["sgd"], "train.max_steps": [4, 8]}
+    sweep = read_sweep(write(axes=axes, tune={"seeds": [1]}, confirm={"seeds": [2]}, reference={"rule": "fp32"}))
+    tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
+    assert [search.start.label for search in tuning.searches] == [
+        *("fp32 max_steps=4", "fp32 max_steps=8", "sgd max_steps=4", "sgd max_steps=8")
+    ]
+    assert tuning.baseline == "fp32 max_steps=4"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"tune": {"seeds": [1]}}, "needs confirm"),
+        ({"confirm": {"seeds": [1]}}, "needs tune"),
+        ({"tune": {"seeds": [1, 2]}, "confirm": {"seeds": [3, 2]}}, "confirm.seeds: 2 is one of tune.seeds"),
+        ({"tune": {"steps": 3}, "confirm": {"seeds": [3]}}, "tune.seeds: missing"),
+        ({"tune": {"seeds": [1, 1]}, "confirm": {"seeds": [3]}}, "tune.seeds: 1 is there twice"),
+        ({"tune": {"seeds": [1.5]}, "confirm": {"seeds": [3]}}, "give a list of whole numbers"),
+        ({"tune": {"seeds": [1], "factor": 1.0}, "confirm": {"seeds": [3]}}, "tune.factor: 1.0 is out of range"),
+        ({"tune": {"seed": [1]}, "confirm": {"seeds": [3]}}, "did you mean 'seeds'"),
+        ({"tune": {"seeds": [1], "start": {"optimizer.lr": -1}}, "confirm": {"seeds": [3]}}, "numbers above 0"),
+        ({"tune": {"seeds": [1], "start": 0.1}, "confirm": {"seeds": [3]}}, "such as optimizer.lr: 0.001"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(write, content, message):
+    with pytest.raises(BenchError, match=message):
+        read_sweep(write(axes={"rule": ["fp32"]}, **content))
+
+
+@pytest.mark.parametrize(
+    ("content", "tune", "message"),
+    [
+        ({"axes": {"rule": ["fp32"], "seed": [1]}}, {}, "axes.seed .* leave one of them out"),
+        ({"axes": {"rule": ["fp32"], "optimizer.lr": [0.1]}}, {}, "axes.optimizer.lr"),
+        ({"axes": {"rule": ["fp32"], "train.max_steps": [3]}}, {}, "axes.train.max_steps .*confirm.steps"),
+        ({"axes": {"rule": ["fp32"]}}, {"keys": ["optimizer.lrr"]}, "did you mean 'optimizer.lr'"),
+        ({"axes": {"rule": ["fp32"]}}, {"keys": ["train.max_steps"]}, "no number that can be multiplied"),
+        ({"axes": {"rule": ["fp32"]}}, {"keys": ["optimizer.float_lr"]}, "fp32.* has none of optimizer.float_lr"),
+        ({"axes": {"rule": ["fp32"]}}, {"start": {"optimizer.float_lr": 1.0}}, "not one of tune.keys"),
+        ({"axes": {"rule": ["sgd"]}}, {"keys": ["optimizer.weight_decay"]}, "a search begins above 0"),
+        ({"axes": {"rule": ["fp32"]}, "search": "random"}, {}, "take search: random out"),
+        ({"axes": {"rule": ["fp32"]}, "reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),
+    ],
+)
+def test_axes_and_keys_that_do_not_go_together_are_refused(write, content, tune, message):
+    sweep = read_sweep(write(tune=TUNE | tune, confirm=CONFIRM, **content))
+    with pytest.raises(BenchError, match=message):
+        Tuning(sweep, SweepRecord(Path("out"), "tune"))
+
+
+def test_the_table_says_where_the_best_was_not_inside():
+    trial = {"values": {"optimizer.lr": 0.1}}
+    row = {"label": "sgd", "start": {"optimizer.lr": 0.1}, "best": {"optimizer.lr": 0.1}, "over": True}
+    row |= {"inside": {"optimizer.lr": False}, "trials": [trial], "cost": {"runs": 1, "steps": 4, "seconds": 2.0}}
+    assert "| sgd | optimizer.lr | 0.1 | 0.1 to 0.1, best not inside | 1 | 4 | 2 |" in tuning_table([row])
+    nothing = row | {"best": None, "trials": []}
+    assert "| sgd | optimizer.lr | - | - |" in tuning_table([json.loads(json.dumps(nothing))])
+
+
+def test_a_real_tuning_ends_with_a_page(write):
+    settings = {"train.max_steps": 6, "model.format": "E4M3"}
+    tune = {"seeds": [1], "steps": 2, "span": 2.0}
+    path = write(settings=settings, axes={"rule": ["stochastic"]}, tune=tune, confirm={"seeds": [3, 4]})
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    (row,) = read_json(Path("out/tuning.json"))["rows"]
+    assert row["cost"]["runs"] == len(row["trials"]) >= 4
+    assert {summary["steps"] for summary in map(read_json, Path("out").glob("E4M3*/summary.json"))} == {6}
+
+
+STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    shutil.copytree(corpus_dir, "data/stdlib")
+    assert main(["sweep", name, "--smoke", "--workers", "1"]) == 0
+    (out,) = Path("runs").glob("*/tune-smoke")
+    rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
+    assert len(rows) == sum(len(row["rows"]) for row in read_json(out / "tuning.json")["rows"])
+    assert {row["seeds"] for row in rows} == {"2"}
+    assert main(["results", "export", str(out), "--out", "study.json"]) == 0
+    assert main(["results", "show", "study.json"]) == 0
+
+
+def test_a_study_shrinks_by_its_section_smoke_alone(write):
+    smoke = {"axes": {"rule": ["sgd"]}, "tune": {"steps": 1}, "settings": {"train.max_steps": 2}}
+    path = write(axes={"rule": ["fp32"], "model.n_layer": [1, 2]}, tune=TUNE, confirm=CONFIRM, smoke=smoke)
+    whole, small = (read_sweep(path, smoke=on) for on in (False, True))
+    assert [axis.values for axis in whole.axes] == [("fp32",), (1, 2)]
+    assert [axis.values for axis in small.axes] == [("sgd",), (1, 2)]
+    assert (whole.tune.steps, small.tune.steps, small.tune.seeds) == (4, 1, (1, 2))
+    assert (whole.base["train.max_steps"], small.base["train.max_steps"]) == (4, 2)
+    for wrong, message in (({"axis": {}}, "did you mean 'axes'"), ({"tune": 3}, "smoke.tune"), (3, "smoke in my.yaml")):
+        with pytest.raises(BenchError, match=message):
+            read_sweep(write(axes={"rule": ["fp32"]}, smoke=wrong))

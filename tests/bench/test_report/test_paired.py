@@ -1,0 +1,123 @@
+"""Differences paired by seed: what is said of one seed, of several, and of many rows at once."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+
+import pytest
+from scipy.stats import ttest_rel
+
+from nanogpt_bench.report.build import report
+from nanogpt_bench.report.paired import Difference, adjusted, difference, in_words
+from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text
+from nanogpt_bench.runs.load import load_run
+
+#: Student's own example (1908): hours of sleep gained under two drugs by the same ten patients
+FIRST = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+SECOND = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+
+
+def test_students_sleep():
+    found = difference(dict(enumerate(SECOND)), dict(enumerate(FIRST)))
+    assert found.mean == pytest.approx(1.58)
+    assert (found.low, found.high) == (pytest.approx(0.7001142, abs=1e-6), pytest.approx(2.4598858, abs=1e-6))
+    assert found.p == pytest.approx(0.00283289, abs=1e-7)
+    assert found.p == pytest.approx(ttest_rel(SECOND, FIRST).pvalue)
+    assert found.seeds == 10
+
+
+def test_seeds_are_paired_and_those_without_a_twin_left_out():
+    found = difference({1: 2.0, 2: 2.5, 9: 100.0}, {2: 2.0, 1: 1.6, 5: -100.0})
+    assert (found.mean, found.seeds) == (pytest.approx(0.45), 2)
+    assert difference({1: 2.0}, {2: 2.0}) is None
+    assert difference({1: 2.0}, {1: 1.5}) == Difference(0.5, 1)
+
+
+@pytest.mark.parametrize(("apart", "found"), [(0.0, False), (0.25, True)])
+def test_seeds_that_agree_to_the_last_bit(apart, found):
+    result = difference({1: 2.0 + apart, 2: 3.0 + apart}, {1: 2.0, 2: 3.0})
+    assert (result.mean, result.low, result.high) == (apart, apart, apart)
+    assert result.is_found == found
+
+
+def test_holm_over_the_rows_that_were_tested():
+    ps = [0.01, None, 0.04, 0.03, 0.005]
+    family = [None if p is None else Difference(0.1, 5, 0.05, 0.15, p) for p in ps]
+    lead = Difference(0.1, 1)
+    found = adjusted([*family, lead])
+    # Holm (1979): 0.005 * 4, 0.01 * 3, 0.03 * 2, and what follows no smaller.
+    assert [each and each.holm for each in found] == [pytest.approx(0.03), None, 0.06, 0.06, 0.02, None]
+    assert found[-1] == lead
+
+
+def test_of_rows_that_do_not_differ_one_in_twenty_has_an_interval_without_0():
+    source = random.Random(3)
+
+    def losses():
+        return {seed: source.gauss(2.0, 0.01) for seed in range(5)}
+
+    found = [difference(losses(), losses()).is_found for _ in range(600)]
+    assert 15 <= sum(found) <= 47  # of 600: 30, give or take three standard deviations
+
+
+def folders(tmp_path, write_run, *, seeds, low=(1.9,)):
+    rows = [("fp32", 2.0, 0.0), *(("sgd", final, 0.002) for final in low), ("muon", 2.0, 0.02)]
+    return [
+        write_run(tmp_path / f"{rule}-{seed}", rule=rule, final=final + seed / 100 + step * (-1) ** seed, seed=seed)
+        for rule, final, step in rows
+        for seed in range(seeds)
+    ]
+
+
+def measured(paths, baseline="fp32"):
+    rows = group_rows([load_run(path) for path in paths])
+    return measure(rows, find_reference(rows, baseline))
+
+
+def test_every_table_has_the_interval_or_says_that_no_difference_was_found(tmp_path, write_run):
+    paths = folders(tmp_path, write_run, seeds=4)
+    results = measured(paths)
+    reference, lower, same = (result.difference for result in results)
+    assert reference is None
+    assert lower.high < 0 < lower.seeds == 4
+    assert lower.holm == pytest.approx(2 * lower.p)
+    assert not same.is_found
+    page = report(paths, out=tmp_path / "out", baseline="fp32").read_text()
+    for text in (to_text(results), to_markdown(results), to_latex(results), page):
+        assert "paired difference (95" in text
+        assert "no difference found" in text
+        assert "-0.100" in text
+        assert "one seed: a lead" not in text
+        assert "BF16" not in text.partition("<script")[0]
+    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert float(lines[1]["difference_high"]) == lower.high
+    assert [line["difference_seeds"] for line in lines] == ["", "4", "4"]
+    assert lines[0]["difference_p_holm"] == ""
+
+
+def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
+    results = measured(folders(tmp_path, write_run, seeds=1))
+    for text in (to_text(results), to_markdown(results), to_latex(results)):
+        assert "gap to fp32 (one seed: a lead)" in text
+        assert "paired difference" not in text
+    line = list(csv.DictReader(io.StringIO(to_csv(results))))[1]
+    assert (line["difference_seeds"], line["difference_low"], line["difference_p"]) == ("1", "", "")
+
+
+def test_a_lead_beside_rows_of_several_seeds_says_so_in_its_cell(tmp_path, write_run):
+    paths = folders(tmp_path, write_run, seeds=3)
+    results = measured([path for path in paths if path.name not in ("sgd-1", "sgd-2")])
+    assert in_words(results[1].difference) == "-0.098, one seed: a lead"
+    assert "-0.098, one seed: a lead" in to_text(results)
+
+
+def test_seeds_that_failed_are_in_no_pair(tmp_path, write_run):
+    paths = folders(tmp_path, write_run, seeds=3)
+    paths += [write_run(tmp_path / "sgd-3", rule="sgd", seed=3, status="failed", final_val_loss=None)]
+    paths += [write_run(tmp_path / "fp32-3", rule="fp32", seed=3)]
+    result = measured(paths)[1]
+    assert result.difference.seeds == 3
+    assert "failed" in result.verdict.text
