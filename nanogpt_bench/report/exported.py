@@ -11,6 +11,7 @@ from typing import Any
 from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.runs.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.runs.records import Records
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
@@ -26,7 +27,7 @@ OUTCOMES = (
     *("quantized_parameters",),
 )
 #: of metrics.jsonl, at the steps of a validation
-CURVES = ("step", "tokens", "train/loss", "val/loss", "val/loss_se", "time/elapsed_s")
+CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)
 #: of environment.json: they tell of the start of one run, not of what its numbers depend on
 PASSING = ("command", "started", "resumed")
 #: of a run's settings: what its row does not share
@@ -131,7 +132,7 @@ def _run(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
     environment = {key: value for key, value in run.environment.items() if key not in PASSING}
     if environment not in environments:
         environments.append(environment)
-    losses = [[record.get(name) for name in CURVES] for record in run.metrics if record.get("val/loss") is not None]
+    losses = [[record.get(name) for name in CURVES] for record in run.metrics if record.get(VAL_LOSS.name) is not None]
     return {
         **{key: run.summary[key] for key in OUTCOMES if run.summary.get(key) not in (None, {}, [])},
         "failures": [finding.kind for finding in run.findings],

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import check_count
-from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.reference import reference_settings
-from nanogpt_bench.config.settings import FIELDS, build_config, get, unknown_key
+from nanogpt_bench.config.settings import build_config, unknown_key
 from nanogpt_bench.runs.find import TRIALS
 from nanogpt_bench.runs.load import finite
 from nanogpt_bench.step.resolve import resolve
@@ -252,7 +252,7 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
     for key in (*tune.keys, *tune.start):
         if key not in FIELDS:
             raise unknown_key(key)
-        if FIELDS[key][1] not in (float, float | None):
+        if FIELDS[key].kind is not float:
             raise BenchError(f"tune.keys: {key!r} takes no number that can be multiplied; give optimizer.lr")
     for key in tune.start:
         if key not in tune.keys:

@@ -22,7 +22,7 @@ from nanogpt_bench.commands.compare import compare
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import build
 from nanogpt_bench.runs.earlier import drop_checkpoints
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
@@ -47,7 +47,7 @@ SMALL = {
 def _no_pictures() -> Iterator[None]:
     """Reports without their pictures, which take most of the time and no part in this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "write_figures", lambda *_: None)
+        patch.setattr(build, "write_figures", lambda *_: None)
         yield
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from nanogpt_bench.compare import pool as pool_module
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import build
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 
@@ -66,5 +66,5 @@ def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def _stub_workers(monkeypatch):
     """Workers that train nothing, and reports without pictures, which take most of the time and no part in this."""
-    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
     monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import build
 from nanogpt_bench.report.length import by_length, length_cells
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.runs.find import find_runs
@@ -33,7 +33,7 @@ def swept(tmp_path_factory, corpus_dir):
     axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
     path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": "fp32"}))
     patch = pytest.MonkeyPatch()
-    patch.setattr(figures, "write_figures", lambda *_: None)
+    patch.setattr(build, "write_figures", lambda *_: None)
     assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1"]) == 0
     patch.undo()
     return folder / "out"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import build
 from nanogpt_bench.runs.environment import commit
 
 
@@ -36,7 +36,7 @@ def study(tmp_path_factory, corpus_dir):
     }
     (folder / "my.yaml").write_text(json.dumps(content))
     patch = pytest.MonkeyPatch()
-    patch.setattr(figures, "write_figures", lambda *_: None)
+    patch.setattr(build, "write_figures", lambda *_: None)
     assert main(["sweep", str(folder / "my.yaml"), "--out", str(folder / "out"), "--workers", "1"]) == 0
     assert main(["results", "export", str(folder / "out"), "--out", str(folder / "my.json")]) == 0
     tables = {name: (folder / "out" / name).read_text() for name in ("table.md", "table.tex", "results.csv")}
@@ -46,7 +46,7 @@ def study(tmp_path_factory, corpus_dir):
 
 
 def test_tables_and_page_are_drawn_without_the_run_folders(study, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
     file, tables = study
     for form, name in (("markdown", "table.md"), ("latex", "table.tex"), ("csv", "results.csv")):
         assert main(["results", "show", str(file), "--table", form]) == 0

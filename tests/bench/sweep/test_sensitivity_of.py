@@ -10,7 +10,7 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.evaluate_run import evaluate_run
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import build
 from nanogpt_bench.sweep import sensitivity_of
 
 
@@ -27,7 +27,7 @@ def table(out: str) -> dict[str, object]:
 def test_a_cell_is_the_evaluation_of_that_layer_in_that_format(
     trained: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures, "write_figures", lambda *_: None)  # drawing takes seconds
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)  # drawing takes seconds
     assert main(["sweep", "few.yaml", "--sensitivity", "--of", str(trained["one byte"]), "--out", "out"]) == 0
     found = table("out")
     assert found["patterns"] == ["mlp.fc", "lm_head", "*", "blocks.0"]

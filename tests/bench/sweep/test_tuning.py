@@ -14,7 +14,7 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import pool as pool_module
-from nanogpt_bench.report import figures
+from nanogpt_bench.report import build
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
@@ -50,7 +50,7 @@ CONFIRM = {"seeds": [5, 6, 7], "steps": 8}
 
 @pytest.fixture
 def _bowl(monkeypatch):
-    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
     monkeypatch.setattr(pool_module, "WORKER", (sys.executable, "-c", STUB))
 
 
@@ -235,7 +235,7 @@ STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(figures, "write_figures", lambda *_: None)
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
     shutil.copytree(corpus_dir, "data/stdlib")
     assert main(["sweep", name, "--smoke", "--workers", "1"]) == 0
     (out,) = Path("runs").glob("*/tune-smoke")
