@@ -52,7 +52,7 @@ nitpicky = True
 # Names of other projects, of typing's anonymous aliases, and of attributes that are documented in their class's text.
 # Those with an inventory are links; the build must not need a network, without which few have one.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|geoopt|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
+    (r"py:.*", r"(torch|geoopt|fractions|collections\.abc|typing|optional|nn|Any|Tensor)(\..*)?"),
     (r"py:.*", r"(float|int|str|bool|None|dict|list|tuple|object|cached_property|NoneType)"),
     (r"py:data", r"LAYOUTS"),
     (r"py:.*", r"(TypeError|ValueError|FloatingPointError|UserWarning|Callable|Mapping|Sequence|Iterable|Literal)"),

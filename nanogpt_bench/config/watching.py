@@ -1,4 +1,4 @@
-"""The sections of the configuration that say how a run is watched: monitors, shadow, alerts and trackers."""
+"""The sections of the configuration that say how a run is watched: monitors, shadow, alerts, trackers and failures."""
 
 from __future__ import annotations
 
@@ -131,3 +131,51 @@ class TrackingConfig:
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
     tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
+
+
+@dataclass
+class FailureConfig:
+    """When a run counts as failed, and how: the thresholds of `nanogpt_bench.failures`."""
+
+    patience: int = setting(
+        3, "looks in a row at which a criterion must hold; all of them if there are fewer", minimum=1
+    )
+    smoothing: int = setting(10, "window of the moving average the training loss is judged by, in steps", minimum=1)
+    stall: float = setting(
+        0.5, "stall: share of the weights whose requested update nearest rounding lost", above=0.0, maximum=1.0
+    )
+    noise: float = setting(
+        1.0, "rounding_noise: power of the updates over the variance of their rounding, on a plateau", above=0.0
+    )
+    batch_fall: float = setting(
+        0.02, "rounding_noise: nats by which the plateau is lower at a larger batch size", above=0.0
+    )
+    overflow: float = setting(0.01, "overflow: share of the values beyond the format's largest", above=0.0, maximum=1.0)
+    kurtosis: float = setting(10.0, "outlier_explosion: raw kurtosis of a block's output (normal: 3)", above=0.0)
+    kurtosis_growth: float = setting(3.0, "outlier_explosion: and that kurtosis over its first value", minimum=1.0)
+    entropy: float = setting(
+        0.1, "attention_collapse: attention's entropy over that of uniform attention", above=0.0, below=1.0
+    )
+    zero_gradients: float = setting(
+        0.9, "zero_gradients: share of the gradient's elements that are zero, or dead", above=0.0, maximum=1.0
+    )
+    gradient_norm: float = setting(1e-8, "zero_gradients: gradient norm that counts as zero", minimum=0.0)
+    exploding: float = setting(
+        100.0, "exploding_gradients: gradient norm over the median of the steps before", above=1.0
+    )
+    plateau: float = setting(
+        0.02, "plateau: share of the loss's whole fall that counts as no fall any more", above=0.0, below=1.0
+    )
+    plateau_share: float = setting(
+        0.5, "plateau: share of the run by which the loss had ceased to fall", above=0.0, below=1.0
+    )
+    divergence: float = setting(
+        0.5, "divergence: nats above the first loss, or above the lowest so far and never back", above=0.0
+    )
+    early_plateau: int = setting(10, "E7M0's prediction: step from which on the loss does not fall", minimum=1)
+    sparsity: float = setting(
+        0.9, "E7M0's prediction: share of the weights whose requested update is lost", above=0.0, maximum=1.0
+    )
+    zero_zone: float = setting(
+        0.5, "E7M0's prediction: share of the weights that half a ULP leaves without effect", above=0.0, maximum=1.0
+    )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.schema import FailureConfig
+from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures import losses, values, weights
 from nanogpt_bench.failures.batches import batch_effect
 from nanogpt_bench.failures.criteria import worst

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.rules import loses_steps
-from nanogpt_bench.config.schema import ROUNDED, FailureConfig
+from nanogpt_bench.config.schema import ROUNDED
+from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.records import Records

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from nanogpt_bench.config.schema import FailureConfig
+from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.evidence import Evidence, Series, read
 from nanogpt_bench.failures.finding import Facts, Prediction
 from nanogpt_bench.failures.losses import LOSS, SHORTEST, find_rest

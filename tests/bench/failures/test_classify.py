@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench.config.schema import FailureConfig
+from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures import KINDS, Finding, classify, diagnose, failures_of
 from nanogpt_bench.system.errors import BenchError
 
