@@ -85,11 +85,6 @@ DECAY = {"weight_decay": 0.1, "seed": 7}
 FAST: dict[str, Case] = {
     "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}),
     "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}),
-    "adamw residual4, annealed": (
-        ADAMW,
-        lambda: of_codes("E5M2"),
-        {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
-    ),
     "adamw injected, bfloat16, k = 1/2": (
         ADAMW,
         lambda: of_codes(granularity="tensor", shapes=SHAPES[1:3]),
@@ -101,15 +96,8 @@ FAST: dict[str, Case] = {
         {"lr": 0.01, **DECAY},
     ),
     "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
-    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", **DECAY}),
     "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4"}),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
-    "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}),
-    "riemannian adam, 8 bits": (
-        "RiemannianAdam",
-        of_codes,
-        {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
-    ),
     "riemannian adam free": (
         "RiemannianAdam",
         lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)],
@@ -119,6 +107,18 @@ FAST: dict[str, Case] = {
     "grid, no power of two": (ADAMW, lambda: [grid_weight("E4M3", (33, 5), 0.3)], {"lr": 0.05, **DECAY}),
 }
 WIDE: dict[str, Case] = {
+    "adamw residual4, annealed": (
+        ADAMW,
+        lambda: of_codes("E5M2"),
+        {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
+    ),
+    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", **DECAY}),
+    "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}),
+    "riemannian adam, 8 bits": (
+        "RiemannianAdam",
+        of_codes,
+        {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
+    ),
     "adamw nearest, E7M0": (ADAMW, lambda: of_codes("E7M0"), {"lr": 0.05, "writeback": "nearest", "maximize": True}),
     "adamw in blocks": (
         ADAMW,
