@@ -73,7 +73,7 @@ def take_muon_step(
     average, mixed = _averaged(job, numbers, keys, compile, keep=injects)
     if job.variant.stiffness != "none":
         mixed = torch.cat([part * _stiffness(job, arrays, numbers) for arrays, part, _ in _parts(job, mixed)])
-    factor = orthogonal(mixed).to(numbers.dtype)
+    factor = orthogonal(mixed).to(numbers.dtype, memory_format=torch.contiguous_format)
     if not (observed or injects):
         run(along(job, factor), numbers, keys, compile=compile)
         return []

@@ -23,7 +23,11 @@ def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> Non
         keys: a row of round keys, int32.
         compile: True for ``torch.compile``, False for plain PyTorch, None for the fastest.
     """
-    run_all([job], numbers.unsqueeze(0), keys.unsqueeze(0), [compile])
+    if compile is None and is_native(job, numbers.dtype):
+        run_native([job], numbers.unsqueeze(0).numpy(), keys.unsqueeze(0).numpy())
+    else:
+        _run_without_native(job, numbers, keys, compile)
+    note_changes(job.changed)
 
 
 @eager_only  # compiled code is called as it is

@@ -8,8 +8,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 
-import vl_convert
-
+from nanogpt_bench.report import engine
 from nanogpt_bench.report.chart import Chart, Spec
 from nanogpt_bench.report.drawing import CONFIG, THEMES, short, theme_colours
 from nanogpt_bench.report.section import Section
@@ -48,8 +47,7 @@ def _asset(name: str) -> str:
 @cache
 def _vega() -> str:
     """The code that draws the charts; putting it together takes seconds."""
-    code: str = vl_convert.javascript_bundle(VEGA)
-    return code
+    return engine.javascript(VEGA)
 
 
 def _packed(charts: Sequence[Chart]) -> str:

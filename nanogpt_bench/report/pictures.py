@@ -9,6 +9,7 @@ from pathlib import Path
 
 import vl_convert
 
+from nanogpt_bench.report import engine
 from nanogpt_bench.report.chart import Chart, Spec, ink, of_row
 from nanogpt_bench.report.drawing import CONFIG, coloured, short, theme_colours
 from nanogpt_bench.report.palette import Look
@@ -97,7 +98,7 @@ def _legend(looks: Mapping[str, Look], width: int) -> Spec:
 
 
 def _save(spec: Spec, stem: Path) -> list[Path]:
-    svg = vl_convert.vegalite_to_svg(spec)
+    svg = engine.svg(spec)
     drawn = {
         ".svg": svg.encode(),
         ".png": _packed(vl_convert.svg_to_png(svg, scale=DENSITY)),

@@ -25,10 +25,12 @@ DRIVER = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
 def serve() -> None:
     """Warm up with the command lines of the first line, then answer one after the other."""
     import torch
+    from forked import without_drawing
 
     from nanogpt_bench.cli import main
 
     torch.set_num_threads(1)
+    without_drawing()  # which the children could not go on with
     for job in json.loads(sys.stdin.readline()):
         os.chdir(job["folder"])
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from nanogpt_bench.report import engine
+
 
 def start(folder: Path, command: Callable[[], int]) -> int:
     """Run a command in a forked process, its output in output.txt, and return the process's id."""
@@ -25,6 +27,7 @@ def start(folder: Path, command: Callable[[], int]) -> int:
             # Not the test session's own capture, which would take what is printed.
             sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
             torch.set_num_threads(1)
+            without_drawing()
             code = command()
         except BaseException:
             traceback.print_exc()
@@ -32,6 +35,12 @@ def start(folder: Path, command: Callable[[], int]) -> int:
         finally:
             os._exit(code)
     return pid
+
+
+def without_drawing() -> None:
+    """Empty pictures from here on: what draws them does not survive a fork, and may have drawn before."""
+    empty = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"></svg>'
+    engine.svg, engine.javascript = lambda spec: empty, lambda code: ""
 
 
 def finish(pid: int) -> int:

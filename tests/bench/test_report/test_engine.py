@@ -1,0 +1,15 @@
+"""What draws does not survive a fork: it is refused there, where it would wait for ever."""
+
+import os
+
+import pytest
+
+from nanogpt_bench.report import engine
+from nanogpt_bench.system.errors import BenchError
+
+
+@pytest.mark.parametrize("call", [lambda: engine.svg({}), lambda: engine.javascript("")], ids=["svg", "javascript"])
+def test_a_forked_process_is_refused(call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_process", [os.getpid() + 1])
+    with pytest.raises(BenchError, match="forked from one that drew"):
+        call()
