@@ -1,7 +1,7 @@
 """What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
+from fp8manifold.optim._hooks import Hooks
 from fp8manifold.optim._hyper import row
 from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._keys import key_rows
@@ -33,16 +34,6 @@ __all__ = ["ManifoldOptimizer"]
 _RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
 """What ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
-
-
-class Hooks(Protocol):
-    """What takes the steps in the backward pass, where something does."""
-
-    def watch(self, group: dict[str, Any]) -> None:
-        """Take the steps of a group's parameters from now on."""
-
-    def finish(self) -> None:
-        """What is left for :meth:`ManifoldOptimizer.step`."""
 
 
 class ManifoldOptimizer(torch.optim.Optimizer):
@@ -100,10 +91,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: a sparse or complex gradient.
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
         """
-        if closure is None and self.steps_in_graphs and torch.compiler.is_compiling():
+        if closure is None and torch.compiler.is_compiling() and self._is_a_node():
             step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
             return None
         return self._step(closure)
+
+    def _is_a_node(self) -> bool:
+        """Whether a graph has all that a step reads: gradients that are still there, and no tensor but these."""
+        rated = any(isinstance(group["lr"], Tensor) for group in self.param_groups)
+        return self.steps_in_graphs and self._in_backward is None and not rated
 
     @eager_only  # it plans, counts and calls code that is compiled already
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -184,8 +180,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._in_backward.watch(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """torch's part, and the counts."""
-        return super().__getstate__() | {name: getattr(self, name) for name in _COUNTS}
+        """torch's part, the counts and ``warn_after``; who observes does not go with a copy."""
+        return super().__getstate__() | {name: getattr(self, name) for name in (*_COUNTS, "warn_after")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """torch's part; a copy is another optimizer in graphs."""

@@ -47,10 +47,11 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(key: str, value: Any) -> Any:
     _check_names(key, value)
-    if isinstance(value, int) and not is_finite(value):  # more than the conversion to a float can take
-        raise _not_allowed(key, value)
     try:
-        return _adapter(key).validate_python(value)
+        checked = _adapter(key).validate_python(value)
+        if not isinstance(checked, int) or is_finite(checked):  # or more than the conversion to a float can take
+            return checked
+        raise _not_allowed(key, value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)[0]
     if found["type"] == "literal_error" and isinstance(found["input"], str):
@@ -88,8 +89,12 @@ def _reader(setting: Setting) -> Callable[[Any], Any]:
     if setting.kind is not str:
         return functools.partial(_said, setting.kind)
     if setting.facts["choices"]:
-        return functools.partial(_own_spelling, setting.facts["choices"])
-    return lambda value: None if setting.optional and value in _QUOTED_NULLS else value
+        return lambda value: None if _is_null(setting, value) else _own_spelling(setting.facts["choices"], value)
+    return lambda value: None if _is_null(setting, value) else value
+
+
+def _is_null(setting: Setting, value: Any) -> bool:
+    return setting.optional and isinstance(value, str) and value in _QUOTED_NULLS
 
 
 def _said(kind: type, value: Any) -> Any:

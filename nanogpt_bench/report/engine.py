@@ -8,7 +8,7 @@ from typing import Any
 
 import vl_convert
 
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, one_line
 
 _process: list[int] = []
 """The process that has started it."""
@@ -25,10 +25,13 @@ def svg(spec: Mapping[str, Any]) -> str:
     """Draw a description as SVG.
 
     Raises:
-        BenchError: this process was forked from one that had drawn, where nothing could be drawn any more.
+        BenchError: this process was forked from one that had drawn, where nothing can be drawn; or Vega refuses.
     """
     _start()
-    drawn: str = vl_convert.vegalite_to_svg(spec)
+    try:
+        drawn: str = vl_convert.vegalite_to_svg(spec)
+    except ValueError as error:
+        raise BenchError(f"a figure can't be drawn: {one_line(error)}") from None
     return drawn
 
 

@@ -12,6 +12,7 @@ from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
+from nanogpt_bench.runs.read import cleaned
 from nanogpt_bench.runs.records import Records
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
@@ -70,18 +71,22 @@ def export(folder: Path) -> dict[str, Any]:
         "settings": _nested(shared),
         "rows": [_row(label, loaded, shared, environments) for label, loaded in rows if loaded],
         "environments": environments,
-        "tuning": read_json(tuned, times=8) if tuned.is_file() else None,
+        "tuning": _read(tuned) if tuned.is_file() else None,
     }
+
+
+def _read(path: Path) -> Any:
+    try:
+        return read_json(path, times=8)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{str(path)!r} can't be read: {one_line(error)}") from None
 
 
 def _manifest(folder: Path) -> Mapping[str, Any]:
     for name in (SWEEP, COMPARISON):
         if (folder / name).is_file():
-            try:
-                content = read_json(folder / name, times=8)
-            except (OSError, ValueError) as error:
-                raise BenchError(f"{str(folder / name)!r} can't be read: {one_line(error)}") from None
-            if isinstance(content, Mapping):
+            content = _read(folder / name)
+            if isinstance(content, Mapping) and all(isinstance(run, Mapping) for run in content.get("runs") or ()):
                 return content
     raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep or a comparison, with {SWEEP}")
 
@@ -92,7 +97,7 @@ def _rows(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[str, list
     for row in manifest.get("rows") or ():  # a comparison's
         found.setdefault(str(row["label"]), []).extend(folder / str(name) for name in row["runs"])
     for run in manifest.get("runs") or ():  # a sweep's
-        if not str(run["name"]).startswith(f"{TRIALS}/"):
+        if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
             found.setdefault(str(run["label"]), []).append(folder / str(run["name"]))
     yield from found.items()
 
@@ -153,7 +158,7 @@ def read_export(path: Path) -> Exported:
         BenchError: it can't be read, or is none; in one line.
     """
     try:
-        content = read_json(path, times=8)
+        content = cleaned(read_json(path, times=8))
         if not isinstance(content, Mapping) or content.get("kind") != KIND:
             raise BenchError(
                 f"{str(path)!r} holds no results; nanogpt-bench results export SWEEP --out FILE.json writes some"
@@ -162,7 +167,8 @@ def read_export(path: Path) -> Exported:
             raise BenchError(f"{str(path)!r} is of version {content.get('version')!r}; this one reads {VERSION}")
         rows = tuple(_read_row(path, row, content) for row in content["rows"])
         tuning = content.get("tuning") or {}
-        return Exported(rows, content.get("baseline"), tuple(tuning.get("rows") or ()))
+        tuned = tuple(row for row in tuning.get("rows") or () if isinstance(row, Mapping))
+        return Exported(rows, content.get("baseline"), tuned)
     except BenchError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -182,9 +188,12 @@ def _read_run(
 ) -> Run:
     summary = {key: entry[key] for key in OUTCOMES if key in entry} | {"rule": row["rule"], "format": row["format"]}
     summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
-    curve = Records([dict(zip(CURVES, values, strict=True)) for values in entry["curve"]])
+    curve = Records([dict(zip(CURVES, values, strict=True)) for values in entry["curve"] if int(values[0]) >= 0])
+    environment = environments[entry["environment"]]
+    if not isinstance(environment, Mapping):
+        raise TypeError(f"an environment is {environment!r}")
     place = path / str(entry.get("name") or entry.get("seed"))
-    return Run(place, {**config, "seed": entry.get("seed")}, environments[entry["environment"]], curve, summary)
+    return Run(place, {**config, "seed": entry.get("seed")}, environment, curve, summary)
 
 
 def to_json(content: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 CONFIDENCE = 0.95
+ALPHA = 1 - CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> D
     if not (math.isfinite(low) and math.isfinite(high)):
         low = high = mean
     p = float(test.pvalue)
+    if not any(apart):
+        p = 1.0  # the same at every seed, and one of the family all the same
     return Difference(mean, len(apart), low, high, p if math.isfinite(p) else None)
 
 
@@ -90,4 +93,5 @@ def in_words(found: Difference | None, digits: int = 3) -> str:
     interval = f"[{found.low:+z.{digits}f}, {found.high:+z.{digits}f}]"
     if not found.is_found:
         return f"no difference found {interval}"
-    return f"{found.mean:+z.{digits}f} {interval}" + (f", p {found.holm:.2g}" if found.holm is not None else "")
+    after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
+    return f"{found.mean:+z.{digits}f} {interval}{after}"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
@@ -192,11 +193,15 @@ def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]
     for row in rows:
         if (row.rule, row.format) == (reference.rule, reference.format):
             groups.setdefault(depends_on(row.runs), []).append(row)
-    own = flat(reference.runs[0].config) if reference.runs else {}
-    return {
-        key: min(group, key=lambda row: len(flat(row.runs[0].config).items() ^ own.items()) if len(group) > 1 else 0)
-        for key, group in groups.items()
-    }
+    # rates may be tuned for each row, so that they count last; seeds and text tell nothing of what a row is
+    aside, rates = {*SEED_KEYS, *keys_where("of_task")}, set(keys_where("is_rate"))
+
+    def apart(row: Row) -> tuple[int, int]:
+        one, other = ({} if not each.runs else flat(each.runs[0].config) for each in (row, reference))
+        differing = {key for key in (one.keys() | other.keys()) - aside if one.get(key) != other.get(key)}
+        return len(differing - rates), len(differing)
+
+    return {key: min(group, key=apart) for key, group in groups.items()}
 
 
 def reference_name(results: Sequence[Result]) -> str:

@@ -46,7 +46,8 @@ def _best(row: Mapping[str, Any], key: str) -> str:
 def _tried(row: Mapping[str, Any], key: str) -> str:
     """From which value to which, and whether the best of a search that is over is at an end of these."""
     trials = row.get("trials")
-    values = [finite(_of(trial, "values").get(key)) for trial in trials or () if isinstance(trial, Mapping)]
+    trials = [trial for trial in trials if isinstance(trial, Mapping)] if isinstance(trials, list) else []
+    values = [finite(_of(trial, "values").get(key)) for trial in trials]
     known = [value for value in values if value is not None]
     edge = ", best not inside" if row.get("over") and not _of(row, "inside").get(key) else ""
     return f"{min(known):g} to {max(known):g}{edge}" if known else "-"

@@ -125,6 +125,8 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
         if key not in KEYS:
             raise unknown(f"key in {path.name}", key, KEYS)
     shrunk = _smoke(tree, path)
+    if smoke and not shrunk:
+        raise BenchError(f"--smoke: {path.name} has no section smoke, which says what is small in its small version")
     tree = {**tree, **shrunk} if smoke else tree
     axes = _axes(tree.get("axes"), path)
     base = parse_overrides(overrides, assemble({}, _base(tree, path)))
@@ -166,8 +168,9 @@ def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for name, content in smoke.items():
         if name not in SMOKE:
             raise unknown(f"key in smoke of {path.name}", name, SMOKE)
-        if not isinstance(content, dict):
-            raise BenchError(f"smoke.{name} in {path.name}: {content!r} is not allowed; give keys and values")
+        for where, given in ((f"smoke.{name}", content), (name, tree.get(name) or {})):
+            if not isinstance(given, dict):
+                raise BenchError(f"{where} in {path.name}: {given!r} is not allowed; give keys and values")
     return {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
 
 

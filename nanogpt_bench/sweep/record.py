@@ -152,7 +152,7 @@ class SweepRecord:
         self.folder.mkdir(parents=True, exist_ok=True)
         entries = [self._entries[run.name] for run in self.planned]
         # What an earlier start did beyond today's plan stays known: its settings guard its folder.
-        entries += [entry for name, entry in self._known.items() if name not in self._entries]
+        entries += [{**entry, "of_plan": False} for name, entry in self._known.items() if name not in self._entries]
         told = {"mode": self.mode, "baseline": self.record.baseline, "order": list(self.record.order)}
         content = {**told, "command": command_line(), "runs": entries}
         write_text(self.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")

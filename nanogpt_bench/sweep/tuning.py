@@ -70,11 +70,23 @@ class Search:
 
     def round(self) -> list[PlannedPoint]:
         """The runs to try next, all that can be told from those that have ended; none when the search is over."""
-        for place in next_places(self.losses, len(self.first), self.reach):
-            self.trials[place] = [self._trial(place, seed) for seed in self.options.seeds]
+        while places := next_places(self.losses, len(self.first), self.reach):
+            for place in places:
+                self._try(place)
+            if any(place not in self.losses for place in places):
+                break
         runs = [run for place, runs in self.trials.items() if place not in self.losses for run in runs]
         self.pending = {run.name for run in runs}
         return runs
+
+    def _try(self, place: Place) -> None:
+        """Plan the runs of a place; one beyond what a setting takes is worse than all, as if they had diverged."""
+        try:
+            self.trials[place] = [self._trial(place, seed) for seed in self.options.seeds]
+        except BenchError:
+            if not any(place):
+                raise
+            self.losses[place] = math.inf
 
     def _trial(self, place: Place, seed: int) -> PlannedPoint:
         run = plan_point(self.base, {**self.start.axes, **self.values(place), "seed": seed})

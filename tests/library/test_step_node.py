@@ -174,6 +174,38 @@ def test_a_closure_runs_outside_the_graph() -> None:
     check_same(plain, compiled)
 
 
+def test_a_rate_in_a_tensor_is_read_in_order() -> None:
+    """The graph does not know that a step reads it: such a step is taken between two graphs."""
+    moved = []
+    for backend in (None, "aot_eager"):
+        rate = torch.tensor(0.01)
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = optim.StiffnessAdamW([parameter], lr=rate)
+
+        def step(lr: float, rate: Tensor = rate, optimizer: Any = optimizer) -> None:
+            rate.fill_(lr)
+            optimizer.step()
+
+        take = step if backend is None else torch.compile(step, backend=backend)
+        for lr in (0.1, 0.2):
+            parameter.grad = torch.ones(3)
+            take(lr)
+        moved.append(parameter.detach().clone())
+    assert torch.equal(*moved)
+
+
+def test_steps_in_the_backward_pass_are_finished_outside_the_graph() -> None:
+    plain, compiled = build("adamw"), build("adamw")
+    for model, optimizer in (plain, compiled):
+        optim.step_in_backward(optimizer)
+        take = optimizer.step if model is plain[0] else torch.compile(optimizer.step, backend="aot_eager")
+        for x in BATCHES:
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            take()
+    check_same(plain, compiled)
+
+
 def test_a_copy_is_another_optimizer() -> None:
     model, optimizer = build("adamw")
     other_model, other = copy.deepcopy((model, optimizer))
