@@ -284,7 +284,7 @@ def encode(
         bits: the draw of ``stochastic``: ``0 <= bits < 2**24``.
 
     Raises:
-        ValueError: an unknown mode, ``stochastic`` without ``bits``, or NaN in a format that has none.
+        ValueError: an unknown mode, ``stochastic`` without ``bits`` in range, or NaN in a format that has none.
 
     Example:
         >>> encode(1.06, "E4M3"), encode(-1.06, "E4M3", "down"), encode(1.06, "E4M3", "stochastic", bits=0)
@@ -293,8 +293,8 @@ def encode(
     fmt = _fields(fmt)
     check_choice("rounding", rounding, ("nearest", "toward_zero", "up", "down", "stochastic"))
     check_choice("overflow", overflow, ("saturate", "inf_or_nan"))
-    if rounding == "stochastic" and bits is None:
-        raise ValueError("rounding='stochastic' needs bits, a draw below 2**24")
+    if rounding == "stochastic" and (bits is None or not 0 <= bits < DRAWS):
+        raise ValueError(f"rounding='stochastic' needs {bits=} to be a draw: 0 <= bits < 2**24")
     negative = math.copysign(1.0, x) < 0
     if math.isnan(x):
         return _nan_code(fmt)

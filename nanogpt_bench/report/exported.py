@@ -53,9 +53,11 @@ def export(folder: Path) -> dict[str, Any]:
         BenchError: the folder holds neither a sweep nor a comparison, or none of its runs has begun.
     """
     manifest = _manifest(folder)
-    rows = [
-        (label, [load_run(path) for path in paths if is_run_folder(path)]) for label, paths in _rows(folder, manifest)
-    ]
+    try:
+        named = list(_rows(folder, manifest))
+    except (KeyError, TypeError, AttributeError):  # of something else of that name
+        raise BenchError(f"{str(folder)!r} holds no results: what its list of runs says can't be read") from None
+    rows = [(label, [load_run(path) for path in paths if is_run_folder(path)]) for label, paths in named]
     runs = [run for _, loaded in rows for run in loaded]
     if not runs:
         raise BenchError(f"{str(folder)!r} has no run to export yet")
@@ -86,7 +88,7 @@ def _manifest(folder: Path) -> Mapping[str, Any]:
     for name in (SWEEP, COMPARISON):
         if (folder / name).is_file():
             content = _read(folder / name)
-            if isinstance(content, Mapping) and all(isinstance(run, Mapping) for run in content.get("runs") or ()):
+            if isinstance(content, Mapping):
                 return content
     raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep or a comparison, with {SWEEP}")
 

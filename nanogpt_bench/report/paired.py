@@ -81,6 +81,8 @@ def in_words(found: Difference | None, digits: int = 3) -> str:
 
     >>> in_words(Difference(-0.02, 5, -0.03, -0.01, 0.001, 0.004))
     '-0.020 [-0.030, -0.010], p 0.004'
+    >>> in_words(Difference(-0.02, 5, -0.03, -0.01, 0.02, 0.06))
+    '-0.020 [-0.030, -0.010], p 0.06 (not after Holm)'
     >>> in_words(Difference(-0.02, 5, -0.05, 0.01, 0.2, 0.4))
     'no difference found [-0.050, +0.010]'
     >>> in_words(Difference(-0.02, 1)), in_words(None)

@@ -50,7 +50,7 @@ class Tune:
 
     keys: tuple[str, ...] = _key(("optimizer.lr",), "what is searched; a rule that lacks a key is searched in the rest")
     start: Mapping[str, float] = field(default_factory=dict)
-    factor: float = _key(2.0, "between neighbours of the grid; around its best half of it follows", above=1.0)
+    factor: float = _key(2.0, "between neighbours of the grid; around its best half of it follows", minimum=1.05)
     span: float = _key(256.0, "how far from its start a key is searched, as a factor", above=1.0)
     seeds: tuple[int, ...] = _key((), "of the trials; the mean of their losses decides")
     steps: int | None = _key(None, "of a trial; null: train.max_steps", minimum=1)

@@ -60,6 +60,19 @@ def test_entries_of_other_mappings_are_numbers() -> None:
     assert config.alerts.at_most == {"geometry/off_grid": 0.5, "train/loss": None}
 
 
+def test_a_whole_number_of_hundreds_of_digits_is_refused() -> None:
+    with pytest.raises(BenchError, match=r"seed: .* is not allowed; give a whole number"):
+        load_config(None, ["--seed", "1" + "0" * 400])
+
+
+@pytest.mark.parametrize("word", ["null", "~"])
+def test_a_quoted_null_is_null_where_there_are_choices(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f'optimizer: {{name: "{word}", lr: "{word}"}}')
+    config = load_config(path)
+    assert (config.optimizer.name, config.optimizer.lr) == (None, None)
+
+
 def test_null_clears_what_the_file_sets(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("optimizer:\n  lr: 0.1\n")

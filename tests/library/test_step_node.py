@@ -208,7 +208,9 @@ def test_steps_in_the_backward_pass_are_finished_outside_the_graph() -> None:
 
 def test_a_copy_is_another_optimizer() -> None:
     model, optimizer = build("adamw")
+    optimizer.warn_after = 3
     other_model, other = copy.deepcopy((model, optimizer))
+    assert other.warn_after == 3
     for m, o in ((model, optimizer), (other_model, other)):
         loss_of(m, BATCHES[0]).backward()
         torch.compile(o.step, backend="aot_eager", fullgraph=True)()

@@ -93,6 +93,8 @@ def test_another_reference_may_be_named(study, capsys):
         ({"version": 99}, "is of version 99"),
         ({"rows": 3}, "can't be read"),
         ({"environments": []}, "can't be read"),
+        ({"environments": ["x", "y", "z"]}, "can't be read"),
+        ({"tuning": {"rows": 3}}, "can't be read"),
     ],
 )
 def test_a_file_that_is_none_is_refused_in_a_line(study, tmp_path, capsys, change, message):
@@ -100,6 +102,23 @@ def test_a_file_that_is_none_is_refused_in_a_line(study, tmp_path, capsys, chang
     path.write_text(json.dumps(json.loads(study[0].read_text()) | change))
     assert main(["results", "show", str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [["x"], [{"start": {"lr": 1}, "trials": 5}], [{"start": 3, "cost": []}]])
+def test_what_was_tuned_is_left_out_where_it_says_nothing(study, tmp_path, capsys, rows):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(json.loads(study[0].read_text()) | {"tuning": {"rows": rows}}))
+    assert main(["results", "show", str(path)]) == 0
+    assert "fp32" in capsys.readouterr().out
+
+
+def test_no_label_commands_the_terminal(study, tmp_path, capsys):
+    content = json.loads(study[0].read_text())
+    content["rows"][1]["label"] = "E4M3 \x1b]0;title\x07"
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(content))
+    assert main(["results", "show", str(path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,25 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
     assert main(["results", "show", "study.json"]) == 0
 
 
+def test_a_search_goes_no_further_than_its_setting(write, tmp_path):
+    """What lies beyond counts as diverged: the search ends inside, and the sweep goes on."""
+    tune = {"keys": ["optimizer.min_lr_ratio"], "seeds": [1], "span": 64}
+    sweep = read_sweep(write(axes={"rule": ["sgd"]}, tune=tune, confirm={"seeds": [2]}))
+    (search,) = Tuning(sweep, SweepRecord(tmp_path / "out", "tune", [])).searches
+    tried = []
+    while runs := search.round():
+        for run in runs:
+            tried.append(run.settings["optimizer.min_lr_ratio"])
+            search.ends(run, lambda run: 2.0 - run.settings["optimizer.min_lr_ratio"])  # the more the better
+    assert tried == [0.1, 0.05, 0.2, 0.4, 0.8, 0.5657]
+    assert search.best == {"optimizer.min_lr_ratio": 0.8}
+
+
+def test_a_sweep_without_a_small_version_is_refused_one(write):
+    with pytest.raises(BenchError, match=r"--smoke: my\.yaml has no section smoke"):
+        read_sweep(write(axes={"rule": ["fp32"]}), smoke=True)
+
+
 def test_a_study_shrinks_by_its_section_smoke_alone(write):
     smoke = {"axes": {"rule": ["sgd"]}, "tune": {"steps": 1}, "settings": {"train.max_steps": 2}}
     path = write(axes={"rule": ["fp32"], "model.n_layer": [1, 2]}, tune=TUNE, confirm=CONFIRM, smoke=smoke)

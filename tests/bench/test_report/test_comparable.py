@@ -159,6 +159,16 @@ def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(
     assert "gap to E4M3 nearest (one seed: a lead) |" in to_text(results).splitlines()[0]
 
 
+def test_tuned_rates_do_not_decide_which_row_stands_in_for_the_reference(tmp_path, write_run):
+    """On another text a row may be best at the rates that another row has on this one."""
+    runs = []
+    for text, beta2, lr in (("hen", 0.95, 0.1), ("egg", 0.99, 0.1), ("egg", 0.95, 0.2)):
+        folder = write_run(tmp_path / f"{text}-{beta2}", rule="nearest", fmt="E4M3")
+        runs.append(load_run(described(folder, text=text, optimizer={"lr": lr, "beta2": beta2})))
+    rows = group_rows(runs)
+    assert [result.reference for result in measure(rows, rows[0])] == [True, False, True]
+
+
 def test_a_row_that_no_other_one_is_measured_against_is_no_reference(tmp_path, write_run):
     runs = [described(write_run(tmp_path / "a")), described(write_run(tmp_path / "b"), text="hen")]
     rows = group_rows([load_run(run) for run in runs])

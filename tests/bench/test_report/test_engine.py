@@ -13,3 +13,9 @@ def test_a_forked_process_is_refused(call, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(engine, "_process", [os.getpid() + 1])
     with pytest.raises(BenchError, match="forked from one that drew"):
         call()
+
+
+def test_a_description_that_can_not_be_drawn_is_one_line() -> None:
+    with pytest.raises(BenchError, match="a figure can't be drawn: ") as caught:
+        engine.svg({"mark": "none", "data": {"values": []}})
+    assert "\n" not in str(caught.value)

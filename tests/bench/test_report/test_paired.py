@@ -53,6 +53,12 @@ def test_holm_over_the_rows_that_were_tested():
     assert found[-1] == lead
 
 
+def test_a_row_that_is_the_reference_is_one_of_the_family():
+    same, near = difference({1: 2.0, 2: 2.5}, {1: 2.0, 2: 2.5}), Difference(0.1, 5, 0.05, 0.15, 0.03)
+    assert same.p == 1.0
+    assert [each.holm for each in adjusted([same, near])] == [1.0, 0.06]
+
+
 def test_of_rows_that_do_not_differ_one_in_twenty_has_an_interval_without_0():
     source = random.Random(3)
 
