@@ -95,7 +95,7 @@ def send_at(point: str, number: int, what: signal.Signals, times: int = 1) -> Ca
         Trainer.train_step = numbered  # type: ignore[method-assign,assignment]
         for owner, name, at in (
             (Trainer, "_draw", "data"),
-            (Trainer, "validate", "eval"),
+            (Trainer, "validation_losses", "eval"),
             (Disk, "write_file", "save"),
         ):
             wrap(owner, name, at)
