@@ -1,6 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import _geoopt_import, monitor, ops, optim, reference  # noqa: F401
+from fp8manifold import _geoopt_import, distributed, monitor, ops, optim, reference  # noqa: F401
 from fp8manifold._encoded.stalled_average import StalledAverageWarning
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
@@ -42,6 +42,7 @@ __all__ = [
     "check_formats",
     "decode",
     "dequantize_model",
+    "distributed",
     "encode",
     "fake_quantize",
     "flatten_state_dict",

@@ -12,13 +12,13 @@ MOST_ROOMS = 24
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = (
     ("formats", "_geoopt_import"),
-    ("_numerics", "_native", "random_bits", "scaling"),
+    ("_numerics", "_native", "_ranks", "random_bits", "scaling"),
     ("grid", "reference"),
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
     ("nn", "export"),
-    ("ops", "averages", "_fisher"),
+    ("ops", "averages", "distributed", "_fisher"),
     ("monitor", "optim"),
 )
 BENCH = (

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.dispatch import DTYPES, EncodedTensor, Replay, View, implements, name_of, plain, view_of
+from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.storage import dequantize_codes, is_traced
 from fp8manifold._encoded.stored_scale import refit_scale_
 
@@ -84,6 +85,22 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
     refit_scale_(root, values, fresh=fresh)
     root.write(values, name_of(func))
     return x
+
+
+def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Every part of a whole tensor; format, seed and rounding are not sent."""
+    (x,), rest = args[0], args[1:]
+    if not _is_whole(x):
+        refuse_collective(func)
+    for part in (x.scale, x.counter):
+        func([part], *rest, **kwargs)[1].wait()
+    _, work = func([x.codes], *rest, **kwargs)
+    x._changed()
+    return [x], work
+
+
+if torch.distributed.is_available():
+    implements(torch.ops.c10d.broadcast_.default)(_broadcast)
 
 
 @implements(_aten.empty_like.default)

@@ -6,26 +6,30 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["NoStorage", "check_not_distributed", "guard_memory", "refuse_memory"]
+__all__ = ["NoStorage", "check_not_distributed", "guard_memory", "refuse_collective", "refuse_memory"]
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _SHARDING: Final = (
     *("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.", "torch.distributed._shard."),
     *("torch.distributed.tensor.", "torch.distributed._tensor.", "torch.distributed.utils."),
     *("torch.distributed.algorithms.", "torch.distributed.distributed_c10d."),
+    "torch.distributed.optim.zero_redundancy_optimizer._build_param_buckets",
 )
+_RIGHT: Final = ("c10d::broadcast_",)
 _BETWEEN: Final = ("torch._tensor.", "torch.functional.", "torch._compile.", "torch._dynamo.", "fp8manifold.")
 _WHY: Final = "can't take an FP8Tensor, whose values are codes at scales of their own"
 _WAYS: Final = {
-    "send": "send its codes, scale and counter each, or dequantize()",
-    "copy": "take storage='grid' or 'master', or init_sync=False with equal weights in every process",
-    "shard": "take storage='master', or dequantize_model()",
+    "send": "broadcast the whole of it, or send its codes, scale and counter each, or dequantize()",
+    "copy": "call fp8manifold.distributed.sync(model), then take init_sync=False, or storage='grid' or 'master'",
+    "shard": "take fully_shard, or storage='master', or dequantize_model()",
+    "bucket": "take parameters_as_bucket_view=False",
 }
 
 _OTHER_WAYS: Final = {
     "torch.nn.parallel.": "copy",
     "torch.distributed.utils.": "copy",
     "torch.distributed.distributed_c10d.": "send",
+    "torch.distributed.optim.": "bucket",
 }
 
 
@@ -34,17 +38,24 @@ def check_not_distributed(func: Any) -> None:
 
     These would send floats into tensors of other scales, or nothing at all, or keep shards of floats.
     """
+    if func._schema.name in _RIGHT:
+        return
     if func.namespace in _COLLECTIVES:
-        raise RuntimeError(f"{func} {_WHY}: {_WAYS['send']}")
+        refuse_collective(func)
     frame = sys._getframe(2)
     for _ in range(12):  # past functions of torch's and this package's that stand between
-        name = f"{frame.f_globals.get('__name__', '')}."
+        name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
         if name.startswith(_SHARDING):
             way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")
-            raise RuntimeError(f"{name}{frame.f_code.co_name} {_WHY}: {_WAYS[way]}")
+            raise RuntimeError(f"{name} {_WHY}: {_WAYS[way]}")
         if frame.f_back is None or not name.startswith(_BETWEEN):
             return
         frame = frame.f_back
+
+
+def refuse_collective(func: Any) -> NoReturn:
+    """Raise RuntimeError: it would send floats, or nothing."""
+    raise RuntimeError(f"{func} {_WHY}: {_WAYS['send']}")
 
 
 def guard_memory(x: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.fake import has_values
+from fp8manifold._ranks import Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.scaling import (
     GRANULARITIES,
@@ -32,6 +33,8 @@ class Scaler(nn.Module):
     value: Tensor
     remembers = False
     """Whether a tensor has a say in the scales of those after it."""
+    ranks = Ranks()
+    """The processes that share what it remembers."""
 
     def preview(self, x: Tensor) -> Tensor:
         """The scale that ``x`` would be given; nothing is remembered."""
@@ -107,6 +110,8 @@ class Scale(Scaler):
         """The scale for ``x``."""
         if self.policy == "delayed":
             amax = self._amax(x)
+            if self.training:
+                amax = largest_of(self.ranks, amax)
             self.value = self._delayed(amax)
             if self.training:
                 self._remember(amax)
@@ -196,6 +201,11 @@ class FixedScale(Scaler):
     preview = forward
 
 
+def largest_of(ranks: Ranks, amax: Tensor) -> Tensor:
+    """The magnitude of all processes' tensors together; one that is not finite is Inf, as NaN has no order."""
+    return amax if ranks.size == 1 else ranks.largest(torch.where(amax.isnan(), torch.inf, amax))
+
+
 class SharedAmax(nn.Module):
     """The largest magnitude of many tensors over one pass, for the next pass.
 
@@ -204,6 +214,7 @@ class SharedAmax(nn.Module):
 
     value: Tensor
     running: Tensor
+    ranks = Ranks()
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,6 +236,7 @@ class SharedAmax(nn.Module):
 
     def add(self, member: int, amax: Tensor) -> None:
         """Count a tensor's magnitude; one that is not finite is left out."""
+        amax = largest_of(self.ranks, amax)
         if member in self._seen:
             self.value, self.running = self.running, torch.zeros_like(self.running)
             self._seen.clear()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fp8manifold._ranks import local_of, ranks_of
 from fp8manifold.optim._native_step import sum_of_squares
 
-__all__ = ["all_finite", "described", "squares_are_finite", "warn_of_skips"]
+__all__ = ["all_finite", "described", "in_every_process", "squares_are_finite", "warn_of_skips"]
 
 _SHOWN: Final = 3
 _BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
@@ -33,15 +34,43 @@ def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any
                 f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
                 f"{tuple(parameter.shape)} is {kind}"
             )
-    if _squares_sum_up([parameter for _, parameter in pairs]):
-        return True
-    each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
-    return all(each)
+
+    def here() -> bool:
+        if _squares_sum_up([parameter for _, parameter in pairs]):
+            return True
+        each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
+        return all(each)
+
+    return in_every_process(optimizer, here)
+
+
+def in_every_process(optimizer: torch.optim.Optimizer, is_finite: Callable[[], bool]) -> bool:
+    """Whether it is so in all that step these parameters together: otherwise some would leave out a step alone.
+
+    Raises:
+        FloatingPointError: as ``is_finite``, in every process where it is raised in one.
+    """
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    together = ranks_of(everyone)
+    if not together:
+        return is_finite()
+    found, error = False, None
+    try:
+        found = is_finite()
+    except FloatingPointError as raised:
+        error = raised
+    verdict = torch.tensor([not found, error is not None], dtype=torch.int32, device=everyone[0].device)
+    for ranks in together:
+        verdict = ranks.largest(verdict)
+    failed, raises = map(bool, verdict.tolist())
+    if raises:
+        raise error or FloatingPointError("a gradient is not finite, or its square is not, in another process")
+    return not failed
 
 
 def _squares_sum_up(parameters: Sequence[Tensor]) -> bool:
     """Whether the squares of all gradients have a finite sum: then all of them are finite."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     native = [g for g in gradients if type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()]
     if len(native) == len(gradients) and (total := sum_of_squares(native)) is not None:
         return math.isfinite(total)
@@ -76,7 +105,7 @@ def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float =
     assert parameter.grad is not None
     if factor < 1:
         return True
-    if _squares_hold(parameter.grad, factor):
+    if _squares_hold(local_of(parameter.grad), factor):
         return True
     if group["on_nonfinite"] == "raise":
         raise FloatingPointError(
@@ -101,7 +130,7 @@ def warn_of_skips(optimizer: Any, factor: Callable[[dict[str, Any], Tensor], flo
     reason = (
         f"the gradient (or its square) of {', '.join(found[:_SHOWN])}{more} is not finite"
         if found
-        else ("the cause is not in the gradients")
+        else "the cause is not in the gradients here"
     )
     warnings.warn(
         f"{type(optimizer).__name__} has left out {optimizer.skipped_in_row} steps in a row, nothing is trained: "
@@ -125,7 +154,7 @@ def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], f
         described(group, i, k)
         for i, group in enumerate(optimizer.param_groups)
         for k, parameter in enumerate(group["params"])
-        if parameter.grad is not None and not _squares_hold(parameter.grad, factor(group, parameter))
+        if parameter.grad is not None and not _squares_hold(local_of(parameter.grad), factor(group, parameter))
     ]
 
 

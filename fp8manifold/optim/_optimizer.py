@@ -22,6 +22,7 @@ from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
 from fp8manifold.optim._run import note_changes, run, run_all
+from fp8manifold.optim._start import check_same_start
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._views import StepView, observed_step
@@ -60,6 +61,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     widened_scales: int = 0
     streams_begun: int = 0
     _in_backward: Hooks | None = None
+    _has_started: bool = False
     steps_alone = True  # a step of one parameter depends on nothing of the others
     steps_in_graphs = True  # a step goes through no backward pass, which an operator has no part in
 
@@ -111,6 +113,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             return loss
         self._check_options()
+        if not self._has_started:
+            check_same_start(self)
+            self._has_started = True
         members = self._members()
         self._check_schedules(self._taken(members))
         for group in self.param_groups:

@@ -39,7 +39,7 @@ def zeros() -> Tensor:
 COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": dist.all_reduce,
     "all_reduce of a view": lambda p: dist.all_reduce(p[0]),
-    "broadcast": lambda p: dist.broadcast(p, 0),
+    "broadcast of a view": lambda p: dist.broadcast(p[0], 0),
     "reduce": lambda p: dist.reduce(p, 0),
     "all_gather": lambda p: dist.all_gather([zeros()], p),
     "all_gather_into_tensor": lambda p: dist.all_gather_into_tensor(zeros(), p),
@@ -128,12 +128,12 @@ def local(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("wrap", "way"),
     [
-        (nn.parallel.DistributedDataParallel, "storage='grid' or 'master', or init_sync=False"),
-        (fully_sharded, "storage='master'"),
-        (sharded, "storage='master'"),
-        (distributed, "storage='master'"),
-        (replicated, "storage='master'"),
-        (local, "storage='master'"),
+        (nn.parallel.DistributedDataParallel, r"init_sync=False, or storage='grid' or 'master'"),
+        (fully_sharded, "fully_shard, or storage='master'"),
+        (sharded, "fully_shard, or storage='master'"),
+        (distributed, "fully_shard, or storage='master'"),
+        (replicated, "fully_shard, or storage='master'"),
+        (local, "fully_shard, or storage='master'"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -1,0 +1,190 @@
+"""Processes that train one model: what they agree on, and the rows of a parameter that each of them holds."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Ranks", "Replicas", "Share", "check_share", "local_of", "ranks_of", "replicas", "share_of", "spread"]
+
+_DISTRIBUTED: Final = torch.distributed.is_available()
+
+
+class Ranks:
+    """A process group, by what it is asked for here; without one, or with a single process, every answer is the own."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+        self.size = 1 if group is None else int(group.size())
+        self.rank = 0 if group is None else int(group.rank())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        """Itself: a group can't be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Alone: what is saved does not know the processes that load it."""
+        return Ranks, ()
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each element over the processes."""
+        return self._reduced(x, "MAX")
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of each element over the processes; of int64 modulo 2^64."""
+        return self._reduced(x, "SUM")
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether it is so in one of the processes."""
+        return flag if self.size == 1 else bool(self.largest(torch.tensor([int(flag)], device=device)))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """A tensor of one shape in all processes, one behind the other along the first dimension."""
+        if self.size == 1:
+            return x
+        whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        parts = list(whole.split(x.shape[0])) if x.shape[0] else [x] * self.size
+        torch.distributed.all_gather(parts, x.contiguous(), group=self.group)
+        return whole
+
+    def sent(self, x: Tensor, source: int = 0) -> Tensor:
+        """What one of the processes has, in a tensor of the same shape and dtype, in place."""
+        if self.size > 1:
+            torch.distributed.broadcast(x, group=self.group, group_src=source)
+        return x
+
+    def counted(self, values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Different values, float64, with how often all processes together have them."""
+        if self.size == 1:
+            return values, counts
+        most = int(self.largest(torch.tensor([len(values)], device=values.device)))
+        table = torch.zeros(1, 2, most, dtype=torch.int64, device=values.device)
+        table[0, 0, : len(values)], table[0, 1, : len(values)] = values.view(torch.int64), counts
+        table = self.gathered(table)
+        values, places = table[:, 0].flatten().view(torch.float64).unique(return_inverse=True)
+        counts = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+        return values, counts.index_add_(0, places, table[:, 1].flatten())
+
+    def _reduced(self, x: Tensor, operation: str) -> Tensor:
+        if self.size == 1:
+            return x
+        x = x.clone()
+        torch.distributed.all_reduce(x, getattr(torch.distributed.ReduceOp, operation), group=self.group)
+        return x
+
+
+class Replicas(Ranks):
+    """Processes that hold the same model, each all of it, and the model's parameters by name."""
+
+    def __init__(self, group: Any, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(group)
+        self.names = tuple(parameters)
+        self.compared = False
+        self._places = WeakTensorKeyDictionary()
+        for i, parameter in enumerate(parameters.values()):
+            self._places[parameter] = i
+            replicas[parameter] = self
+
+    def parameters(self) -> list[Tensor | None]:
+        """They, in the order of their names; None for one that is gone."""
+        found: list[Tensor | None] = [None] * len(self.names)
+        for parameter, i in self._places.items():
+            found[i] = parameter
+        return found
+
+
+replicas: Final[Any] = WeakTensorKeyDictionary()
+"""The processes that hold a parameter too, each all of it, where :func:`fp8manifold.distributed.sync` was told so."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of a parameter that this process holds: a run of them along the first dimension, as DTensors have it."""
+
+    local: Tensor
+    ranks: Ranks
+    #: of the whole parameter
+    shape: torch.Size
+    mesh: Any
+    placements: Any
+
+    @property
+    def rows(self) -> int:
+        """Rows of every process but the last ones."""
+        return -(-self.shape[0] // self.ranks.size)
+
+    @property
+    def offset(self) -> int:
+        """Position of the first own element in the whole."""
+        return min(self.ranks.rank * self.rows, self.shape[0]) * (self.shape[1:].numel())
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """All rows of something that has as many as the parameter, in every process."""
+        return self.ranks.gathered(self.padded(own))[: self.shape[0]]
+
+    def own(self, whole: Tensor) -> Tensor:
+        """The own rows of all."""
+        first = min(self.ranks.rank * self.rows, self.shape[0])
+        return whole[first : first + self.local.shape[0]]
+
+    def padded(self, own: Tensor) -> Tensor:
+        """The own rows, and others behind them that nobody reads, where this process has fewer than the first."""
+        short = self.rows - own.shape[0]
+        return torch.cat([own, own.new_zeros((short, *own.shape[1:]))]) if short else own.contiguous()
+
+
+def local_of(x: Any) -> Any:
+    """What this process holds of a DTensor; anything else as it is."""
+    return getattr(x, "_local_tensor", x)
+
+
+def share_of(parameter: Tensor) -> Share | None:
+    """What this process holds of a parameter that is spread over several; None of one that is not."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # without which there are no DTensors
+    if tensors is None or not isinstance(parameter, tensors.DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return Share(local_of(parameter), Ranks(mesh.get_group(0)), parameter.shape, mesh, parameter.placements)
+
+
+def check_share(parameter: Tensor) -> None:
+    """Raise ValueError for a DTensor that is spread in another way than ``fully_shard`` does it over one mesh."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None or not isinstance(parameter, tensors.DTensor):
+        return
+    mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+    if mesh.ndim != 1 or type(placements[0]) is not tensors.Shard or placements[0].dim != 0:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is spread as {placements} over a mesh of {mesh.ndim} "
+            "dimensions: tensor parallelism, HSDP and pipelines of such are not supported; use fully_shard over a mesh "
+            "of one dimension, which shards rows, or DistributedDataParallel"
+        )
+
+
+def spread(parameter: Tensor, array: Tensor) -> Tensor:
+    """An array with a row for each of the parameter's here: as it is, or as part of one that is spread like it."""
+    share = share_of(parameter)
+    if share is None:
+        return array
+    shape = torch.Size((share.shape[0], *array.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+    made: Tensor = dtensor.from_local(array, share.mesh, share.placements, run_check=False, shape=shape, stride=stride)
+    return made
+
+
+def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
+    """The groups of processes that step these parameters together, each once; none where there is one process."""
+    if not _DISTRIBUTED or not torch.distributed.is_initialized():
+        return []
+    found: dict[Any, Ranks] = {}
+    for parameter in parameters:
+        share = share_of(parameter)
+        ranks = replicas.get(parameter) if share is None else share.ranks
+        if ranks is not None and ranks.size > 1:
+            found.setdefault(ranks.group, ranks)
+    return list(found.values())

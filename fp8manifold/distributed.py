@@ -1,0 +1,111 @@
+"""The same model in every process: an exact start, and what processes that train it together have to share."""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._ranks import Ranks, Replicas, share_of
+from fp8manifold.export import flatten_state_dict, unflatten_state_dict
+from fp8manifold.nn._scalers import Scaler, SharedAmax
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["sync"]
+
+
+def sync(model: nn.Module, group: Any = None) -> None:
+    """Give every process the model of the first one, to the bit, and let them train it together.
+
+    Codes, scales, counters, seeds, what the first rounding left, ordinary parameters, and buffers with the histories of
+    delayed scales are sent as they are: nothing is decoded or rounded.  From then on
+
+    - the magnitudes that delayed and global scales remember are the largest over the processes,
+    - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
+    - and their first step compares the parameters over the processes, and raises where they are not equal.
+
+    Call it before ``DistributedDataParallel(model, init_sync=False)``, before ``ZeroRedundancyOptimizer``, and before
+    ``fully_shard``, in every process.
+
+    Args:
+        model: of the same layers, formats and shapes in every process.
+        group: the process group; None takes the default one.
+
+    NaN, Inf and -0 are sent as they are, and empty tensors as nothing.
+
+    Raises:
+        RuntimeError: no process group, a model that is sharded already, or one that is made otherwise in some process:
+            in that process all names and formats are compared before anything changes.
+
+    Example:
+        >>> import torch.distributed as dist, fp8manifold as fm
+        >>> def train(rank, model):  # in each process of torchrun
+        ...     dist.init_process_group("gloo")
+        ...     fm.distributed.sync(model)
+        ...     return nn.parallel.DistributedDataParallel(model, init_sync=False)
+
+    Source: Li et al. 2020 (PyTorch Distributed, arXiv 2006.15704) for replicas that start equal; the magnitudes are
+    shared as in Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if share_of(parameter) is not None:
+            raise RuntimeError(f"{name} is sharded already: call sync(model) before fully_shard")
+    ranks = Replicas(group or torch.distributed.group.WORLD, parameters)
+    _send(model, ranks)
+    for module in model.modules():
+        if isinstance(module, Scaler | SharedAmax):
+            module.ranks = ranks
+
+
+@torch.no_grad()
+def _send(model: nn.Module, ranks: Ranks) -> None:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
+    stored = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
+    left = {f"remainder of {name}": p.remainder for name, p in stored.items() if p.remainder is not None}
+    tensors, metadata = flatten_state_dict(state | hidden | left)
+    own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(metadata)
+    first_own, metadata = json.loads(_text_sent(json.dumps([own, metadata]), ranks, device))
+    refusal = _difference(own, first_own)
+    if ranks.any(refusal is not None, device):
+        raise RuntimeError(f"the models differ: {refusal or 'in another process'}")
+    for name, tensor in tensors.items():
+        tensors[name] = ranks.sent(tensor if ranks.rank == 0 else tensor.new_empty(first_own[name][0]))
+    if ranks.rank == 0:
+        return
+    for name, buffer in hidden.items():
+        buffer.copy_(tensors.pop(name))
+    remainders = {name: tensors.pop(f"remainder of {name}") for name in stored if f"remainder of {name}" in tensors}
+    model.load_state_dict(unflatten_state_dict(tensors, metadata, like=state), strict=False)
+    for name, p in stored.items():
+        p.remainder = remainders.get(name)
+
+
+def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
+    """What this process lacks of the first one's model, or has otherwise."""
+    if strange := sorted(own.keys() ^ first.keys()):
+        return f"{strange[0]!r} is in one of them only"
+    for name, (shape, dtype) in own.items():
+        grows = name.endswith((".history", ".value"))  # a scale that has seen no tensor yet does not know its shape
+        if dtype != first[name][1] or (shape != first[name][0] and not grows):
+            there = f"{first[name][1]} of shape {tuple(first[name][0])} there"
+            return f"{name!r} is {dtype} of shape {tuple(shape)} here, and {there}"
+    return None
+
+
+def _text_sent(text: str, ranks: Ranks, device: torch.device) -> str:
+    """The first process' text."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    size = ranks.sent(torch.tensor([len(data)], device=device))
+    data = ranks.sent(data if ranks.rank == 0 else data.new_empty(int(size)))
+    return bytes(data.cpu().tolist()).decode()
+
+
+def _kinds(metadata: dict[str, str]) -> dict[str, Any]:
+    """What tensors of codes are, as entries of shape and kind, but for their seeds."""
+    described = {name: json.loads(text) for name, text in metadata.items()}
+    return {name: [[], str([d["format"], d["block_size"], d["dtype"]])] for name, d in described.items()}

@@ -1,0 +1,310 @@
+"""Replicas in several processes: an exact start, ranks that stay identical, and steps that are one process' own."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from family_cases import VALID, make
+from optimizer_cases import bits_of, frozen
+from rank_cases import batch, loss_of, model, seeds, stored
+from rank_pool import Pool
+from tensor_cases import parameter
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8manifold as fm
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    ranks = Pool(3, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    ranks = Pool(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.end()
+
+
+def equal_everywhere(each: list[Any]) -> None:
+    assert all(one == each[0] for one in each[1:])
+
+
+# ---------------------------------------------------------------------------------------------------- start
+def started(granularity: str) -> tuple[Any, ...]:
+    """A model that is another one in every rank, and what it is after the start."""
+    rank = dist.get_rank()
+    net = model(granularity, seed=rank, keep_remainder=True)
+    net.register_buffer("hidden", torch.full((3,), float(rank)), persistent=False)
+    if rank == 0:
+        net[0].weight.counter.fill_(7)
+        net[0].weight.codes[0, 0] = 127  # NaN
+    before = stored(net), seeds(net), [bits_of(layer.weight.remainder) for layer in linear(net)]
+    fm.distributed.sync(net)
+    after = stored(net), seeds(net), [bits_of(layer.weight.remainder) for layer in linear(net)]
+    return before, after, net.hidden.tolist()
+
+
+def linear(net: nn.Module) -> list[Any]:
+    return [layer for layer in net if isinstance(layer, nn.Linear)]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_every_rank_starts_from_the_first_ones_model(pool: Pool, granularity: str) -> None:
+    each = pool.run(started, granularity)
+    first = each[0][0]
+    for before, after, hidden in each:
+        assert after == first
+        assert hidden == [0.0] * 3
+        assert (before == first) == (before is first)
+
+
+def another(what: str) -> str:
+    rank = dist.get_rank()
+    net = model("tensor" if what == "granularity" and rank else "channel", rows=7 if what == "rows" and rank else 22)
+    if what == "format" and rank:
+        net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
+    try:
+        fm.distributed.sync(net)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("rows", "is torch.* of shape"), ("format", "E5M2"), ("granularity", "weight.scale")]
+)
+def test_other_models_are_refused_in_every_rank(pair: Pool, what: str, said: str) -> None:
+    first, second = pair.run(another, what)
+    assert first == "the models differ: in another process"
+    assert second.startswith("the models differ: ")
+    assert re.search(said, second)
+
+
+def test_without_processes_there_is_nothing_to_sync() -> None:
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        fm.distributed.sync(model())
+
+
+def changed_after_the_start(name: str) -> str:
+    net = model()
+    fm.distributed.sync(net)
+    if dist.get_rank() == 1:
+        p = dict(net.named_parameters())[name]
+        if isinstance(p, fm.FP8Tensor):
+            p.codes[0, 0] ^= 1
+        else:
+            p.data[0] += 1e-7
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    loss_of(net, batch(0)).backward()
+    before = stored(net)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        assert stored(net) == before
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["2.weight", "1.bias"])
+def test_replicas_that_differ_at_the_first_step_are_named(pair: Pool, name: str) -> None:
+    for said in pair.run(changed_after_the_start, name):
+        assert f"'{name}' is not the same in every process (1 of 7 are not)" in said
+
+
+# ------------------------------------------------------------------------------------------------------ steps
+def trained(name: str, writeback: str, moments: str, granularity: str, steps: int) -> Any:
+    """Ranks under DDP, and in each of them one process that steps the averaged gradients."""
+    rank = dist.get_rank()
+    net = model(granularity, seed=rank, keep_remainder=True)
+    fm.distributed.sync(net)
+    alone = copy.deepcopy(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    options = {"writeback": writeback, "moments": moments, "refresh_every": 2}
+    for layer, twin in zip(linear(net), linear(alone), strict=True):
+        twin.weight.remainder = layer.weight.remainder.clone()
+    optimizers = [make(name, each.parameters(), **options) for each in (net, alone)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(wrapped, batch(step, rank)).backward()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    ours, its = [frozen(optimizer.state_dict()) for optimizer in optimizers]
+    assert ours == its
+    assert stored(net) == stored(alone)
+    return stored(net), ours
+
+
+COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
+#: every optimizer, every write-back and every kind of averages, in the default run
+SOME = COMBINATIONS[::4]
+
+
+def check_training(pool: Pool, combination: tuple[str, str, str], granularity: str) -> None:
+    each = pool.run(trained, *combination, granularity, 4)
+    equal_everywhere(each)
+
+
+@pytest.mark.parametrize("combination", SOME, ids=lambda c: "-".join(c))
+def test_ranks_stay_identical_and_one_process(pair: Pool, combination: tuple[str, str, str]) -> None:
+    check_training(pair, combination, "channel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join(c))
+def test_ranks_stay_identical_in_every_combination(
+    pool: Pool, combination: tuple[str, str, str], granularity: str
+) -> None:
+    check_training(pool, combination, granularity)
+
+
+# ----------------------------------------------------------------------------------------------------- guard
+def with_nan_in_one(on_nonfinite: str, kind: str) -> Any:
+    """A gradient that is not finite in the last rank only, and no averaging that would spread it."""
+    net = model()
+    fm.distributed.sync(net)
+    optimizer = make(kind, net.parameters(), on_nonfinite=on_nonfinite)
+    before, said = stored(net), ""
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(net, batch(step)).backward()
+        if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
+            net[0].weight.grad[0, 0] = torch.inf
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            said = str(error)
+        if step == 0:
+            assert stored(net) == before
+    return optimizer.skipped_steps, said, stored(net) != before
+
+
+@pytest.mark.parametrize("kind", ["StiffnessAdamW", "RiemannianAdam"])
+def test_no_rank_skips_a_step_alone(pair: Pool, kind: str) -> None:
+    assert pair.run(with_nan_in_one, "skip", kind) == [(1, "", True)] * 2
+    (_, first, _), (_, last, _) = pair.run(with_nan_in_one, "raise", kind)
+    assert "not finite, or its square is not, in another process" in first
+    assert "on_nonfinite='skip'" in last
+
+
+# -------------------------------------------------------------------------------------------- delayed scales
+def magnitudes(scale: str) -> Any:
+    """What delayed scales have seen, over ranks with batches of other sizes, and over one with all of them."""
+    operand = {"format": "E4M3"} | ({"policy": "delayed", "history": 4} if scale == "delayed" else {"scale": "global"})
+    gradient = {"gradient": fm.OperandSpec(**operand)}
+    spec = fm.LayerSpec("E4M3", activation=fm.OperandSpec("E4M3", policy="delayed", history=4), **gradient)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    net = fm.quantize_model(model(storage="float"), spec, "fp8", seed=3)
+    fm.distributed.sync(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    seen = []
+    for step in range(3):
+        own = batch(step, rank) * 2.0**rank
+        seen.append([float(batch(step, r).abs().max()) * 2.0**r for r in range(ranks)])
+        loss_of(wrapped, own).backward()
+    history = net[0].activation_scaler.history.tolist()
+    assert history == [0.0] + [max(each) for each in seen]
+    return {name: bits_of(x) for name, x in net.state_dict().items() if name.endswith((".history", "amax.value"))}
+
+
+@pytest.mark.parametrize("scale", ["delayed", "global"])
+def test_delayed_scales_remember_the_largest_of_all_ranks(pool: Pool, scale: str) -> None:
+    each = pool.run(magnitudes, scale)
+    assert len(each[0]) > 3
+    equal_everywhere(each)
+
+
+# ----------------------------------------------------------------------------------------------- collectives
+def sent(asynchronous: bool) -> Any:
+    rank = dist.get_rank()
+    p = parameter(seed=rank, granularity="block", rounding="nearest", keep_remainder=True)
+    p.counter.fill_(rank)
+    version = p._version
+    work = dist.broadcast(p.detach(), 1, async_op=asynchronous)
+    if asynchronous:
+        work.wait()
+    assert p._version > version
+    with pytest.raises(RuntimeError, match="broadcast the whole of it"):
+        dist.broadcast(p.detach()[0], 1)
+    return bits_of(p)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_broadcast_sends_every_part(pool: Pool, asynchronous: bool) -> None:
+    each = pool.run(sent, asynchronous)
+    equal_everywhere(each)
+    p = parameter(seed=1, granularity="block")
+    p.counter.fill_(1)
+    assert each[0] == bits_of(p)
+
+
+# ------------------------------------------------------------------------------------------------------ ZeRO
+def sharded_state(name: str, writeback: str, moments: str) -> Any:
+    """Each rank steps some of the parameters and sends them; one process steps them all."""
+    rank = dist.get_rank()
+    net = model(seed=rank)
+    fm.distributed.sync(net)
+    alone = copy.deepcopy(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    options = {"writeback": writeback, "moments": moments, "compile": False, "lr": 0.01}
+    options |= {"float_lr": 0.01} if name == "RiemannianAdam" else {}
+    kind: Any = getattr(fm.optim, name)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=kind, **options)
+    its = kind(alone.parameters(), **options)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(wrapped, batch(step, rank)).backward()
+        if step == 2 and rank == 0:  # a rank that would step while the other skips
+            net[4].weight.grad.fill_(torch.nan)
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        if step != 2:
+            its.step()
+        optimizer.step()
+    floats = {n: x for n, x in net.named_parameters() if not isinstance(x, fm.FP8Tensor)}
+    assert {n for n, p in alone.named_parameters() if bits_of(p) != bits_of(dict(net.named_parameters())[n])} <= (
+        floats.keys() if moments != "float32" else set()  # their noise is told apart by their order in the optimizer
+    )
+    return stored(net)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("StiffnessAdamW", "residual8", "float32"),
+        ("StiffnessAdamW", "stochastic", "8bit"),
+        ("StiffnessLion", "stochastic", "float32"),
+        ("RiemannianAdam", "nearest", "float32"),
+    ],
+    ids=lambda c: "-".join(c),
+)
+def test_zero_redundancy_is_one_process(pair: Pool, case: tuple[str, str, str]) -> None:
+    equal_everywhere(pair.run(sharded_state, *case))
+
+
+def in_buckets() -> str:
+    p: Any = [fm.FP8Parameter(torch.ones(2, 4)), fm.FP8Parameter(torch.ones(2, 4))]
+    try:
+        ZeroRedundancyOptimizer(p, fm.optim.StiffnessAdamW, parameters_as_bucket_view=True, lr=0.1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_buckets_of_floats_are_refused(pair: Pool) -> None:
+    for said in pair.run(in_buckets):
+        assert "take parameters_as_bucket_view=False" in said
