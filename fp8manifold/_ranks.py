@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Ranks", "Replicas", "Share", "check_share", "local_of", "ranks_of", "replicas", "share_of", "spread"]
+__all__ = [
+    "ALONE",
+    "Ranks",
+    "Replicas",
+    "Share",
+    "check_share",
+    "local_of",
+    "ranks_of",
+    "replicas",
+    "share_of",
+    "spread",
+]
 
 _DISTRIBUTED: Final = torch.distributed.is_available()
 
@@ -77,6 +88,10 @@ class Ranks:
         return x
 
 
+ALONE: Final = Ranks()
+"""One process."""
+
+
 class Replicas(Ranks):
     """Processes that hold the same model, each all of it, and the model's parameters by name."""
 
@@ -125,6 +140,28 @@ class Share:
     def gathered(self, own: Tensor) -> Tensor:
         """All rows of something that has as many as the parameter, in every process."""
         return self.ranks.gathered(self.padded(own))[: self.shape[0]]
+
+    def collected(self, own: Tensor, owner: int) -> Tensor | None:
+        """All rows of a matrix in one process; None in the others."""
+        if self.ranks.size == 1:
+            return own
+        part = self.padded(own).view(torch.uint8)
+        parts = [torch.empty_like(part) for _ in range(self.ranks.size)] if self.ranks.rank == owner else None
+        torch.distributed.gather(part, parts, group=self.ranks.group, group_dst=owner)
+        return None if parts is None else torch.cat(parts).view(own.dtype)[: self.shape[0]]
+
+    def handed_out(self, whole: Tensor | None, owner: int, like: Tensor) -> Tensor:
+        """The own rows of a matrix that one process has, in the dtype and with the columns of ``like``."""
+        if self.ranks.size == 1:
+            assert whole is not None
+            return whole
+        part, parts = torch.empty_like(self.padded(like)).view(torch.uint8), None
+        if whole is not None:
+            rows = whole.contiguous().view(torch.uint8)
+            rows = torch.cat([rows, rows.new_zeros(self.rows * self.ranks.size - len(rows), rows.shape[1])])
+            parts = list(rows.split(self.rows))
+        torch.distributed.scatter(part, parts, group=self.ranks.group, group_src=owner)
+        return part.view(like.dtype)[: len(like)]
 
     def own(self, whole: Tensor) -> Tensor:
         """The own rows of all."""

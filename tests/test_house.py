@@ -17,6 +17,7 @@ LIBRARY = (
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
+    ("_shards",),
     ("nn", "export"),
     ("ops", "averages", "distributed", "_fisher"),
     ("monitor", "optim"),

@@ -55,6 +55,8 @@ class EncodedTensor(torch.Tensor):
     """A tensor whose values are stored in another form; every operator on it goes through :func:`_run`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    is_share = False
+    """Whether it is a part of one that several processes hold."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -67,7 +69,7 @@ class EncodedTensor(torch.Tensor):
         """
         if "torch._dynamo" in sys.modules:
             EncodedTensor.__torch_dispatch__ = classmethod(_hidden)  # type: ignore[assignment]
-        check_not_distributed(func)
+        check_not_distributed(func, args)
         return _run(func, args, kwargs or {})
 
     def dequantize(self) -> Tensor:
@@ -77,6 +79,9 @@ class EncodedTensor(torch.Tensor):
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Encode values of the tensor's shape in place of the present ones; ``operator`` says what asked for them."""
         raise NotImplementedError
+
+    def check_writable(self) -> None:
+        """Raise RuntimeError where an operator may not write values into it."""
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The parts that a compiler sees, by name, and everything else that makes the tensor."""
@@ -204,6 +209,10 @@ class View(EncodedTensor):
         viewed: Tensor = self.replay(self.base.dequantize())
         return viewed
 
+    def check_writable(self) -> None:
+        """As the base has it."""
+        self.base.check_writable()
+
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Into the base, where all other values are on the grid already and stay."""
         whole = self.base.dequantize()
@@ -267,7 +276,7 @@ def _after(gradient: Tensor, x: Any) -> Tensor:
 @eager_only
 def _hidden(cls: type[EncodedTensor], func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """The same, where a compiler does not see it."""
-    check_not_distributed(func)
+    check_not_distributed(func, args)
     return _run(func, args, kwargs or {})
 
 
@@ -298,6 +307,7 @@ def _run_writing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], writt
     stands_for = {id(x): x for x in written}
     for x in written:
         if isinstance(x, EncodedTensor):
+            x.check_writable()
             stands_for[id(x)] = x.dequantize().float() if widen else x.dequantize()
 
     def argument(x: Tensor) -> Tensor:

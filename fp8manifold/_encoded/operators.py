@@ -80,6 +80,7 @@ def _replace(func: Any, x: Any, put: Callable[[Tensor], Any], *, fresh: bool) ->
         root = root.base
     if x.numel() != root.numel() or is_traced(root.codes):
         return NotImplemented
+    root.check_writable()
     values = root.dequantize().float()
     put(reduce(lambda viewed, replay: replay(viewed), reversed(replays), values))
     refit_scale_(root, values, fresh=fresh)

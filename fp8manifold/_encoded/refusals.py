@@ -6,7 +6,14 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
-__all__ = ["NoStorage", "check_not_distributed", "guard_memory", "refuse_collective", "refuse_memory"]
+__all__ = [
+    "NoStorage",
+    "check_not_distributed",
+    "guard_memory",
+    "is_sharded_by_torch",
+    "refuse_collective",
+    "refuse_memory",
+]
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _SHARDING: Final = (
@@ -16,7 +23,16 @@ _SHARDING: Final = (
     "torch.distributed.optim.zero_redundancy_optimizer._build_param_buckets",
 )
 _RIGHT: Final = ("c10d::broadcast_",)
+_BY_ROWS: Final = ("torch.distributed.fsdp._fully_shard.", "torch.distributed._shard._utils.")
+"""What cuts tensors into rows and pads them, which codes can be."""
 _BETWEEN: Final = ("torch._tensor.", "torch.functional.", "torch._compile.", "torch._dynamo.", "fp8manifold.")
+_CUTS: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("split", "slice", "new_zeros", "new_empty", "as_strided", "view", "copy_", "detach", "alias"),
+        *("_to_copy", "constant_pad_nd", "empty_like"),
+    )
+)
 _WHY: Final = "can't take an FP8Tensor, whose values are codes at scales of their own"
 _WAYS: Final = {
     "send": "broadcast the whole of it, or send its codes, scale and counter each, or dequantize()",
@@ -33,18 +49,31 @@ _OTHER_WAYS: Final = {
 }
 
 
-def check_not_distributed(func: Any) -> None:
+def is_sharded_by_torch(frame: Any) -> bool:
+    """Whether a frame is of FSDP2, or of what cuts tensors for distributed checkpoints."""
+    name = ""
+    while frame is not None:
+        name = f"{frame.f_globals.get('__name__', '')}."
+        if not name.startswith(_BETWEEN):
+            break
+        frame = frame.f_back
+    return name.startswith(_BY_ROWS)
+
+
+def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
     """Raise RuntimeError for a collective, and for what torch does to tensors that it shards or makes equal.
 
     These would send floats into tensors of other scales, or nothing at all, or keep shards of floats.
     """
-    if func._schema.name in _RIGHT:
+    if func._schema.name in _RIGHT or (args and getattr(args[0], "is_share", False)):
         return
     if func.namespace in _COLLECTIVES:
         refuse_collective(func)
     frame = sys._getframe(2)
     for _ in range(12):  # past functions of torch's and this package's that stand between
         name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+        if name.startswith(_BY_ROWS) and func._schema.name in _CUTS:
+            return
         if name.startswith(_SHARDING):
             way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")
             raise RuntimeError(f"{name} {_WHY}: {_WAYS[way]}")

@@ -84,18 +84,20 @@ def encoded(x: Tensor, fmt: FloatFormat, key: Key | None = None, offset: int = 0
     return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
 
 
-def content(x: Tensor, key: Key) -> int | None:
+def content(x: Tensor, key: Key, offset: int = 0) -> int | None:
     """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words drawn by position.
 
     Args:
         x: float32.
         key: of ``r``.
+        offset: position of the first element.
     """
-    kernels = library()
-    if kernels is None or x.dtype is not torch.float32 or x.numel() >= 2**32 or not is_plain(x):
+    kernels, (high, low) = library(), divmod(offset, 2**32)
+    if kernels is None or x.dtype is not torch.float32 or low + x.numel() >= 2**32 or not is_plain(x):
         return None
     flat = x.detach().contiguous().resolve_neg()
-    words = np.array(round_keys(key, 0), dtype=np.int32)
+    first, second, third = round_keys(key, high)
+    words = np.array([signed_word(first + low), second, third], dtype=np.int32)
     return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), words.ctypes.data))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.fake import has_values
-from fp8manifold._ranks import Ranks
+from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.scaling import (
     GRANULARITIES,
@@ -33,7 +33,7 @@ class Scaler(nn.Module):
     value: Tensor
     remembers = False
     """Whether a tensor has a say in the scales of those after it."""
-    ranks = Ranks()
+    ranks: Ranks = ALONE
     """The processes that share what it remembers."""
 
     def preview(self, x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class SharedAmax(nn.Module):
 
     value: Tensor
     running: Tensor
-    ranks = Ranks()
+    ranks: Ranks = ALONE
 
     def __init__(self) -> None:
         super().__init__()

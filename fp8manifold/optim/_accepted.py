@@ -1,6 +1,5 @@
 """What an optimizer accepts: parameters it can step, and states that were made for them."""
 
-import sys
 from typing import Any, Final
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._ranks import check_share
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._kinds import own_manifold
@@ -24,10 +24,12 @@ _KEPT: Final = (*AVERAGES, "residual", "avg_bound", "sq_bound")
 def check_parameters(parameters: list[Tensor]) -> None:
     """Raise ValueError unless each is a whole float tensor with values, and there but once."""
     for parameter in parameters:
-        if _is_sharded(parameter):
+        check_share(parameter)
+        if _is_in_pieces(parameter):
             raise ValueError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded (fully_shard, FSDP or tensor parallelism), "
-                "and a step needs it whole: use DistributedDataParallel, or storage='master' with torch's optimizers"
+                f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, without the "
+                "scales of its pieces: use fully_shard with storage='fp8', DistributedDataParallel, or "
+                "storage='master' with torch's optimizers"
             )
         if parameter.dtype not in _DTYPES:
             raise ValueError(
@@ -51,11 +53,8 @@ def check_parameters(parameters: list[Tensor]) -> None:
         seen.add(id(parameter))
 
 
-def _is_sharded(parameter: Tensor) -> bool:
-    """Whether it is a DTensor, a flat piece of a weight on a grid, or the flat parameter that FSDP makes of several."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # without which there are no DTensors
-    if tensors is not None and isinstance(parameter, tensors.DTensor):
-        return True
+def _is_in_pieces(parameter: Tensor) -> bool:
+    """Whether it is a flat piece of a weight on a grid, or the flat parameter that FSDP's first version makes."""
     manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
     if manifold is not None:
         return not broadcasts_to(manifold.scale.shape, parameter.shape)

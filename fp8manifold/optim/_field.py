@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.float_bits import float_bits
+from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.optim._directions import sqrt_exact
 from fp8manifold.optim._hyper import Hyper
 
@@ -23,26 +24,31 @@ _COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
 _MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
 
 
-def reference_stiffness(stiffness: Tensor) -> float:
-    """The mean of a stiffness field, to the last bit or so of float64.
+def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
+    """The mean of a stiffness field, of which processes may hold a part each, to the last bit or so of float64.
 
     Equal values are counted exactly, so the result does not depend on how a tensor is cut up or summed.
     """
     fields = float_bits(stiffness.dtype)
     exponents = (stiffness.view(fields.integer) >> fields.mantissa_bits).flatten()
     if bool((stiffness.view(fields.integer) == exponents.view(stiffness.shape) << fields.mantissa_bits).all()):
-        counts = torch.bincount(exponents).tolist()
-        terms = [math.ldexp(count, i - fields.bias) for i, count in enumerate(counts) if count]
+        counts = torch.bincount(exponents)
+        used = counts.nonzero().flatten()
+        values = torch.tensor([math.ldexp(1, i - fields.bias) for i in used.tolist()], dtype=torch.float64)
+        counts = counts[used]
     else:
-        values, repeats = stiffness.flatten().unique(return_counts=True)
-        terms = [value * count for value, count in zip(values.tolist(), repeats.tolist(), strict=True)]
-    return math.fsum(terms) / stiffness.numel()
+        values, counts = stiffness.flatten().unique(return_counts=True)
+    values, counts = ranks.counted(values.to(counts.device, torch.float64), counts)
+    terms = [value * count for value, count in zip(values.tolist(), counts.tolist(), strict=True)]
+    return math.fsum(terms) / int(counts.sum())
 
 
-def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float) -> float:
-    """Share of elements whose ratio to the reference lies outside ``[damping, clip]``."""
+def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
+    """Share of elements, of all processes, whose ratio to the reference lies outside ``[damping, clip]``."""
     ratio = stiffness / reference
-    return int(((ratio < damping) | (ratio > clip)).sum()) / max(stiffness.numel(), 1)
+    outside = ((ratio < damping) | (ratio > clip)).sum()
+    counts = ranks.total(torch.stack([outside, outside.new_tensor(stiffness.numel())]))
+    return int(counts[0]) / max(int(counts[1]), 1)
 
 
 def power_mode(exponent: float) -> str:

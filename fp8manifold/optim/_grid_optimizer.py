@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.checks import check_int, check_number
+from fp8manifold._ranks import local_of
 from fp8manifold.optim._combinations import check_combination
 from fp8manifold.optim._field import bounded_share, reference_stiffness
 from fp8manifold.optim._geometry import end_exponents
@@ -48,7 +49,7 @@ class GridOptimizer(ManifoldOptimizer):
 
     def _bounded(self, group: dict[str, Any], grid: Grid, stiffness: Tensor, reference: float) -> float:
         """The share of a field that lies outside the bounds."""
-        return bounded_share(stiffness, reference, group["damping"], group["clip"])
+        return bounded_share(stiffness, reference, group["damping"], group["clip"], grid.ranks)
 
     def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         """What the direction is taken from; it is not changed."""
@@ -62,11 +63,13 @@ class GridOptimizer(ManifoldOptimizer):
         if due and grid.storage != "plain":
             self._refresh(group, grid, state)
         job = self._job(group, parameter, state, grid, words)
-        if due and isinstance(parameter, FP8Tensor) and widened(parameter, state, job, words):
+        held = local_of(parameter)
+        if due and isinstance(held, FP8Tensor) and widened(held, state, grid, job.variant, words):
             self.widened_scales += 1
             self._refresh(group, grid, state)
             job = self._job(group, parameter, state, grid, words)
-        job.held["gradient"] = self._gradient(group, parameter).contiguous()
+        gradient = local_of(self._gradient(group, parameter)).contiguous()
+        job.held["gradient"] = gradient if job.share is None else job.share.gathered(gradient)
         job.parameter, job.group, job.in_place = parameter, group, grid.in_place
         job.numbers = self._numbers(group, parameter, state, job)
         return job
@@ -82,13 +85,22 @@ class GridOptimizer(ManifoldOptimizer):
             "maximize": group["maximize"],
             **self._traits(group, parameter, grid if grid.fmt is not None else None),
         }
-        layout = grid.layout(blocks=traits["moments"] == "8bit")
         variant = variant_of(
             storage=grid.storage, fmt=grid.fmt, scale_is_power_of_two=grid.scale_is_power_of_two, **traits
         )
+        in_blocks = traits["moments"] == "8bit"
+        # the blocks of a vector's averages are cut by other processes' shares: it is stepped whole in each of them
+        share = grid.share if in_blocks and variant.stores and parameter.dim() == 1 else None
+        stepped = grid if share is None else grid.whole
+        layout = stepped.layout(blocks=in_blocks)
         make_state(variant, layout, parameter, state)
-        held = {"weight": grid.weight} | {name: state[name] for name in variant.keeps}
-        job = Job(variant, layout, held, words, grid.scale, parameter.shape)
+        held = {"weight": stepped.weight} | {name: local_of(state[name]) for name in variant.keeps}
+        job = Job(variant, layout, held, words, grid.scale, stepped.weight.shape, share=share)
+        if share is not None:
+            job.gather()
+            job.back["weight"] = grid.weight
+        elif grid.share is not None:
+            job.offset = grid.share.offset
         if grid.fmt is not None:
             if "grid" not in state:
                 state["grid"] = torch.tensor(grid.fields)
@@ -100,5 +112,5 @@ class GridOptimizer(ManifoldOptimizer):
     def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:
         """Compute S_ref and the bounded share."""
         stiffness = stiffness_field(grid, self._metric(group, grid))
-        state["reference"] = reference_stiffness(stiffness)
+        state["reference"] = reference_stiffness(stiffness, grid.ranks)
         state["bounded"] = self._bounded(group, grid, stiffness, state["reference"])

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fp8manifold._ranks import Share
 from fp8manifold.optim._geometry import bounded_ends
 from fp8manifold.optim._layout import Layout, row_view
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._variant import BOUNDS, Variant
 
 __all__ = ["Job", "Member", "Parameters"]
 
@@ -43,6 +44,10 @@ class Job:
     numbers: dict[str, float] = field(default_factory=dict)
     #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
     in_place: bool = True
+    #: of a parameter that several processes hold and each of them steps whole
+    share: Share | None = None
+    #: the memory that the own rows of gathered tensors go back to, by name
+    back: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def blockwise(self) -> bool:
@@ -60,6 +65,18 @@ class Job:
                 assert self.variant.fmt is not None
                 arrays |= bounded_ends(self.variant.fmt, arrays["scale"], *self.ends)
         return arrays
+
+    def gather(self) -> None:
+        """Take all rows of the state; bounds are whole in every process."""
+        assert self.share is not None
+        for name in self.held.keys() - {"weight", *BOUNDS.values()}:
+            self.back[name], self.held[name] = self.held[name], self.share.gathered(self.held[name])
+
+    def put_back(self) -> None:
+        """Keep the own rows of what was gathered."""
+        for name, memory in self.back.items():
+            assert self.share is not None
+            memory.copy_(self.share.own(self.held[name]))
 
     @property
     def changed(self) -> list[Tensor]:

@@ -3,6 +3,7 @@
 import geoopt
 from torch import Tensor
 
+from fp8manifold._ranks import local_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.tensor import FP8Tensor
 
@@ -22,7 +23,7 @@ def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
 
 def is_quantized(parameter: Tensor) -> bool:
     """Whether it is stored in codes or lives on one of this library's manifolds."""
-    return isinstance(parameter, FP8Tensor) or own_manifold(parameter) is not None
+    return isinstance(local_of(parameter), FP8Tensor) or own_manifold(parameter) is not None
 
 
 def stabilize(parameter: Tensor) -> None:

@@ -26,8 +26,11 @@ __all__ = [
     "adjusted_rate",
     "along",
     "as_matrices",
+    "mixed_of",
     "orthogonal_factor",
     "product_dtype",
+    "ratio_of",
+    "take_along",
     "take_muon_step",
 ]
 
@@ -69,17 +72,46 @@ def take_muon_step(
         compile: True, False, or None for what pays.
         observed: whether to return what each part asked for, for which the step is taken eagerly.
     """
-    injects = job.variant.injects
-    average, mixed = _averaged(job, numbers, keys, compile, keep=injects)
+    average, mixed = mixed_of(job, numbers, keys, compile)
+    factor = orthogonal(mixed).to(numbers.dtype, memory_format=torch.contiguous_format)
+    ratio = ratio_of(mixed, factor) if job.variant.injects else 1.0
+    return take_along(job, numbers, keys, average, factor, ratio, compile=compile, observed=observed)
+
+
+def mixed_of(job: Job, numbers: Tensor, keys: Tensor, compile: bool | None) -> tuple[Tensor, Tensor]:  # noqa: A002
+    """Advance the momentum; it, as floats where it is to be kept beside the state, and what is orthogonalised."""
+    average, mixed = _averaged(job, numbers, keys, compile, keep=job.variant.injects)
     if job.variant.stiffness != "none":
         mixed = torch.cat([part * _stiffness(job, arrays, numbers) for arrays, part, _ in _parts(job, mixed)])
-    factor = orthogonal(mixed).to(numbers.dtype, memory_format=torch.contiguous_format)
-    if not (observed or injects):
+    return average, mixed
+
+
+def take_along(
+    job: Job,
+    numbers: Tensor,
+    keys: Tensor,
+    average: Tensor,
+    factor: Tensor,
+    ratio: float,
+    *,
+    compile: bool | None,  # noqa: A002
+    observed: bool = False,
+) -> list[Outcome]:
+    """Take the weights along an orthogonal factor.
+
+    Args:
+        job, numbers, keys, compile, observed: as in :func:`take_muon_step`.
+        average: what :func:`mixed_of` gave.
+        factor: in the dims of the job's layout.
+        ratio: :func:`ratio_of` the whole matrix, where an error is injected.
+    """
+    factor = factor.to(numbers.dtype, memory_format=torch.contiguous_format)
+    if not (observed or job.variant.injects):
         run(along(job, factor), numbers, keys, compile=compile)
         return []
     outcomes = run_eager(along(job, factor), numbers, observed=True)
-    if injects:
-        _inject(job, average, torch.cat([outcome.target for outcome in outcomes]), _ratio(mixed, factor), numbers)
+    if job.variant.injects:
+        _inject(job, average, torch.cat([outcome.target for outcome in outcomes]), ratio, numbers)
     return outcomes
 
 
@@ -143,7 +175,7 @@ def _stiffness(job: Job, arrays: dict[str, Tensor], numbers: Tensor) -> Tensor:
     return stiffness_factor(job.variant, load_weights(job.variant, arrays, numbers.dtype), arrays, Hyper(numbers))
 
 
-def _ratio(mixed: Tensor, factor: Tensor) -> float:
+def ratio_of(mixed: Tensor, factor: Tensor) -> float:
     """What a small change of the momentum is divided by in the step: the factor is a matrix of another size."""
     return float(mixed.double().norm() / factor.double().norm().clamp(min=1e-30))
 

@@ -3,25 +3,23 @@
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
-from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
 from fp8manifold.optim._hooks import Hooks
-from fp8manifold.optim._hyper import row
 from fp8manifold.optim._job import Job, Member
-from fp8manifold.optim._keys import key_rows
 from fp8manifold.optim._kinds import stabilize
 from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
-from fp8manifold.optim._plan import first_residual, grid_of, pack_nibbles, unpack_nibbles
-from fp8manifold.optim._run import note_changes, run, run_all
+from fp8manifold.optim._plan import first_residual, grid_of
+from fp8manifold.optim._residuals import unpacked
+from fp8manifold.optim._run import note_changes, run, run_all, tables_of
 from fp8manifold.optim._start import check_same_start
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._variant import BOUNDS
@@ -101,7 +99,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _is_a_node(self) -> bool:
         """Whether a graph has all that a step reads: gradients that are still there, and no tensor but these."""
         rated = any(isinstance(group["lr"], Tensor) for group in self.param_groups)
-        return self.steps_in_graphs and self._in_backward is None and not rated
+        shared = any(share_of(p) is not None for _, p in self._everyone())  # processes agree on steps outside of graphs
+        return self.steps_in_graphs and self._in_backward is None and not rated and not shared
 
     @eager_only  # it plans, counts and calls code that is compiled already
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -324,18 +323,18 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             stabilize(parameter)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
             for name in _RESET & state.keys():
-                state[name].zero_()
+                local_of(state[name]).zero_()
             state["since"] = done
         return state
 
     def _take_remainder(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take what the first rounding left into the state, before anything can be saved without it."""
-        bits = rule_of(group).residual_bits
-        if not bits or not isinstance(parameter, FP8Tensor) or parameter.remainder is None:
+        bits, held = rule_of(group).residual_bits, local_of(parameter)
+        if not bits or not isinstance(held, FP8Tensor) or held.remainder is None:
             return
         state = self.state.setdefault(parameter, {})
         if "residual" in state:  # a loaded state knows better
-            parameter.remainder = None
+            held.remainder = None
         else:
             state["grid"] = torch.tensor(grid_of(parameter).fields)
             state["residual"] = first_residual(parameter, bits)
@@ -352,32 +351,24 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""
 
     def _take(self, jobs: list[Job]) -> None:
-        """Take the planned steps; their numbers and keys reach a device in one transfer each."""
-        tables: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
-        for job in jobs:
-            tables.setdefault((job.held["weight"].device, working_dtype(job.parameter)), []).append(job)
-        for (device, dtype), together in tables.items():
-            table = np.array([row(job.numbers, dtype) for job in together], dtype=np.float64)
-            keys = torch.from_numpy(key_rows(together)).to(device)
-            self._take_together(together, torch.from_numpy(table).to(device, dtype), keys)
+        """Take the planned steps."""
+        for table in tables_of([job for job in jobs if job.held["weight"].numel()]):
+            self._take_together(*table)
         note_changes([job.parameter for job in jobs])
 
     def _take_together(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
         """Take the steps of one device and dtype: in one go, but for those that take more than a run."""
-        packed = [(job, self.state[job.parameter]["residual"]) for job in jobs if job.variant.residual_bits == 4]
-        for job, residual in packed:
-            job.held["residual"] = unpack_nibbles(residual, job.parameter.shape)
-        alone = [self._is_observed(job) or self._takes_more(job) for job in jobs]
-        together = [i for i, is_alone in enumerate(alone) if not is_alone]
-        if together:
-            rows = (numbers, keys) if len(together) == len(jobs) else (numbers[together], keys[together])
-            run_all([jobs[i] for i in together], *rows, [jobs[i].group["compile"] for i in together])
-        views = [self._take_alone(job, numbers[i], keys[i]) if alone[i] else None for i, job in enumerate(jobs)]
+        with unpacked(jobs, self.state):
+            alone = [self._is_observed(job) or self._takes_more(job) for job in jobs]
+            together = [i for i, is_alone in enumerate(alone) if not is_alone]
+            if together:
+                rows = (numbers, keys) if len(together) == len(jobs) else (numbers[together], keys[together])
+                run_all([jobs[i] for i in together], *rows, [jobs[i].group["compile"] for i in together])
+            views = [self._take_alone(job, numbers[i], keys[i]) if alone[i] else None for i, job in enumerate(jobs)]
         for job in jobs:
             if not job.in_place:
                 job.parameter.copy_(job.held["weight"])
-        for job, residual in packed:
-            residual.copy_(pack_nibbles(job.held["residual"]))
+            job.put_back()
         for view in views:
             if view is not None and self.observer is not None:
                 self.observer(view)

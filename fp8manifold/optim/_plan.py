@@ -1,6 +1,6 @@
 """From a parameter, its state and its group to the job of one step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from fp8manifold._native._arrays import spacings
 from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
@@ -46,12 +47,22 @@ class Grid:
     retraction: str = "exponential"
     #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
     in_place: bool = True
+    #: where ``weight`` is a part of what several processes hold
+    share: Share | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold a part each."""
+        return ALONE if self.share is None else self.share.ranks
 
     @property
     def fields(self) -> tuple[int, ...]:
         """Format and granularity as numbers: what a state has to have been made for."""
         assert self.fmt is not None
-        per_channel = int(self.scale is not None and self.scale.numel() > 1)
+        scales = 0 if self.scale is None else self.scale.numel()
+        if self.share is not None and self.scale is not None and self.scale.dim():
+            scales = self.share.shape[0]
+        per_channel = int(scales > 1)
         layout = LAYOUTS.index(self.fmt.layout)
         fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
         return (*fields, self.block_size or per_channel)
@@ -70,9 +81,17 @@ class Grid:
         return bool((torch.frexp(self.scale).mantissa == 0.5).all())
 
     def layout(self, *, blocks: bool) -> Layout:
-        """The view it is stepped in."""
-        scale_shape = None if self.scale is None else tuple(self.scale.shape)
-        return layout_of(tuple(self.weight.shape), scale_shape, self.block_size, blocks)
+        """The view it is stepped in; of no rows that of one."""
+        shape, scale_shape = tuple(self.weight.shape), None if self.scale is None else tuple(self.scale.shape)
+        if self.share is not None and not shape[0]:
+            shape, scale_shape = (1, *shape[1:]), (1, *scale_shape[1:]) if scale_shape else scale_shape
+        return layout_of(shape, scale_shape, self.block_size, blocks)
+
+    @property
+    def whole(self) -> "Grid":
+        """All rows, gathered in memory of their own; one scale serves them all."""
+        assert self.share is not None
+        return replace(self, weight=self.share.gathered(self.weight))
 
 
 def described(fields: tuple[int, ...] | None) -> str:
@@ -85,7 +104,8 @@ def described(fields: tuple[int, ...] | None) -> str:
 
 
 def grid_of(parameter: Tensor) -> Grid:
-    """Where a parameter lives, without making a manifold for it."""
+    """Where a parameter lives, or what this process holds of it, without making a manifold for it."""
+    share, parameter = share_of(parameter), local_of(parameter)
     if isinstance(parameter, FP8Tensor):
         return Grid(
             "codes",
@@ -94,13 +114,14 @@ def grid_of(parameter: Tensor) -> Grid:
             parameter.scale,
             parameter.block_size,
             rounding=parameter.rounding,
+            share=share,
         )
     weight = parameter.detach().as_subclass(Tensor)
     in_place = weight.is_contiguous()
     weight = weight.contiguous()
     manifold = own_manifold(parameter)
     if manifold is None:
-        return Grid("plain", weight, in_place=in_place)
+        return Grid("plain", weight, in_place=in_place, share=share)
     storage: Storage = "grid" if isinstance(manifold, FP8Manifold) else "free"
     return Grid(
         storage,
@@ -118,15 +139,23 @@ def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[
     """Add what the variant keeps and the state lacks."""
     if all(map(state.__contains__, variant.keeps)) and variant.residual_bits != 4:
         return
-    shape, device = parameter.shape, parameter.device
+    held = local_of(parameter)
     dtype = STORED[variant.moments] or working_dtype(parameter)
     for name in variant.stores:
         if name not in state:
-            state[name] = torch.zeros(shape, dtype=dtype, device=device)
+            state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
         if variant.moments == "8bit" and BOUNDS[name] not in state:
-            state[BOUNDS[name]] = torch.zeros(layout.block_dims, dtype=torch.float32, device=device)
+            state[BOUNDS[name]] = _first_bounds(parameter, layout)
     if variant.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter, variant.residual_bits)
+
+
+def _first_bounds(parameter: Tensor, layout: Layout) -> Tensor:
+    """One a block; of a shared matrix with a row for each of its rows, of a shared vector all in every process."""
+    held, in_rows = local_of(parameter), parameter.dim() > 1 and share_of(parameter) is not None
+    shape = (held.shape[0], held.shape[1:].numel() // layout.dims[-1]) if in_rows else layout.block_dims
+    bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
+    return spread(parameter, bounds) if in_rows else bounds
 
 
 def _values_of(grid: Grid) -> Tensor:
@@ -156,28 +185,31 @@ def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
 
 
-def pack_nibbles(values: Tensor) -> Tensor:
-    """Signed 4-bit values, two a byte: the even position in the low half."""
-    flat = values.reshape(-1)
-    if flat.numel() % 2:
-        flat = torch.cat([flat, flat.new_zeros(1)])
-    pairs = flat.view(-1, 2).to(torch.int16) & 15
-    return (pairs[:, 0] | (pairs[:, 1] << 4)).to(torch.uint8)
+def pack_nibbles(values: Tensor, *, in_rows: bool = False) -> Tensor:
+    """Signed 4-bit values, two a byte, the even position in the low half: flat, or each row in bytes of its own."""
+    flat = values.reshape(values.shape[0], values.shape[1:].numel()) if in_rows else values.reshape(-1)
+    if flat.shape[-1] % 2:
+        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], 1))], dim=-1)
+    pairs = flat.to(torch.int16) & 15
+    return (pairs[..., 0::2] | (pairs[..., 1::2] << 4)).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor, shape: torch.Size) -> Tensor:
     """The way back, as int8."""
     low = (packed << 4).view(torch.int8) >> 4
     high = packed.view(torch.int8) >> 4
-    return torch.stack([low, high], dim=1).view(-1)[: shape.numel()].view(shape)
+    length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
+    return torch.stack([low, high], dim=-1).flatten(-2)[..., :length].reshape(shape)
 
 
 def first_residual(parameter: Tensor, bits: int) -> Tensor:
     """What the rounding of the float weights left, where the parameter has kept it; zeros elsewhere."""
-    start = torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
-    if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:
-        start, parameter.remainder = parameter.remainder, None
-    return start if bits == 8 else pack_nibbles(_coarser(start))
+    held: Any = local_of(parameter)
+    start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
+    if isinstance(held, FP8Tensor) and held.remainder is not None:
+        start, held.remainder = held.remainder, None
+    packed = start if bits == 8 else pack_nibbles(_coarser(start), in_rows=held is not parameter)
+    return spread(parameter, packed)
 
 
 def _coarser(remainder: Tensor) -> Tensor:

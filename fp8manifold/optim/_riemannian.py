@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.charts import Metric
+from fp8manifold._ranks import local_of, share_of, spread
 from fp8manifold.optim._field import bounded_share
-from fp8manifold.optim._finite import squares_are_finite
+from fp8manifold.optim._finite import in_every_process, squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._job import Job, Member
@@ -68,7 +69,15 @@ class Riemannian(GridOptimizer):
     def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
         if is_quantized(parameter):
             return super()._plan(group, parameter, state)
-        self._step_elsewhere(group, parameter, state, manifold_of(parameter) or _EUCLIDEAN)
+        share, manifold = share_of(parameter), manifold_of(parameter) or _EUCLIDEAN
+        if share is None:
+            self._step_elsewhere(group, parameter, state, manifold)
+            return None
+        held = {name: local_of(value) for name, value in state.items()}
+        share.local.grad = local_of(parameter.grad)
+        self._step_elsewhere(group, share.local, held, manifold)
+        share.local.grad = None
+        state.update({name: spread(parameter, value) for name, value in held.items() if name not in state})
         return None
 
     def _stores_moments(self, parameter: Tensor) -> bool:
@@ -78,12 +87,14 @@ class Riemannian(GridOptimizer):
         """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
         if not super()._ready(members):
             return False
-        each = [
-            squares_are_finite(group, p, self._largest_stiffness(group, p))
-            for group, p in members
-            if p.numel() and is_quantized(p)
-        ]
-        return all(each)
+        stepped = [(group, p) for group, p in members if p.numel() and is_quantized(p)]
+        factors = [self._largest_stiffness(group, p) for group, p in stepped]  # before any of the following may raise
+
+        def here() -> bool:
+            each = [squares_are_finite(*member, factor) for member, factor in zip(stepped, factors, strict=True)]
+            return all(each)
+
+        return in_every_process(self, here)
 
     def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
         return max(self._largest_stiffness(group, parameter), 1.0) if is_quantized(parameter) else 1.0
@@ -94,7 +105,8 @@ class Riemannian(GridOptimizer):
         reference, due = state.get("reference"), int(state.get("step", 0)) % group["refresh_every"] == 0
         if reference is None or due or not math.isfinite(group["clip"]):
             grid = grid_of(parameter)
-            return float(stiffness_field(grid, grid.metric).max())
+            field = stiffness_field(grid, grid.metric)
+            return float(grid.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
         return bounds(reference, group["damping"], group["clip"])[1]
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
@@ -111,7 +123,7 @@ class Riemannian(GridOptimizer):
         low, high = bounds(reference, group["damping"], group["clip"])
         assert grid.scale is not None
         unit = torch.frexp(expanded(grid.scale, grid.weight.shape, grid.block_size)).mantissa * 2
-        return bounded_share(stiffness / unit, 1.0, low, high)
+        return bounded_share(stiffness / unit, 1.0, low, high, grid.ranks)
 
     def _progress_numbers(self, group: dict[str, Any]) -> dict[str, float]:
         """Decay as a share of the weight a step, which follows the schedule of ``lr``."""

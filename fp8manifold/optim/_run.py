@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._eager_step import run_eager
+from fp8manifold.optim._hyper import row
 from fp8manifold.optim._job import Job
+from fp8manifold.optim._keys import key_rows
 from fp8manifold.optim._native_step import is_native, run_native
 
-__all__ = ["note_changes", "run", "run_all"]
+__all__ = ["note_changes", "run", "run_all", "tables_of"]
 
 
 def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> None:  # noqa: A002  # torch's word
@@ -49,6 +53,19 @@ def run_all(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, wanted: Sequence
     for i in sorted(set(range(len(jobs))) - set(native)):
         _run_without_native(jobs[i], numbers[i], keys[i], wanted[i])
     note_changes([tensor for job in jobs for tensor in job.changed])
+
+
+def tables_of(jobs: Sequence[Job]) -> list[tuple[list[Job], Tensor, Tensor]]:
+    """The jobs of each device and dtype, with a row of numbers and of round keys each, in one transfer."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
+    for job in jobs:
+        kinds.setdefault((job.held["weight"].device, working_dtype(job.parameter)), []).append(job)
+    tables = []
+    for (device, dtype), together in kinds.items():
+        numbers = np.array([row(job.numbers, dtype) for job in together], dtype=np.float64)
+        keys = torch.from_numpy(key_rows(together)).to(device)
+        tables.append((together, torch.from_numpy(numbers).to(device, dtype), keys))
+    return tables
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8manifold._native._arrays import content
 from fp8manifold._numerics.blocks import BLOCK
 from fp8manifold._numerics.eager import eager_only
+from fp8manifold._ranks import local_of, share_of
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.random_bits import mixed_word, word_range
@@ -77,34 +78,46 @@ def _seed_words(parameter: Tensor) -> tuple[int, ...]:
 
 def _seed_of(parameter: Tensor) -> int | None:
     """The seed of what is rounded to a grid."""
-    if isinstance(parameter, FP8Tensor):
-        return parameter.seed
+    if isinstance(held := local_of(parameter), FP8Tensor):
+        return held.seed
     manifold = own_manifold(parameter)
     return int(manifold.seed_word) if isinstance(manifold, FP8Manifold) else None
 
 
 def _content(first: Tensor, gradient: Tensor | None) -> tuple[int, ...]:
     """Words of the first values, and of the first gradient."""
-    values = first.dequantize() if isinstance(first, FP8Tensor) else first.detach().as_subclass(Tensor)
-    words = (content_word(values, _VALUES),)
-    return words if gradient is None else (*words, content_word(gradient.detach(), _GRADIENT))
+    held = local_of(first)
+    values = held.dequantize() if isinstance(held, FP8Tensor) else held.detach().as_subclass(Tensor)
+    words = (_whole_word(first, values, _VALUES),)
+    return words if gradient is None else (*words, _whole_word(first, local_of(gradient.detach()), _GRADIENT))
+
+
+def _whole_word(parameter: Tensor, held: Tensor, key: tuple[int, int, int]) -> int:
+    """:func:`content_word`, of what processes hold together: the sum of theirs."""
+    share = share_of(parameter)
+    if share is None:
+        return content_word(held, key)
+    word = content_word(held, key, share.offset)
+    signed = torch.tensor([word - 2**64 if word >= 2**63 else word], device=held.device)
+    return int(share.ranks.total(signed)) % 2**64
 
 
 @eager_only
-def content_word(x: Tensor, key: tuple[int, int, int]) -> int:
+def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
     """``sum(bits_i r_i) mod 2^64`` over all elements, with ``r`` drawn by position: that of parts is their sum.
 
     Args:
         x: float tensor of any shape; positions count in row-major order.
         key: of ``r``.
+        offset: position of the first element.
     """
-    if (native := content(x, key)) is not None:
+    if (native := content(x, key, offset)) is not None:
         return native
     total = 0
     flat = x.reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
     for start in range(0, bits.numel(), BLOCK):
         part = bits[start : start + BLOCK].to(torch.int64)
-        words = word_range(start, part.numel(), key, x.device).to(torch.int64)
+        words = word_range(offset + start, part.numel(), key, x.device).to(torch.int64)
         total += int((part * words).sum())
     return total % 2**64

@@ -41,7 +41,7 @@ def observed_step(parameter: Tensor, job: Job, numbers: Tensor) -> StepView:
 
 def viewed(parameter: Tensor, job: Job, numbers: Tensor, take: Callable[[], list[Outcome]]) -> StepView:
     """Show the step that ``take`` takes of a job, part by part."""
-    shape, scale = parameter.shape, job.arrays["scale"]
+    shape, scale = job.held["weight"].shape, job.arrays["scale"]
     before = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
     outcomes = take()
     target = torch.cat([outcome.target for outcome in outcomes]) * scale

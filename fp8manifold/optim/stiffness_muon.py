@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold._ranks import share_of
 from fp8manifold.optim._combinations import check_first_average
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._muon import (
@@ -24,6 +25,9 @@ from fp8manifold.optim._muon import (
 )
 from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._residuals import unpacked
+from fp8manifold.optim._run import note_changes
+from fp8manifold.optim._shared_muon import take_shared_steps
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._views import StepView, viewed
@@ -197,10 +201,23 @@ class StiffnessMuon(StiffnessOptimizer):
         if group["direction"] == "adam":
             step = int(state["step"]) - state.get("since", 0)
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], step) | shared
-        rows, columns = as_matrices(parameter, group["matrix_shape"]).shape[-2:]
+        shape = torch.empty(parameter.shape, device="meta")
+        rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
         rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
         return numbers | shared
+
+    def _take(self, jobs: list[Job]) -> None:
+        """Matrices that several processes hold are stepped together: one process orthogonalises each."""
+        shared = [job for job in jobs if self._takes_more(job) and share_of(job.parameter) is not None]
+        if shared:
+            with unpacked(shared, self.state):
+                views = take_shared_steps(shared, _factor, self._is_observed)
+            note_changes([job.parameter for job in shared])
+            for view in views:
+                if self.observer is not None:
+                    self.observer(view)
+        super()._take([job for job in jobs if job not in shared] if shared else jobs)
 
     def _takes_more(self, job: Job) -> bool:
         return bool(job.group["direction"] == "muon")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import fp8manifold as fm
+
 LIMIT = 60.0  # seconds that a case may take
 
 
@@ -65,6 +67,7 @@ class Pool:
 
     def _start(self) -> None:
         self.begun += 1
+        _warm_up()
         store = self.folder / f"store-{self.size}-{self.begun}"
         for rank in range(self.size):
             ours, theirs = Pipe()
@@ -81,6 +84,19 @@ class Pool:
             theirs.close()
             self.ends.append(ours)
             self.children.append(child)
+
+
+def _warm_up() -> None:
+    """Load here what every rank would load by itself: some modules of torch's come with the first use only."""
+    import torch._dynamo
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+    import torch.distributed.optim
+
+    layer = fm.quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 2)), "E4M3", "fp8")
+    optimizer = fm.optim.StiffnessMuon.for_model(layer, moments="8bit")
+    layer(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
 
 
 def _serve(end: Connection, rank: int, size: int, store: Path) -> None:

@@ -1,0 +1,173 @@
+"""The rows of a tensor of codes that one of several processes holds, as FSDP2 asks for them: one byte a weight."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8manifold._encoded.dispatch import implements
+from fp8manifold._encoded.refusals import is_sharded_by_torch
+from fp8manifold._ranks import Ranks
+from fp8manifold.parameter import FP8Parameter
+from fp8manifold.scaling import BLOCK_SIZE
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["FP8Shard"]
+
+_aten = torch.ops.aten
+
+
+class FP8Shard(FP8Tensor):
+    """Rows of an :class:`FP8Tensor`: codes, the scales of these rows (or the one of all), and the rest of it as it is.
+
+    It is read as any other.  Only an optimizer of this library writes into it, as draws and scales are the whole's.
+    """
+
+    is_share = True
+
+    def check_writable(self) -> NoReturn:
+        """Refuse what knows nothing of the other rows."""
+        raise RuntimeError(
+            "a sharded FP8Tensor is written by the optimizers of fp8manifold.optim, by load_state_dict and by "
+            "distributed checkpoints only, as its random bits and scales are those of the whole: fill it, or change "
+            "its scale, before fully_shard, or take storage='master'"
+        )
+
+    def rescale_(self, scale: float | Tensor) -> NoReturn:
+        """Refused, as :meth:`check_writable` says."""
+        self.check_writable()
+
+    def adopt(self, other: FP8Tensor) -> None:
+        """As any other does; with what the first rounding left, which padding must not lose."""
+        memory, left = self.remainder, other.remainder
+        super().adopt(other)
+        if memory is not None and left is not None:
+            self.remainder = memory.copy_(left)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What is sent: the codes, and as bytes the scales of rows.
+
+        FSDP takes nothing but codes where the last processes have fewer rows: scales are gathered here then.
+        """
+        ranks = Ranks(mesh.get_group())
+        rows = -(-outer_size[0] // ranks.size)
+        codes = _padded(self.codes, rows, 0)
+        if not self.scale.dim():
+            return (codes,), (outer_size, self.scale)
+        if outer_size[0] % ranks.size == 0:
+            return (codes, self.scale.contiguous().view(torch.uint8)), (outer_size, None)
+        return (codes,), (outer_size, ranks.gathered(_padded(self.scale, rows, 1))[: outer_size[0]])
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: FP8Tensor | None = None,
+    ) -> tuple[FP8Tensor, tuple[Tensor, ...]] | None:
+        """The whole on the memory that has been filled; that memory is the same in every pass."""
+        size, scale = metadata
+        if scale is None:
+            scale = outputs[1].view(torch.float32)[: size[0]]
+        if out is None:
+            counter = self.counter.clone()
+            own = scale if len(outputs) > 1 else scale.clone()
+            return FP8Parameter._wrap(outputs[0][: size[0]], own, counter, None, self._traits(param_dtype)), ()
+        if len(outputs) == 1:
+            out.scale.copy_(scale)
+        out.counter.copy_(self.counter)
+        out.seed, out.by_operator = self.seed, self.by_operator
+        return None
+
+
+torch.serialization.add_safe_globals([FP8Shard])
+
+
+def _padded(part: Tensor, rows: int, value: float) -> Tensor:
+    short = rows - part.shape[0]
+    return F.pad(part, [0, 0] * (part.dim() - 1) + [0, short], value=value) if short else part.contiguous()
+
+
+def _is_by_rows(x: Any) -> bool:
+    return isinstance(x, FP8Tensor) and (x.is_share or is_sharded_by_torch(sys._getframe(4)))
+
+
+def _in_rows(x: FP8Tensor, change: Callable[[Tensor, float], Tensor], counter: Tensor | None = None) -> FP8Tensor:
+    """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
+    if x.block_size and x.dim() == 1:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't be sharded, as its "
+            "rows are single numbers: take granularity='tensor'"
+        )
+    scale = change(x.scale, 1.0) if x.scale.dim() else x.scale.clone() if counter is not None else x.scale
+    remainder = None if x.remainder is None else change(x.remainder, 0)
+    counter = x.counter if counter is None else counter
+    return FP8Shard._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
+
+
+def _refuse_columns(x: Tensor, dim: int) -> None:
+    if dim % max(x.dim(), 1):
+        raise RuntimeError(
+            f"an FP8Tensor of shape {tuple(x.shape)} can be sharded along its first dimension only, not along {dim}: "
+            "its scales are those of rows; leave shard_placement_fn out"
+        )
+
+
+@implements(_aten.split.Tensor)
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, length, *rest = args
+    if not _is_by_rows(x):
+        return NotImplemented
+    _refuse_columns(x, kwargs.get("dim", rest[0] if rest else 0))
+    return [_rows(x, start, start + length) for start in range(0, max(x.shape[0], 1), length)]
+
+
+@implements(_aten.slice.Tensor)
+def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    if not _is_by_rows(x):
+        return NotImplemented
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    dim, start, end, step = args[1:] + defaults[len(args) - 1 :]
+    if dim % max(x.dim(), 1) and (start or 0) == 0 and (end is None or end >= x.shape[dim]) and step == 1:
+        return x.with_parts(lambda part: part.detach())
+    _refuse_columns(x, dim)
+    return _rows(x, start or 0, x.shape[0] if end is None else end)
+
+
+def _rows(x: FP8Tensor, start: int, end: int) -> FP8Tensor:
+    return _in_rows(x, lambda part, _: part[start:end])
+
+
+@implements(_aten.new_zeros.default, _aten.new_empty.default)
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of the same kind: of zeros, at a scale of 1."""
+    x, size = args[:2]
+    if not _is_by_rows(x) or not (len(size) == x.dim() or size[0] == 0) or kwargs.get("dtype") not in (None, x.dtype):
+        return NotImplemented
+    rows, device = size[0], kwargs.get("device")
+    fresh = x.counter.new_zeros((), device=device)
+    return _in_rows(x, lambda part, value: part.new_full((rows, *part.shape[1:]), value, device=device), fresh)
+
+
+@implements(_aten.as_strided.default, _aten.view.default)
+def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor itself, where its geometry stays; flat too, where FSDP keeps it to know its memory again."""
+    x, size = args[:2]
+    if not _is_by_rows(x) or (tuple(size) not in ((-1,), tuple(x.shape))):
+        return NotImplemented
+    return x.with_parts(lambda part: part.detach())
+
+
+@implements(_aten.constant_pad_nd.default)
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, padding = args[:2]
+    if not _is_by_rows(x) or any(padding[:-1]):
+        return NotImplemented
+    return _in_rows(x, lambda part, value: _padded(part, part.shape[0] + padding[-1], value))
