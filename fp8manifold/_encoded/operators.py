@@ -47,6 +47,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
     x, dtype = args[0], kwargs.get("dtype")
+    if x.is_share and dtype not in (None, *DTYPES):
+        raise TypeError(f"a sharded FP8Tensor appears as float32 or bfloat16, not {dtype}")
     if not _is_whole(x) or dtype not in (None, *DTYPES):
         return NotImplemented
     places = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking", "pin_memory")}

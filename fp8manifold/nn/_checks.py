@@ -1,12 +1,17 @@
 """Which options of a layer exclude each other."""
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
+from torch import Tensor
+
+from fp8manifold._ranks import share_of
 from fp8manifold.nn._operands import OperandName, OperandSpec
 from fp8manifold.nn._spec import LayerSpec, check_options_are_taken
 from fp8manifold.scaling import BLOCK_SIZE
+from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_blocks", "check_storage"]
+__all__ = ["check_blocks", "check_storage", "is_stored"]
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
@@ -40,3 +45,17 @@ def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, 
                 f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "
                 "take 'channel' or 'tensor'"
             )
+
+
+def is_stored(weight: Tensor) -> TypeGuard[FP8Tensor]:
+    """Whether a weight is one of codes.
+
+    Raises:
+        RuntimeError: this process holds some of its rows only.
+    """
+    if share_of(weight) is not None:
+        raise RuntimeError(
+            f"a weight of shape {tuple(weight.shape)} is sharded: call unshard() of the module that fully_shard made, "
+            "read it, and reshard()"
+        )
+    return isinstance(weight, FP8Tensor)

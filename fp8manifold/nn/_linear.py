@@ -17,7 +17,7 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
-from fp8manifold.nn._checks import check_blocks, check_storage
+from fp8manifold.nn._checks import check_blocks, check_storage, is_stored
 from fp8manifold.nn._codes_linear import linear
 from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients
 from fp8manifold.nn._grid_weight import (
@@ -187,7 +187,7 @@ class QuantizedLinear(nn.Linear):
 
     def weight_scale(self) -> Tensor:
         """The scale of the weight, broadcasting against it; 1 for a weight that is not quantised."""
-        if isinstance(self.weight, FP8Tensor):
+        if is_stored(self.weight):
             return self.weight.expanded_scale()
         if self.manifold is not None:
             return self.manifold.scale
@@ -205,7 +205,7 @@ class QuantizedLinear(nn.Linear):
         """
         if self.weight_format is None:
             raise ValueError("this layer has weight=None: only a weight with a format has codes; see spec")
-        if isinstance(self.weight, FP8Tensor):
+        if is_stored(self.weight):
             return self.weight.codes.clone()
         return encode(self.quantized_weight().detach() / self.weight_scale(), self.weight_format)
 

@@ -1,5 +1,6 @@
 """What an optimizer accepts: parameters it can step, and states that were made for them."""
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._ranks import check_share
+from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._kinds import own_manifold
@@ -15,7 +16,7 @@ from fp8manifold.optim._plan import STORED, described, grid_of
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_arrays", "check_entry", "check_parameters", "check_state"]
+__all__ = ["check_arrays", "check_entry", "check_parameters", "check_state", "check_unshared"]
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEPT: Final = (*AVERAGES, "residual", "avg_bound", "sq_bound")
@@ -51,6 +52,16 @@ def check_parameters(parameters: list[Tensor]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} appears twice in a group: each may be stepped once"
             )
         seen.add(id(parameter))
+
+
+def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
+    """Raise ValueError for a parameter that several processes hold, in an optimizer that needs all of it."""
+    for parameter in parameters:
+        if share_of(parameter) is not None:
+            raise ValueError(
+                f"{name} can't step a parameter of shape {tuple(parameter.shape)} that is sharded: it needs the whole; "
+                "use StiffnessAdamW or another of fp8manifold.optim, or DistributedDataParallel"
+            )
 
 
 def _is_in_pieces(parameter: Tensor) -> bool:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.charts import Metric
-from fp8manifold._ranks import local_of, share_of, spread
+from fp8manifold._ranks import Share, local_of, share_of, spread
+from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import in_every_process, squares_are_finite
 from fp8manifold.optim._geometry import bounds
@@ -73,12 +74,22 @@ class Riemannian(GridOptimizer):
         if share is None:
             self._step_elsewhere(group, parameter, state, manifold)
             return None
-        held = {name: local_of(value) for name, value in state.items()}
-        share.local.grad = local_of(parameter.grad)
-        self._step_elsewhere(group, share.local, held, manifold)
-        share.local.grad = None
-        state.update({name: spread(parameter, value) for name, value in held.items() if name not in state})
+        self._step_rows(group, parameter, state, share)
         return None
+
+    def _step_rows(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], share: Share) -> None:
+        """The same of this process' rows of an ordinary parameter; where it has none, of one row of 0."""
+        held, rows = {name: local_of(value) for name, value in state.items()}, share.local
+        gradient = local_of(parameter.grad)
+        if not rows.numel():
+            held = {name: value for name, value in held.items() if name not in AVERAGES}
+            rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+            gradient = torch.zeros_like(rows)
+        rows.grad = gradient
+        self._step_elsewhere(group, rows, held, _EUCLIDEAN)
+        rows.grad = None
+        for name in held.keys() - state.keys():
+            state[name] = spread(parameter, held[name][: len(share.local)])
 
     def _stores_moments(self, parameter: Tensor) -> bool:
         return is_quantized(parameter)

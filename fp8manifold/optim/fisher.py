@@ -13,6 +13,7 @@ from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
 from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold.optim._accepted import check_unshared
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._job import Job, Member, Parameters
 from fp8manifold.optim._options import Stiffness, check_betas, check_finite, spelt_out
@@ -176,6 +177,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         self._metrics: dict[Tensor, dict[str, Any]] = {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        check_unshared(type(self).__name__, group["params"])
         check_betas(group["betas"])
         check_finite("eps", group["eps"])
         check_number("momentum", group["momentum"], 0.0, 1.0, open_high=True)

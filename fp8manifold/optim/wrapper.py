@@ -14,6 +14,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.optim._accepted import check_unshared
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
 from fp8manifold.optim._kinds import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
@@ -92,6 +93,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        check_unshared(type(self).__name__, [p for group in optimizer.param_groups for p in group["params"]])
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
             check_choice("writeback", writeback, _ALONE)
