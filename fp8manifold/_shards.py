@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8manifold._encoded.dispatch import implements
-from fp8manifold._encoded.refusals import is_sharded_by_torch
+from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged
 from fp8manifold._ranks import Ranks
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
@@ -149,6 +149,8 @@ def _rows(x: FP8Tensor, start: int, end: int) -> FP8Tensor:
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of the same kind: of zeros, at a scale of 1."""
     x, size = args[:2]
+    if isinstance(x, FP8Tensor) and is_staged(sys._getframe(3)):
+        return x.with_parts(lambda part: torch.empty_like(part, device=kwargs.get("device")))
     if not _is_by_rows(x) or not (len(size) == x.dim() or size[0] == 0) or kwargs.get("dtype") not in (None, x.dtype):
         return NotImplemented
     rows, device = size[0], kwargs.get("device")

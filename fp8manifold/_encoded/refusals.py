@@ -11,6 +11,7 @@ __all__ = [
     "check_not_distributed",
     "guard_memory",
     "is_sharded_by_torch",
+    "is_staged",
     "refuse_collective",
     "refuse_memory",
 ]
@@ -58,6 +59,11 @@ def is_sharded_by_torch(frame: Any) -> bool:
             break
         frame = frame.f_back
     return name.startswith(_BY_ROWS)
+
+
+def is_staged(frame: Any) -> bool:
+    """Whether a frame is of what copies a state for ``async_save``: attribute by attribute where there is no memory."""
+    return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager")
 
 
 def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:

@@ -1,0 +1,112 @@
+"""Distributed checkpoints of rows: saved by two processes, loaded by one, two or three, which go on to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_cases import model
+from rank_pool import Pool
+from test_ranks_fsdp import check_same, put_equal_gradients, sharded
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+import fp8manifold as fm
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
+    pools = {size: Pool(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
+    yield pools
+    for pool in pools.values():
+        pool.end()
+
+
+KINDS: dict[str, Any] = {
+    "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual4", "moments": "8bit", "refresh_every": 3}),
+    "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
+    "momentum": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16"}),
+    "riemannian": (fm.optim.RiemannianAdam, {"float_lr": 0.01, "writeback": "stochastic", "amsgrad": True}),
+}
+
+
+def made(kind: str, net: Any) -> Any:
+    make, options = KINDS[kind]
+    return make(net if "Muon" in str(make) else net.parameters(), **options)
+
+
+def prepared(kind: str, seed: int) -> tuple[Any, Any, Any, Any]:
+    """Rows and the whole, with an optimizer each."""
+    parts, whole = sharded(model(seed=seed)), model(seed=seed)
+    return parts, whole, made(kind, parts), made(kind, whole)
+
+
+def step_on(parts: Any, whole: Any, optimizers: Any, steps: range) -> None:
+    for step in steps:
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def saved(kind: str, folder: str, flat: bool, background: bool) -> None:
+    parts, whole, *optimizers = prepared(kind, 0)
+    step_on(parts, whole, optimizers, range(3))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state, optimizer = get_state_dict(parts, optimizers[0], options=options)
+    if background:
+        future = dcp.async_save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+        before = [p._local_tensor.clone() for p in parts.parameters()]
+        future.result()
+        assert all(torch.equal(a, b._local_tensor) for a, b in zip(before, parts.parameters(), strict=True))
+    else:
+        dcp.save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def loaded(kind: str, folder: str, flat: bool) -> Any:
+    """Another model takes the state and goes on as the one that was never saved."""
+    _, whole, _, its = prepared(kind, 0)
+    for step in range(3):
+        for i, q in enumerate(whole.parameters()):
+            q.grad = gradient_of(q, step, i)
+        its.step()
+    parts, _, ours, _ = prepared(kind, 5)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state, optimizer = get_state_dict(parts, ours, options=options)
+    dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+    set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer, options=options)
+    check_same(parts, whole, seeds=False)
+    step_on(parts, whole, (ours, its), range(3, 6))
+    check_same(parts, whole, seeds=False)
+    return sorted(type(value).__name__ for value in ours.state[next(parts.parameters())].values())
+
+
+def gradient_of(q: Tensor, step: int, i: int) -> Tensor:
+    from optimizer_cases import normal
+
+    return normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flat", "background"),
+    [
+        ("adamw", False, False),
+        ("adamw", True, True),
+        ("muon", True, False),
+        ("momentum", False, False),
+        ("riemannian", True, False),
+    ],
+)
+def test_saved_by_two_loaded_by_any_number(
+    pools: dict[int, Pool], tmp_path: Path, kind: str, flat: bool, background: bool
+) -> None:
+    pools[2].run(saved, kind, str(tmp_path), flat, background)
+    for size in (1, 2, 3):
+        assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
