@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -98,17 +99,47 @@ def _is_by_rows(x: Any) -> bool:
     return isinstance(x, FP8Tensor) and (x.is_share or is_sharded_by_torch(sys._getframe(4)))
 
 
-def _in_rows(x: FP8Tensor, change: Callable[[Tensor, float], Tensor], counter: Tensor | None = None) -> FP8Tensor:
+def _in_rows(
+    x: FP8Tensor,
+    change: Callable[[Tensor, float], Tensor],
+    counter: Tensor | None = None,
+    kind: type[FP8Tensor] = FP8Shard,
+) -> FP8Tensor:
     """The tensor with ``change`` of every part that has rows; it is told what stands in a row that is new."""
     if x.block_size and x.dim() == 1:
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} with a scale for each block of {BLOCK_SIZE} can't be sharded, as its "
             "rows are single numbers: take granularity='tensor'"
         )
+    _register_gathering()
     scale = change(x.scale, 1.0) if x.scale.dim() else x.scale.clone() if counter is not None else x.scale
     remainder = None if x.remainder is None else change(x.remainder, 0)
     counter = x.counter if counter is None else counter
-    return FP8Shard._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
+    return kind._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
+
+
+@cache
+def _register_gathering() -> None:
+    """Once there are shards: only then has torch defined these operators."""
+    functional = torch.ops._c10d_functional
+
+    @implements(functional.all_gather_into_tensor.default)
+    def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The whole of a tensor whose rows are gathered, as ``full_tensor`` and full state dicts have it."""
+        x, *group = args
+
+        def gathered(part: Tensor, _: float) -> Tensor:
+            whole: Tensor = functional.wait_tensor(func(part.contiguous(), *group))
+            return whole
+
+        whole = _in_rows(x, gathered)
+        return FP8Tensor._wrap(whole.codes, whole.scale, whole.counter.clone(), None, whole._traits())
+
+    names = [name for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(functional, name)]
+
+    @implements(*(getattr(functional, name).default for name in names))
+    def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0]
 
 
 def _refuse_columns(x: Tensor, dim: int) -> None:
@@ -125,7 +156,11 @@ def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_by_rows(x):
         return NotImplemented
     _refuse_columns(x, kwargs.get("dim", rest[0] if rest else 0))
-    return [_rows(x, start, start + length) for start in range(0, max(x.shape[0], 1), length)]
+
+    def rows(start: int) -> FP8Tensor:
+        return _in_rows(x, lambda part, _: part[start : start + length])
+
+    return [rows(start) for start in range(0, max(x.shape[0], 1), length)]
 
 
 @implements(_aten.slice.Tensor)
@@ -138,11 +173,8 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dim % max(x.dim(), 1) and (start or 0) == 0 and (end is None or end >= x.shape[dim]) and step == 1:
         return x.with_parts(lambda part: part.detach())
     _refuse_columns(x, dim)
-    return _rows(x, start or 0, x.shape[0] if end is None else end)
-
-
-def _rows(x: FP8Tensor, start: int, end: int) -> FP8Tensor:
-    return _in_rows(x, lambda part, _: part[start:end])
+    end = x.shape[0] if end is None else end
+    return _in_rows(x, lambda part, _: part[slice(start or 0, end)], kind=type(x))
 
 
 @implements(_aten.new_zeros.default, _aten.new_empty.default)

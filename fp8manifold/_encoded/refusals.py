@@ -23,8 +23,9 @@ _SHARDING: Final = (
     *("torch.distributed.algorithms.", "torch.distributed.distributed_c10d."),
     "torch.distributed.optim.zero_redundancy_optimizer._build_param_buckets",
 )
-_RIGHT: Final = ("c10d::broadcast_",)
+_RIGHT: Final = ("c10d::broadcast_", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 _BY_ROWS: Final = ("torch.distributed.fsdp._fully_shard.", "torch.distributed._shard._utils.")
+_UNPADS: Final = ("torch.distributed.tensor.placement_types.", "torch.distributed.tensor._collective_utils.")
 """What cuts tensors into rows and pads them, which codes can be."""
 _BETWEEN: Final = ("torch._tensor.", "torch.functional.", "torch._compile.", "torch._dynamo.", "fp8manifold.")
 _CUTS: Final = frozenset(
@@ -38,7 +39,7 @@ _WHY: Final = "can't take an FP8Tensor, whose values are codes at scales of thei
 _WAYS: Final = {
     "send": "broadcast the whole of it, or send its codes, scale and counter each, or dequantize()",
     "copy": "call fp8manifold.distributed.sync(model), then take init_sync=False, or storage='grid' or 'master'",
-    "shard": "take fully_shard, or storage='master', or dequantize_model()",
+    "shard": "take fully_shard, load a full state before it, or take storage='master', or dequantize_model()",
     "bucket": "take parameters_as_bucket_view=False",
 }
 
@@ -54,11 +55,11 @@ def is_sharded_by_torch(frame: Any) -> bool:
     """Whether a frame is of FSDP2, or of what cuts tensors for distributed checkpoints."""
     name = ""
     while frame is not None:
-        name = f"{frame.f_globals.get('__name__', '')}."
+        name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
         if not name.startswith(_BETWEEN):
             break
         frame = frame.f_back
-    return name.startswith(_BY_ROWS)
+    return name.startswith((*_BY_ROWS, *_UNPADS))
 
 
 def is_staged(frame: Any) -> bool:
@@ -79,6 +80,8 @@ def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
     for _ in range(12):  # past functions of torch's and this package's that stand between
         name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
         if name.startswith(_BY_ROWS) and func._schema.name in _CUTS:
+            return
+        if name.startswith(_UNPADS) and func._schema.name == "aten::slice":
             return
         if name.startswith(_SHARDING):
             way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")

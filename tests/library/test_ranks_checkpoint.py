@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_cases import model
+from optimizer_cases import bits_of, normal
+from rank_cases import model, seeds, stored
 from rank_pool import Pool
 from test_ranks_fsdp import check_same, put_equal_gradients, sharded
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 
@@ -62,10 +66,11 @@ def saved(kind: str, folder: str, flat: bool, background: bool) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state, optimizer = get_state_dict(parts, optimizers[0], options=options)
     if background:
-        future = dcp.async_save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
-        before = [p._local_tensor.clone() for p in parts.parameters()]
+        apart = dist.new_group()  # the steps' own collectives go on meanwhile
+        states = {"model": state, "optimizer": optimizer}
+        future: Any = dcp.async_save(states, checkpoint_id=folder, process_group=apart)
+        step_on(parts, whole, optimizers, range(3, 4))  # what is saved has been copied by now
         future.result()
-        assert all(torch.equal(a, b._local_tensor) for a, b in zip(before, parts.parameters(), strict=True))
     else:
         dcp.save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
 
@@ -89,8 +94,6 @@ def loaded(kind: str, folder: str, flat: bool) -> Any:
 
 
 def gradient_of(q: Tensor, step: int, i: int) -> Tensor:
-    from optimizer_cases import normal
-
     return normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
 
 
@@ -110,3 +113,30 @@ def test_saved_by_two_loaded_by_any_number(
     pools[2].run(saved, kind, str(tmp_path), flat, background)
     for size in (1, 2, 3):
         assert "DTensor" in pools[size].run(loaded, kind, str(tmp_path), flat)[0]
+
+
+def gathered(kind: str) -> None:
+    """Full states of rows are those of the whole, and load into a model of one process, which goes on."""
+    parts, whole, *optimizers = prepared(kind, 0)
+    step_on(parts, whole, optimizers, range(3))
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(parts, options=options)
+    assert {type(x) for x in state.values()} == {Tensor, fm.FP8Tensor}
+    assert {name: bits_of(x) for name, x in state.items()} == stored(whole)
+    optimizer = get_optimizer_state_dict(parts, optimizers[0], options=options)
+    plain = model(seed=5)
+    plain.load_state_dict(state)
+    assert (stored(plain), seeds(plain)) == (stored(whole), seeds(whole))
+    goes_on = made(kind, plain)
+    set_optimizer_state_dict(plain, goes_on, optimizer, options=options)
+    for step in range(3, 5):
+        for i, (p, q) in enumerate(zip(plain.parameters(), whole.parameters(), strict=True)):
+            p.grad, q.grad = gradient_of(p, step, i), gradient_of(q, step, i)
+        goes_on.step()
+        optimizers[1].step()
+    assert stored(plain) == stored(whole)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "riemannian"])
+def test_full_states_are_the_wholes(pools: dict[int, Pool], kind: str) -> None:
+    pools[2].run(gathered, kind)
