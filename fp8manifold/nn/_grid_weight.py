@@ -95,8 +95,8 @@ def check_on_manifold(layer: nn.Module) -> None:
     if not kept:
         raise RuntimeError(
             "the weight of a layer with storage='grid' has lost its manifold: steps would take it off the grid; "
-            "sharding (FSDP, tensor parallelism) takes it away: use DistributedDataParallel, or storage='master' with "
-            "torch's optimizers"
+            "sharding (FSDP, tensor parallelism) takes it away: use DistributedDataParallel, or storage='fp8' or "
+            "'master' with fully_shard"
         )
 
 

@@ -29,8 +29,7 @@ def check_parameters(parameters: list[Tensor]) -> None:
         if _is_in_pieces(parameter):
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded by FullyShardedDataParallel, without the "
-                "scales of its pieces: use fully_shard with storage='fp8', DistributedDataParallel, or "
-                "storage='master' with torch's optimizers"
+                "scales of its pieces: use DistributedDataParallel, or storage='fp8' or 'master' with fully_shard"
             )
         if parameter.dtype not in _DTYPES:
             raise ValueError(
