@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanogpt_bench.commands.arguments import positive
-from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_profile, add_sweep
+from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_profile, add_sample, add_sweep
 from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 
 #: what a wrong command line or setting ends with
@@ -23,7 +23,7 @@ FAILED = 1
 TOKENIZER_CHOICES = ("byte", "char", "gpt2")
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "compare", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "sample", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
 RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
@@ -162,7 +162,7 @@ def _is_setting(command: str, word: str) -> bool:
         return option not in RUN_OPTIONS
     if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
         return False
-    return "." in option or option in ("--rule", "--seed")
+    return "." in option or (option in ("--rule", "--seed") and command != "sample")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -182,6 +182,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
         "evaluate": add_evaluate(commands),
+        "sample": add_sample(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),

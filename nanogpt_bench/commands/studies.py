@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import names, positive, positives, share
+from nanogpt_bench.commands.arguments import at_least_0, names, natural, positive, positives, share
 
 
 def add_evaluate(commands: Any) -> Any:
@@ -31,6 +31,35 @@ def add_evaluate(commands: Any) -> Any:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
     parser.set_defaults(handler=_evaluate)
+    return parser
+
+
+def add_sample(commands: Any) -> Any:
+    """Add the command `sample` and return its parser."""
+    parser = commands.add_parser(
+        "sample",
+        help="text that a run's weights write, as they are and rounded to formats",
+        usage="nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
+        "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
+        description="Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
+        "format, side by side and with the same draws.",
+        epilog='examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
+        "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
+    parser.add_argument(
+        *("--formats", "--format"), type=names, metavar="A,B", help="formats of all weights, a text each; none: floats"
+    )
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on with (default: a text's beginning)")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most so many (default: 200)")
+    parser.add_argument(
+        "--temperature", type=at_least_0, default=1.0, metavar="T", help="0: always the likeliest token (default: 1)"
+    )
+    parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
+    parser.set_defaults(handler=_sample)
     return parser
 
 
@@ -123,6 +152,14 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
     return evaluate_command(args.config, args.formats or (), args.overrides, **files)
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.sample import Draw, sample_command
+
+    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    options = {"checkpoint": args.checkpoint, "formats": args.formats or (), "overrides": args.overrides}
+    return sample_command(args.run, draw, **options, out=args.out)
 
 
 def _compare(args: argparse.Namespace) -> int:
