@@ -231,7 +231,19 @@ class OptimizerConfig:
     )
     refresh: int | None = setting(None, "fisher: steps between two measurements of it; null: 10", minimum=1)
     damping: float | None = setting(
-        None, "fisher: added to its eigenvalues, in units of their mean; null: 0.1", above=0.0
+        None,
+        "fisher: added to its eigenvalues, in units of their mean, null: 0.1; the library's other optimizers: least "
+        "stiffness, as a share of its mean, null: 2^-8",
+        above=0.0,
+    )
+    clip: float | None = setting(
+        None, "the library's optimizers: largest stiffness, in units of its mean; null: 16", above=0.0
+    )
+    stabilize_every: int | None = setting(
+        None, "the library's optimizers: steps after which weights are put back onto the grid; null: never", minimum=1
+    )
+    reset_every: int | None = setting(
+        None, "the library's optimizers: steps after which running averages begin anew; null: never", minimum=1
     )
     compile: bool = setting(
         False,
