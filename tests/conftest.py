@@ -1,9 +1,10 @@
-"""What every test may ask for: the full tier of the reliability tests, and a tally that is printed at the end."""
+"""What every test may ask for: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -20,6 +21,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a matrix that asks for it, leave a covering sample to the default run, and the rest to the slow one."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for matrix in matrices.values():
+        (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]
+        sample = covering([_values(item) for item in matrix], strength)
+        for index, item in enumerate(matrix):
+            if index not in sample:
+                item.add_marker(pytest.mark.slow)
+
+
+def _values(item: Any) -> dict[str, Hashable]:
+    """What a case stands for, by parameter; a value that can't be looked up by its place in the list."""
+    places, given = item.callspec.indices, item.callspec.params
+    return {name: given[name] if isinstance(given[name], str | int) else places[name] for name in places}
+
+
+def covering(cases: list[dict[str, Hashable]], strength: int) -> set[int]:
+    """Return cases that have together every `strength` values that occur together in any: the one with most first."""
+    left = [set(itertools.combinations(sorted(case.items(), key=lambda pair: pair[0]), strength)) for case in cases]
+    sample: set[int] = set()
+    while any(left):
+        best = max(range(len(left)), key=lambda index: len(left[index]))
+        sample.add(best)
+        left = [combinations - left[best] for combinations in left]
+    return sample
 
 
 def pytest_sessionstart() -> None:
