@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+import gc
 import os
+import sys
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from covering import covering
 
 # Sums depend on the number of threads: a test and the processes it starts take one, unless told otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a matrix that asks for it, leave a covering sample to the default run, and the rest to the slow one."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("slow"):
+        asked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
+        if asked and hasattr(item, "callspec"):
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for matrix in matrices.values():
         (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]
@@ -39,20 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _values(item: Any) -> dict[str, Hashable]:
-    """What a case stands for, by parameter; a value that can't be looked up by its place in the list."""
-    places, given = item.callspec.indices, item.callspec.params
-    return {name: given[name] if isinstance(given[name], str | int) else places[name] for name in places}
+    """What a case stands for, by parameter: the string or number, or which object it is."""
+    given = item.callspec.params
+    return {name: value if isinstance(value, str | int) else id(value) for name, value in given.items()}
 
 
-def covering(cases: list[dict[str, Hashable]], strength: int) -> set[int]:
-    """Return cases that have together every `strength` values that occur together in any: the one with most first."""
-    left = [set(itertools.combinations(sorted(case.items(), key=lambda pair: pair[0]), strength)) for case in cases]
-    sample: set[int] = set()
-    while any(left):
-        best = max(range(len(left)), key=lambda index: len(left[index]))
-        sample.add(best)
-        left = [combinations - left[best] for combinations in left]
-    return sample
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not look at it again in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart() -> None:

@@ -25,6 +25,7 @@ from nanogpt_bench.report import report
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
+
 @pytest.fixture
 def run_cli(tmp_path, monkeypatch, capsys):
     """Return a function that runs the command in an empty folder: its exit code, what it printed, and its errors."""

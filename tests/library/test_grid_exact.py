@@ -28,6 +28,8 @@ import fp8manifold as fm
 from fp8manifold import reference
 from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS
 
+pytestmark = pytest.mark.covering(2)
+
 DETERMINISTIC = ROUNDINGS[:4]
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 odd = pytest.mark.parametrize("fmt", ODD.values(), ids=ODD)
