@@ -20,7 +20,16 @@ from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 USAGE_ERROR = 2
 INTERRUPTED = 130
 FAILED = 1
-TOKENIZER_CHOICES = ("byte", "char", "gpt2")
+
+
+class _Tokenizers(tuple[str, ...]):
+    """The tokenizers by name, and whatever names a model, whose own is meant then."""
+
+    def __contains__(self, word: object) -> bool:
+        return super().__contains__(word) or "/" in str(word) or str(word).endswith(".gguf")
+
+
+TOKENIZER_CHOICES = _Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "compare", "sweep", "profile")
@@ -224,8 +233,9 @@ def _add_prepare(commands: Any) -> Parser:
         "--tokenizer",
         choices=TOKENIZER_CHOICES,
         default="byte",
-        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs "
-        "(default: byte)",
+        metavar="{byte,char,gpt2,MODEL}",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
     )
     parser.set_defaults(handler=_prepare)
     return parser

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from nanogpt_bench.system.errors import BenchError, unknown
+
 
 def names(text: str) -> list[str]:
     """Return the names in a list with commas.
@@ -60,3 +62,26 @@ def share(text: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number from 0 to 1")
     return value
+
+
+#: the options of `evaluate` that belong to --model, and those that do not
+WITH_MODEL = ("input", "scales", "embeddings", "windows", "sensitivity", "budget")
+WITHOUT_MODEL = ("config", "checkpoint", "save", "weights")
+
+
+def check_evaluate(args: argparse.Namespace) -> None:
+    """Refuse options of `evaluate` that mean nothing together.
+
+    Raises:
+        BenchError: names the first of them.
+    """
+    given = {name: getattr(args, name) for name in (WITHOUT_MODEL if args.model else WITH_MODEL)}
+    for name, value in given.items():
+        if value is not None and value is not False:
+            word = repr(value) if name == "config" else f"--{name}"
+            raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
+    if not args.model and args.config is None:
+        raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
+    for scale in args.scales or ():
+        if scale not in ("tensor", "channel", "block"):
+            raise unknown("--scales", scale, ("tensor", "channel", "block"))

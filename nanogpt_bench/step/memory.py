@@ -30,7 +30,16 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def bytes_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of these parameters alone, with the optimizer's state for each."""
     held = [tensor for parameter in parameters for tensor in (parameter, *tensors_in(optimizer.state.get(parameter)))]
-    return sum(_sizes(held).values())
+    return memory_of(held)
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct memories behind tensors.
+
+    >>> memory_of([torch.zeros(3), torch.zeros(5)])
+    32
+    """
+    return sum(_sizes(tensors).values())
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[tuple[str, int], int]:
