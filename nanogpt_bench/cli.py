@@ -12,27 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.commands.arguments import positive
-from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_profile, add_sweep
+from nanogpt_bench.commands.arguments import Tokenizers, positive
+from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_finetune, add_profile, add_sweep
 from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
 INTERRUPTED = 130
 FAILED = 1
-
-
-class _Tokenizers(tuple[str, ...]):
-    """The tokenizers by name, and whatever names a model, whose own is meant then."""
-
-    def __contains__(self, word: object) -> bool:
-        return super().__contains__(word) or "/" in str(word) or str(word).endswith(".gguf")
-
-
-TOKENIZER_CHOICES = _Tokenizers(("byte", "char", "gpt2"))
+TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "compare", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "finetune", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
 RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
 
@@ -191,6 +182,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
         "evaluate": add_evaluate(commands),
+        "finetune": add_finetune(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),

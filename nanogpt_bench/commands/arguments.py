@@ -7,6 +7,13 @@ import argparse
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
+class Tokenizers(tuple[str, ...]):
+    """The tokenizers by name, and whatever names a model, whose own is meant then."""
+
+    def __contains__(self, word: object) -> bool:
+        return super().__contains__(word) or "/" in str(word) or str(word).endswith(".gguf")
+
+
 def names(text: str) -> list[str]:
     """Return the names in a list with commas.
 

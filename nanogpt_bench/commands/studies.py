@@ -60,6 +60,29 @@ def add_evaluate(commands: Any) -> Any:
     return parser
 
 
+def add_finetune(commands: Any) -> Any:
+    """Add the command `finetune` and return its parser."""
+    parser = commands.add_parser(
+        "finetune",
+        help="train all weights of a pretrained language model further",
+        usage="nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
+        "[--section.key VALUE ...]",
+        description="Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
+        "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
+        epilog="examples:\n"
+        "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
+        "--optimizer.grad_clip 0 --train.recompute true --train.precision bf16-mixed --save models/law",
+    )
+    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
+    parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does, in floats")
+    parser.set_defaults(handler=_finetune)
+    return parser
+
+
 def add_compare(commands: Any) -> Any:
     """Add the command `compare` and return its parser."""
     parser = commands.add_parser(
@@ -154,6 +177,12 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
     return evaluate_command(args.config, args.formats or (), args.overrides, **files)
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.finetune import main_finetune
+
+    return main_finetune(args)
 
 
 def _compare(args: argparse.Namespace) -> int:

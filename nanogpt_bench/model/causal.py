@@ -206,6 +206,13 @@ def load_causal(name: str, *, bytes_each: float = 5.0) -> Any:
     return model.train()
 
 
+def recompute_activations(model: Any) -> None:
+    """Keep no activations inside a block for the backward pass, which computes them again."""
+    # the second name is that of transformers before 5
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
 class _WithLoss:
     """Put before a model's class, whose names of layers, name and files stay what they are."""
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, batch, eval_batches
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
+from nanogpt_bench.step.memory import GradientPeak
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.step.schedule import decay_course, lr_factor
@@ -24,7 +26,7 @@ from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.torchao_float8 import train_in_float8
 
 
-def initial_model(config: Config, corpus: Corpus) -> GPT:
+def initial_model(config: Config, corpus: Corpus) -> Any:
     """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
 
     Raises:
@@ -60,6 +62,10 @@ class Trainer:
         self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
+        #: most bytes of gradients at once, in the first step that this process takes
+        self.gradient_peak = GradientPeak(self.model)
+        if config.train.step_in_backward:
+            fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
         self.batches_left_out = 0
         self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
@@ -85,17 +91,17 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
         step.record.update(
             {
                 metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
-                metrics.GRAD_HAS_NAN.name: int(not math.isfinite(norm)),
+                metrics.GRAD_HAS_NAN.name: int(norm is not None and not math.isfinite(norm)),
                 metrics.TRAIN_LOSS.name: loss,
                 metrics.LR.name: lr,
-                metrics.GRAD_NORM.name: norm,
-                metrics.GRAD_CLIPPED.name: int(clipped),
             }
         )
+        if norm is not None:
+            step.record.update({metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)})
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
             step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
@@ -132,16 +138,28 @@ class Trainer:
             for observer in observers:
                 observer.after_forward(step)
             self._clipping.before_backward()
-            loss.backward()
+            self._backward(loss, step, observers)
             step.clip_factor = self._clipping.after_backward()
             for observer in observers:
                 observer.after_backward(step)
             total += loss.detach()
         return total.item()
 
+    def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
+        """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
+        if not self.config.train.step_in_backward:
+            loss.backward()
+        elif bool(loss.isfinite()):
+            for observer in observers:
+                observer.before_step(step)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)  # stand-ins for gradients that have been used
+        self.gradient_peak.known()
+
     def _update(self, step: Step, observers: list[Observer]) -> None:
-        for observer in observers:
-            observer.before_step(step)
+        if not self.config.train.step_in_backward:
+            for observer in observers:
+                observer.before_step(step)
         self.optimizer.step()
         for observer in observers:
             observer.after_step(step)
