@@ -71,6 +71,21 @@ def open_corpus(config: Config) -> Corpus:
     return replace(corpus, train=corpus.train[:count])
 
 
+def open_also(config: Config, corpus: Corpus) -> Corpus | None:
+    """Open the other text that a resolved configuration validates on, None where there is none.
+
+    Raises:
+        BenchError: as `load_corpus`, or tokens that mean something else.
+    """
+    if config.eval.also is None:
+        return None
+    also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
+    same = ("tokenizer", "vocab_size", "characters")
+    if [also.meta.get(key) for key in same] != [corpus.meta.get(key) for key in same]:
+        raise BenchError(f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}")
+    return also
+
+
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
     if not path.is_file():

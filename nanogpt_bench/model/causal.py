@@ -200,6 +200,9 @@ def load_causal(name: str, *, bytes_each: float = 5.0) -> Any:
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
     model.config.use_cache = False
+    if copies:  # floats by now, which save_pretrained would take for a GGUF
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
     own = type(model)
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
     _check_causal(model, name)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, eval_batches
+from nanogpt_bench.data.batches import Corpus, batch, eval_batches, open_also
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.clipping import clipping_of
@@ -68,7 +68,9 @@ class Trainer:
             fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
         self.batches_left_out = 0
-        self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
+        self._eval_batches = self._draw_eval_batches(corpus)
+        also = open_also(config, corpus)
+        self._also_batches = [] if also is None else self._draw_eval_batches(also)
 
     @property
     def tokens_per_step(self) -> int:
@@ -188,11 +190,18 @@ class Trainer:
         """Return the mean loss (nats a token) over the fixed validation batches."""
         return mean_and_error(self.validation_losses())[0]
 
-    @torch.no_grad()
     def validation_losses(self) -> list[float]:
         """Return the loss (nats a token) of each of the fixed validation batches."""
+        return self._losses(self._eval_batches)
+
+    def also_loss(self) -> float | None:
+        """Return the mean loss (nats a token) on the other text, None where there is none."""
+        return mean_and_error(self._losses(self._also_batches))[0] if self._also_batches else None
+
+    @torch.no_grad()
+    def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
         self.model.eval()
-        losses = [self._loss(tokens, targets).item() for tokens, targets in self._eval_batches]
+        losses = [self._loss(tokens, targets).item() for tokens, targets in batches]
         self.model.train()
         return losses
 
@@ -223,10 +232,11 @@ class Trainer:
         """Return a batch that step `index` does not train on."""
         return [self._move(self._draw(index, self.config.train.accumulation))]
 
-    def _draw_eval_batches(self) -> list[tuple[Tensor, Tensor]]:
+    def _draw_eval_batches(self, corpus: Corpus) -> list[tuple[Tensor, Tensor]]:
         evaluation, block = self.config.eval, self.config.model.block_size or 0
         size = self.config.train.batch_size
-        return eval_batches(self.corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
+        drawn = eval_batches(corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
+        return [self._move(pair) for pair in drawn]
 
     def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].to(self.device), pair[1].to(self.device)

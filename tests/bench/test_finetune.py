@@ -181,6 +181,18 @@ def test_another_text_s_tokens_are_refused(settings: Settings, corpus_dir: Path,
         run(settings(data__dir=corpus_dir), tmp_path / "run")
 
 
+def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp_path: Path) -> None:
+    run(settings(eval__also=law), tmp_path / "run")
+    losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in metrics_of(tmp_path / "run")]
+    assert [also is None for _, also in losses] == [False, True, False, True, False]
+    assert all(own == also for own, also in losses)
+
+
+def test_the_other_text_has_the_same_tokens(settings: Settings, corpus_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"eval\.also: .* has other tokens than"):
+        run(settings(eval__also=corpus_dir), tmp_path / "run")
+
+
 def test_recomputation_is_of_pretrained_models(tiny: Settings) -> None:
     with pytest.raises(BenchError, match=r"needs model\.pretrained"):
         resolve(tiny(train__recompute=True))
