@@ -33,6 +33,7 @@ SMALL = {
     "eval.interval": 2,
     "eval.batches": 1,
     "monitor.interval": 2,
+    "monitor.ranges": True,
     "optimizer.lr": 1e-3,
     "optimizer.warmup_steps": 1,
 }
