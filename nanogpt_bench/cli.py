@@ -12,18 +12,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.commands.arguments import positive
-from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_profile, add_sample, add_sweep
+from nanogpt_bench.commands.arguments import Tokenizers, positive
+from nanogpt_bench.commands.studies import (
+    add_compare,
+    add_evaluate,
+    add_finetune,
+    add_profile,
+    add_sample,
+    add_sweep,
+)
 from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
 INTERRUPTED = 130
 FAILED = 1
-TOKENIZER_CHOICES = ("byte", "char", "gpt2")
+TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "sample", "compare", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
 RUN_OPTIONS = ("--name", "--resume", "--allow-config-change", "--page")
 
@@ -183,6 +190,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "run": _add_run(commands),
         "evaluate": add_evaluate(commands),
         "sample": add_sample(commands),
+        "finetune": add_finetune(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
@@ -225,8 +233,9 @@ def _add_prepare(commands: Any) -> Parser:
         "--tokenizer",
         choices=TOKENIZER_CHOICES,
         default="byte",
-        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs "
-        "(default: byte)",
+        metavar="{byte,char,gpt2,MODEL}",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
     )
     parser.set_defaults(handler=_prepare)
     return parser

@@ -32,14 +32,30 @@ def run_command(
     config_name: str,
     name: str | None,
     overrides: Sequence[str],
+    **options: bool,
+) -> int:
+    """Train as a configuration file and overrides say; the options are those of `trained`.
+
+    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+
+    Raises:
+        BenchError: as `trained`.
+    """
+    return exit_code(trained(config_name, name, overrides, **options)[0])
+
+
+def trained(
+    config_name: str,
+    name: str | None,
+    overrides: Sequence[str],
     *,
     resume: bool = False,
     allow_config_change: bool = False,
     page: bool = False,
-) -> int:
-    """Train as a configuration file and overrides say; with a `page` that shows it as it goes on.
+) -> tuple[dict[str, Any], Path]:
+    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
 
-    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+    A `page` shows the run as it goes on.
 
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
@@ -63,7 +79,7 @@ def run_command(
         gave_way += [f"page: {drawn}"] if drawn else []
         summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
-    return exit_code(summary)
+    return summary, run_dir
 
 
 def exit_code(summary: dict[str, Any]) -> int:
