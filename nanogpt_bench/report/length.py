@@ -9,6 +9,7 @@ from html import escape
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.section import Section
+from nanogpt_bench.report.tables import run_heading
 from nanogpt_bench.system.errors import one_line
 
 _STEPS = re.compile(r" ?max_steps=\d+")
@@ -30,7 +31,8 @@ def by_length(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
 def length_cells(found: Mapping[str, Mapping[int, Result]]) -> list[list[str]]:
     """Return the table's lines, the heading first: a line a row, a column a length, differences in nats."""
     lengths = sorted({steps for row in found.values() for steps in row})
-    lines = [["run", *(f"{steps:,} steps" for steps in lengths)]]
+    every = [result for row in found.values() for result in row.values()]
+    lines = [[run_heading(every), *(f"{steps:,} steps" for steps in lengths)]]
     for label, row in found.items():
         cells = (in_words(row[steps].difference) if steps in row else "-" for steps in lengths)
         lines.append([one_line(label), *cells])

@@ -13,7 +13,7 @@ from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
-from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
+from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.metrics import COSINE
 from nanogpt_bench.system.errors import printable, shortened
@@ -43,6 +43,10 @@ class Row:
     rule: str
     format: str
     runs: tuple[Run, ...]
+    #: seeds of which there is no run yet, as far as that is known
+    missing: tuple[int | None, ...] = ()
+    #: why there will be no run at all
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,17 @@ def figure(values: Iterable[float | None]) -> Figure | None:
     if not known:
         return None
     return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+
+def shortfall(rows: Iterable[Row]) -> str:
+    """Return how many runs of how many are there, in words; "" where none is missing.
+
+    >>> shortfall([Row("fp32", "fp32", "none", (), (1, 2))]), shortfall([])
+    ('0 of 2 runs', '')
+    """
+    counts = [(len(row.runs), len(row.missing)) for row in rows]
+    there, missing = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+    return f"{there} of {there + missing} runs" if missing else ""
 
 
 def row_label(rule: str, fmt: str) -> str:
@@ -257,7 +272,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
         arrived=figure(run.number("arrived") for run in row.runs),
-        verdict=judge(row.runs, evidence, thresholds=thresholds, running=running),
+        verdict=judge(row.runs, evidence, thresholds=thresholds, running=running) if not row.why else Verdict(Outcome.FAILED, row.why),
         tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
