@@ -127,7 +127,9 @@ def _settings(run: Run) -> dict[Setting, Any]:
         if isinstance(content, Mapping):
             found |= {(section, key): value for key, value in content.items()}
     seeds = (run.seed, None)
-    return {key: value for key, value in found.items() if key != ("", "seed") and (key not in OWN or value not in seeds)}
+    return {
+        key: value for key, value in found.items() if key != ("", "seed") and (key not in OWN or value not in seeds)
+    }
 
 
 def _shared(each: Sequence[Mapping[Setting, Any]]) -> dict[Setting, Any]:
@@ -207,7 +209,9 @@ def _read_row(path: Path, row: Mapping[str, Any], content: Mapping[str, Any]) ->
     config = _over(content["settings"], row["settings"])
     runs = tuple(_read_run(path, row, config, entry, content) for entry in row["runs"])
     missing = tuple(seed if isinstance(seed, int) else None for seed in row.get("missing") or ())
-    return Row(str(row["label"]), str(row["rule"]), str(row["format"]), runs, missing, one_line(str(row.get("why", ""))))
+    return Row(
+        str(row["label"]), str(row["rule"]), str(row["format"]), runs, missing, one_line(str(row.get("why", "")))
+    )
 
 
 def _over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
     """Rows in order of first appearance; runs belong together when only their seeds differ."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_setting(run), []).append(run)
+        groups.setdefault(setting_of(run), []).append(run)
     labels = _distinct_labels(list(groups.values()))
     return [
         Row(label, group[0].rule, group[0].format, tuple(group))
@@ -122,8 +122,8 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def _setting(run: Run) -> str:
-    """A key equal for the seeds of one setting; a run without a config stands alone."""
+def setting_of(run: Run) -> str:
+    """Return a key equal for the seeds of one setting; a run without a config stands alone."""
     if not run.config:
         return f"path:{run.path}"
     fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS}
@@ -260,6 +260,9 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         unlike,
         unmeasured=reference is None,
     )
+    verdict = judge(row.runs, evidence, thresholds=thresholds, running=running)
+    if row.why:
+        verdict = Verdict(Outcome.FAILED, row.why)
     return Result(
         row=row,
         reference=is_reference,
@@ -272,7 +275,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
         arrived=figure(run.number("arrived") for run in row.runs),
-        verdict=judge(row.runs, evidence, thresholds=thresholds, running=running) if not row.why else Verdict(Outcome.FAILED, row.why),
+        verdict=verdict,
         tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,
         alerts=dict(alerts.most_common()),
