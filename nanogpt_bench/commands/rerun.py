@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.data.batches import open_corpus
@@ -22,7 +23,7 @@ from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.runs.metrics import VAL_LOSS
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import start_facts
-from nanogpt_bench.sweep.plan import PlannedPoint, baseline_of
+from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.session import Session
 from nanogpt_bench.system.errors import BenchError, printable

@@ -45,7 +45,7 @@ def add_compare(commands: Any) -> Any:
         "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
         "which, where that is not all.",
         usage="nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
-        "                             [--out DIR] [--section.key VALUE ...]",
+        "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]",
         epilog="examples:\n  nanogpt-bench compare\n"
         "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
         "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
@@ -57,6 +57,7 @@ def add_compare(commands: Any) -> Any:
     parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
     parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
+    parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
     parser.set_defaults(handler=_compare)
     return parser
 

@@ -95,7 +95,7 @@ class Record:
         """Write compare.json, tables and page, and the figures when nothing is running; returns the page's path."""
         rows = self.rows()
         facts = self._write_manifest(rows)
-        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
+        return write_report(rows, self.folder, title=self.title, facts=facts, baseline=self.baseline, running=running)
 
     def write_manifest(self) -> None:
         """Write compare.json: what was asked for, which runs that makes, and how they stand."""
@@ -103,7 +103,7 @@ class Record:
 
     def _write_manifest(self, rows: Sequence[Row]) -> dict[str, str]:
         facts = self._facts([run for row in rows for run in row.runs])
-        reference = find_reference(rows)
+        reference = find_reference(rows, self.baseline)
         manifest = {
             **{name.lower(): text for name, text in facts.items()},
             "baseline": reference.label if reference is not None else None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.report.exported import is_export, read_export
-from nanogpt_bench.report.length import by_length, length_cells
+from nanogpt_bench.report.length import by_length, length_cells, looks_by_length
 from nanogpt_bench.report.merged import merged, with_given_up
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
@@ -103,6 +103,7 @@ def write_report(
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
+    chosen |= looks_by_length(results, chosen)
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
     page = write_text(out / PAGE, render(shown, sections))

@@ -28,8 +28,10 @@ def merged(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
         missing = tuple(seed for seed in row.missing if (row.label, seed) not in there)
         there |= {(row.label, seed) for seed in missing}  # another file may miss it too
         if row.runs:
-            at = place[identity(row.runs[0])]
-            rows[at] = replace(rows[at], missing=(*rows[at].missing, *missing))
+            whole = rows[place[identity(row.runs[0])]]
+            there_now = {run.seed for run in whole.runs}  # those of a run folder among them
+            missing = tuple(seed for seed in missing if seed is None or seed not in there_now)
+            rows[place[identity(row.runs[0])]] = replace(whole, missing=(*whole.missing, *missing))
         elif (missing or row.why) and row.label not in labels:
             labels.add(row.label)
             rows.append(replace(row, missing=missing))
