@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
@@ -34,7 +35,7 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
         The tensors, contiguous, and the metadata.
 
     Raises:
-        TypeError: an entry that is no tensor.
+        TypeError: an entry that is no tensor, or that several processes hold a part of each.
         ValueError: an entry that is called like a part of another.
 
     Example:
@@ -49,6 +50,8 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"state[{name!r}] is of {type(value).__name__}: only tensors can be exported")
+        if share_of(value) is not None:
+            raise TypeError(f"state[{name!r}] is sharded: take get_model_state_dict with full_state_dict=True")
         parts = {"": value.detach()}
         if isinstance(value, FP8Tensor):
             parts = {f".{part}": getattr(value, part) for part in _PARTS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def check_same(net: nn.Module, alone: nn.Module, *, seeds: bool = True) -> None:
 def put_equal_gradients(net: nn.Module, alone: nn.Module, step: int) -> None:
     """What a reduction would have left: the same bits, by rows here and whole there."""
     for i, (p, q) in enumerate(zip(net.parameters(), alone.parameters(), strict=True)):
-        q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.dtype)
+        q.grad = normal(*q.shape, seed=1000 * step + i, std=0.3).to(q.device, q.dtype)
         part = own_rows(q.grad, p._local_tensor).clone()
         p.grad = DTensor.from_local(part, p.device_mesh, p.placements, shape=q.shape, stride=q.stride())
 
@@ -347,6 +348,32 @@ def test_ranks_skip_together_and_start_from_one_model(pair: Pool) -> None:
             assert "is not the same in every process" in said
 
 
+def on_devices() -> None:
+    """Never run so far: the same steps with NCCL, one device a process."""
+    torch.cuda.set_device(dist.get_rank())
+    whole, parts = model().cuda(), model().cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    fully_shard(parts, mesh=mesh)
+    optimizers = [make("StiffnessMuon", each.parameters(), moments="8bit") for each in (parts, whole)]
+    for step in range(3):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(parts, whole)
+        with torch.no_grad():
+            assert torch.equal(parts(batch(0).cuda()), whole(batch(0).cuda()))
+        parts.reshard()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU; has never run")
+def test_rows_on_gpus(tmp_path: Path) -> None:
+    pool = Pool(min(torch.cuda.device_count(), 3), tmp_path, "nccl")
+    try:
+        pool.run(on_devices)
+    finally:
+        pool.end()
+
+
 def refusals() -> dict[str, str]:
     said: dict[str, str] = {}
 
@@ -366,6 +393,7 @@ def refusals() -> dict[str, str]:
     attempt("codes", lambda: net[0].weight_codes())
     attempt("scale", lambda: net[0].weight_scale())
     attempt("sync", lambda: fm.distributed.sync(net))
+    attempt("flatten", lambda: fm.flatten_state_dict(net.state_dict()))
     attempt("wrapper", lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)))
     attempt("fisher", lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]))
     other = model()
@@ -393,6 +421,7 @@ REFUSED = {
     "half": "float32 or bfloat16",
     "codes": "unshard",
     "scale": "unshard",
+    "flatten": "full_state_dict=True",
     "sync": "call sync.model. before fully_shard",
     "wrapper": "StiffnessWrapper.*sharded",
     "fisher": "FisherNaturalGradient.*sharded",
