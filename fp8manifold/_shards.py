@@ -1,6 +1,5 @@
 """The rows of a tensor of codes that one of several processes holds, as FSDP2 asks for them: one byte a weight."""
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
@@ -96,7 +95,7 @@ def _padded(part: Tensor, rows: int, value: float) -> Tensor:
 
 
 def _is_by_rows(x: Any) -> bool:
-    return isinstance(x, FP8Tensor) and (x.is_share or is_sharded_by_torch(sys._getframe(4)))
+    return isinstance(x, FP8Tensor) and (x.is_share or is_sharded_by_torch())
 
 
 def _in_rows(
@@ -181,7 +180,7 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows of the same kind: of zeros, at a scale of 1."""
     x, size = args[:2]
-    if isinstance(x, FP8Tensor) and is_staged(sys._getframe(3)):
+    if isinstance(x, FP8Tensor) and is_staged():
         return x.with_parts(lambda part: torch.empty_like(part, device=kwargs.get("device")))
     if not _is_by_rows(x) or not (len(size) == x.dim() or size[0] == 0) or kwargs.get("dtype") not in (None, x.dtype):
         return NotImplemented

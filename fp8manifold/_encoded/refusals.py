@@ -51,20 +51,25 @@ _OTHER_WAYS: Final = {
 }
 
 
-def is_sharded_by_torch(frame: Any) -> bool:
-    """Whether a frame is of FSDP2, or of what cuts tensors for distributed checkpoints."""
-    name = ""
-    while frame is not None:
+def _caller() -> str:
+    """What called an operator, past functions of torch's and this package's that stand between."""
+    frame, name = sys._getframe(1), ""
+    for _ in range(16):
         name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
-        if not name.startswith(_BETWEEN):
+        if frame.f_back is None or not name.startswith(_BETWEEN):
             break
         frame = frame.f_back
-    return name.startswith((*_BY_ROWS, *_UNPADS))
+    return name
 
 
-def is_staged(frame: Any) -> bool:
-    """Whether a frame is of what copies a state for ``async_save``: attribute by attribute where there is no memory."""
-    return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint._state_dict_stager")
+def is_sharded_by_torch() -> bool:
+    """Whether FSDP2 calls, or what cuts tensors for distributed checkpoints."""
+    return _caller().startswith((*_BY_ROWS, *_UNPADS))
+
+
+def is_staged() -> bool:
+    """Whether what copies a state for ``async_save`` calls: attribute by attribute, where there is no memory."""
+    return _caller().startswith("torch.distributed.checkpoint._state_dict_stager.")
 
 
 def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
@@ -72,23 +77,17 @@ def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
 
     These would send floats into tensors of other scales, or nothing at all, or keep shards of floats.
     """
-    if func._schema.name in _RIGHT or (args and getattr(args[0], "is_share", False)):
+    operator = func._schema.name
+    if operator in _RIGHT or (args and getattr(args[0], "is_share", False)):
         return
     if func.namespace in _COLLECTIVES:
         refuse_collective(func)
-    frame = sys._getframe(2)
-    for _ in range(12):  # past functions of torch's and this package's that stand between
-        name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
-        if name.startswith(_BY_ROWS) and func._schema.name in _CUTS:
-            return
-        if name.startswith(_UNPADS) and func._schema.name == "aten::slice":
-            return
-        if name.startswith(_SHARDING):
-            way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")
-            raise RuntimeError(f"{name} {_WHY}: {_WAYS[way]}")
-        if frame.f_back is None or not name.startswith(_BETWEEN):
-            return
-        frame = frame.f_back
+    name = _caller()
+    if (name.startswith(_BY_ROWS) and operator in _CUTS) or (name.startswith(_UNPADS) and operator == "aten::slice"):
+        return
+    if name.startswith(_SHARDING):
+        way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")
+        raise RuntimeError(f"{name} {_WHY}: {_WAYS[way]}")
 
 
 def refuse_collective(func: Any) -> NoReturn:
