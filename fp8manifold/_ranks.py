@@ -176,7 +176,7 @@ class Share:
 
 def local_of(x: Any) -> Any:
     """What this process holds of a DTensor; anything else as it is."""
-    return getattr(x, "_local_tensor", x)
+    return x if type(x) is Tensor else getattr(x, "_local_tensor", x)
 
 
 def share_of(parameter: Tensor) -> Share | None:

@@ -63,7 +63,7 @@ class GridOptimizer(ManifoldOptimizer):
         if due and grid.storage != "plain":
             self._refresh(group, grid, state)
         job = self._job(group, parameter, state, grid, words)
-        held = local_of(parameter)
+        held = parameter if grid.share is None else grid.share.local
         if due and isinstance(held, FP8Tensor) and widened(held, state, grid, job.variant, words):
             self.widened_scales += 1
             self._refresh(group, grid, state)

@@ -368,7 +368,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         for job in jobs:
             if not job.in_place:
                 job.parameter.copy_(job.held["weight"])
-            job.put_back()
+            if job.back:
+                job.put_back()
         for view in views:
             if view is not None and self.observer is not None:
                 self.observer(view)

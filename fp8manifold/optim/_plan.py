@@ -105,7 +105,8 @@ def described(fields: tuple[int, ...] | None) -> str:
 
 def grid_of(parameter: Tensor) -> Grid:
     """Where a parameter lives, or what this process holds of it, without making a manifold for it."""
-    share, parameter = share_of(parameter), local_of(parameter)
+    if (share := share_of(parameter)) is not None:
+        parameter = share.local
     if isinstance(parameter, FP8Tensor):
         return Grid(
             "codes",
