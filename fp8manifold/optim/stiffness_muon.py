@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, Unpack
 
 import torch
@@ -209,7 +210,8 @@ class StiffnessMuon(StiffnessOptimizer):
 
     def _take(self, jobs: list[Job]) -> None:
         """Matrices that several processes hold are stepped together: one process orthogonalises each."""
-        shared = [job for job in jobs if self._takes_more(job) and share_of(job.parameter) is not None]
+        is_shared = [self._takes_more(job) and share_of(job.parameter) is not None for job in jobs]
+        shared = list(compress(jobs, is_shared))
         if shared:
             with unpacked(shared, self.state):
                 views = take_shared_steps(shared, _factor, self._is_observed)
@@ -217,7 +219,7 @@ class StiffnessMuon(StiffnessOptimizer):
             for view in views:
                 if self.observer is not None:
                     self.observer(view)
-        super()._take([job for job in jobs if job not in shared] if shared else jobs)
+        super()._take([job for job, elsewhere in zip(jobs, is_shared, strict=True) if not elsewhere])
 
     def _takes_more(self, job: Job) -> bool:
         return bool(job.group["direction"] == "muon")

@@ -126,6 +126,13 @@ def test_every_granularity(pair: Pool, combination: tuple[str, str, str], granul
     pair.run(stepped, *combination, {"granularity": granularity}, {})
 
 
+@pytest.mark.parametrize("moments", ["float32", "8bit"])
+@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon"])
+def test_rows_of_floats(pair: Pool, name: str, moments: str) -> None:
+    """Matrices and vectors that are alike in all but their shapes."""
+    pair.run(stepped, name, "stochastic", moments, {"storage": "float"}, {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
