@@ -171,7 +171,7 @@ def gaps_table(content: Mapping[str, Any]) -> str:
 
 
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format of the lowest gap by layer pattern; single blocks, and all layers at once, are no part of it."""
+    """Return the format of the lowest gap by layer pattern; single blocks and all layers at once are left out."""
     patterns = [name for name in content["patterns"] if name != "*" and not name.startswith("blocks.")]
     rows = dict(zip(content["patterns"], content["gap"], strict=True))
     known = {
