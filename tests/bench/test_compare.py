@@ -220,7 +220,7 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, monkeypatch):
     assert (code, "did you mean 'fp32'" in errors) == (2, True)
     assert run_cli(*command, "--reference", "fp32")[0] == 0
     bf16, fp32, nearest = read_table(out)
-    assert (fp32["verdict"], bf16["difference_seeds"]) == ("reference", "2")
+    assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
     losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
     assert float(nearest["difference"]) == pytest.approx(losses[0] - losses[1])
     assert json.loads((out / "compare.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
