@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanogpt_bench.config.schema import PEERS
-
+#: optimizers of other packages, on float weights only
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
 _DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
@@ -25,6 +25,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
 }
+#: the library's own, each a class of fp8manifold.optim without its underscores
+OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
 #: what the options are called, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
 _UNITS = {

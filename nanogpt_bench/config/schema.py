@@ -10,23 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import section, setting
-from nanogpt_bench.config.watching import AlertsConfig, FailureConfig, MonitorConfig, ShadowConfig, TrackingConfig
+from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
+from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.watching import AlertsConfig, FailureConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
 #: storages whose points are a format's values: a step is rounded when it is written back
 ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
-#: the library's own optimizers
-OWN_OPTIMIZERS = (
-    *("stiffness_adamw", "stiffness_muon", "stiffness_sgd", "stiffness_lion", "madam"),
-    *("riemannian_adam", "riemannian_sgd", "fisher"),
-)
-#: of these, those that step a model without a format as a peer would: their baseline on floats is their own
+#: of the library's own optimizers those that step a model without a format as a peer would: their baseline is their own
 ON_FLOATS = ("stiffness_muon",)
-#: those of other packages, on float weights only
-PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
-OPTIMIZERS = ("adamw", "sgd", *PEERS, *OWN_OPTIMIZERS)
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: those of fp8manifold.optim.WRITEBACKS, and which of them lose updates: that module brings torch, for which --help
@@ -160,7 +154,7 @@ class ModelConfig:
 class OptimizerConfig:
     """How a step is computed and written back."""
 
-    name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS, rows_by="--rules")
+    name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "

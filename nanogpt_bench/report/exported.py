@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
-from nanogpt_bench.runs.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.runs.read import cleaned
 from nanogpt_bench.runs.records import Records
 from nanogpt_bench.system.errors import BenchError, one_line

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, batch, eval_batches
 from nanogpt_bench.model.gpt import GPT
-from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at

@@ -13,21 +13,11 @@ from pathlib import Path
 import pytest
 
 import nanogpt_bench
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metric import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, SMALLEST, TOGETHER, Metric
+from nanogpt_bench.config.metrics import METRICS, SPREADS, MonitorConfig
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.watching import ALERT_KINDS, AlertsConfig, MonitorConfig
-from nanogpt_bench.runs import metrics
-from nanogpt_bench.runs.metrics import (
-    ABOVE,
-    BELOW,
-    LARGEST,
-    MEAN,
-    METRICS,
-    OPERANDS,
-    SMALLEST,
-    SPREADS,
-    TOGETHER,
-    Metric,
-)
+from nanogpt_bench.config.watching import ALERT_KINDS, AlertsConfig
 from nanogpt_bench.training.train import run
 
 SOURCES = Path(nanogpt_bench.__file__).parent
