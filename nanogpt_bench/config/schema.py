@@ -12,7 +12,7 @@ from typing import Any
 from nanogpt_bench.config.field import section, setting
 from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
 from nanogpt_bench.config.options import OPTIONS
-from nanogpt_bench.config.watching import AlertsConfig, FailureConfig, TrackingConfig
+from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
 #: storages whose points are a format's values: a step is rounded when it is written back
@@ -327,30 +327,9 @@ class EvalConfig:
     batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
     also: str | None = setting(
         None,
-        "another prepared text, in the same tokens, to validate on as well (val/also_loss): what a fine-tuning forgets",
+        "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets",
     )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
-
-
-@dataclass
-class CheckpointConfig:
-    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
-
-    every: int | None = setting(
-        500,
-        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
-        "the run is always answered with one",
-        minimum=1,
-    )
-    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
-    keep: int = setting(
-        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
-    )
-    best: bool = setting(
-        False,
-        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
-        "before; without it the lowest loss has a checkpoint only if one was due at that step",
-    )
 
 
 @dataclass

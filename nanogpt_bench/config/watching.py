@@ -1,4 +1,4 @@
-"""The sections of the configuration that say what becomes of what is watched: alerts, trackers and failures."""
+"""The sections of the configuration that say what is told, kept and judged of a run: alerts to failures."""
 
 from __future__ import annotations
 
@@ -73,6 +73,27 @@ class TrackingConfig:
     )
     tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
+
+
+@dataclass
+class CheckpointConfig:
+    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
+
+    every: int | None = setting(
+        500,
+        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
+        "the run is always answered with one",
+        minimum=1,
+    )
+    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
+    keep: int = setting(
+        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+    )
+    best: bool = setting(
+        False,
+        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
+        "before; without it the lowest loss has a checkpoint only if one was due at that step",
+    )
 
 
 @dataclass

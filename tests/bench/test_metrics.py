@@ -120,9 +120,11 @@ def registered(key: str) -> Metric | None:
     return None
 
 
-def test_all_that_a_watched_run_writes_is_registered(tiny: Callable[..., Config], tmp_path: Path) -> None:
+def test_all_that_a_watched_run_writes_is_registered(
+    tiny: Callable[..., Config], corpus_dir: Path, tmp_path: Path
+) -> None:
     fisher = {"monitor__fisher": find_spec("nngeometry") is not None, "shadow__enabled": True, "shadow__interval": 2}
-    speed = {"runtime__peak_tflops": 1.0, "monitor__histogram_interval": 2}
+    speed = {"runtime__peak_tflops": 1.0, "monitor__histogram_interval": 2, "eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
     seen: set[str] = set()
     for settings in (
