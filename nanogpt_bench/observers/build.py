@@ -71,18 +71,20 @@ def build_observers(
     trend = TrendObserver(config.alerts, baseline) if config.monitor.trend else None
     alerts = _alerts(config, run_dir, trend, tell)
     shadow = _shadow(config, trainer)
-    stall, monitors = _monitors(config, trainer, shadow)
+    turns = _turns(config, trainer)
+    stall, monitors = _monitors(config, trainer, turns)
+    alone = [_built(name, config, trainer, turns) for name in ON_THEIR_OWN if getattr(config.monitor, name)]
+    fisher = _fisher(config, trainer, shadow) if config.monitor.fisher else None
     # What adds to a record once it is complete comes before what writes it.
     sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    ordered = [shadow, trend, *monitors, *sinks, anomaly]
+    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *sinks, anomaly]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 
-def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> tuple[Stall | None, list[Observer]]:
+def _monitors(config: Config, trainer: Trainer, turns: Turns) -> tuple[Stall | None, list[Observer]]:
     monitor, storage = config.monitor, config.model.storage or ""
     layers, quantized = linear_layers(trainer.model), quantized_layers(trainer.model)
-    turns = _turns(config, trainer)
     capture = Capture(monitor.interval, turns)
     stall = _stall(config, trainer, turns)
     ranges = Ranges(layers, capture, monitor, turns) if monitor.ranges else None
@@ -97,9 +99,6 @@ def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -
         capture if ranges or bits or zones else None,
         UpdateObserver(quantized, storage, consumers) if quantized and consumers else None,
         *(stall, ranges, bits, gradients, geometry, zones),
-        *(_built(name, config, trainer, turns) for name in ON_THEIR_OWN if getattr(monitor, name)),
-        _fisher(config, trainer, shadow) if monitor.fisher else None,
-        turns,
     ]
     return stall, [observer for observer in found if observer is not None]
 

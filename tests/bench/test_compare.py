@@ -21,7 +21,7 @@ from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report import report
+from nanogpt_bench.report import build, report
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
@@ -184,7 +184,7 @@ def test_a_worker_killed_in_the_middle_of_a_word_is_noticed():
 # The command
 
 
-def test_a_comparison_from_start_to_report(run_cli, tmp_path):
+def test_a_comparison_from_start_to_report(run_cli, tmp_path, monkeypatch, capsys):
     code, printed, errors = run_cli("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
     assert code == 0, errors
     lines = printed.strip().splitlines()
@@ -213,6 +213,18 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path):
     # The folder alone tells the same story again.
     report([out], out=tmp_path / "again")
     assert (tmp_path / "again" / "results.csv").read_bytes() == (out / "results.csv").read_bytes()
+    # And against another row: nothing is trained again.
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    command = ["compare", *("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", str(out))]
+    assert main([*command, "--reference", "fp23"]) == 2
+    assert "did you mean 'fp32'" in capsys.readouterr().err
+    assert main([*command, "--reference", "fp32"]) == 0
+    bf16, fp32, nearest = read_table(out)
+    assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
+    losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
+    assert float(nearest["difference"]) == pytest.approx(losses[0] - losses[1])
+    assert json.loads((out / "compare.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
+    assert "gap to fp32" in (out / "table.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
