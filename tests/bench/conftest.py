@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.training.train import run
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import forked_worker
 
 TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
 
@@ -56,6 +59,14 @@ def tiny(corpus_dir: Path) -> Callable[..., Config]:
         return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
 
     return config
+
+
+@pytest.fixture
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that find torch imported."""
+    import torch._dynamo  # noqa: F401  (which every optimizer imports: here once, rather than in each worker)
+
+    monkeypatch.setattr(pool_module, "subprocess", forked_worker)
 
 
 #: what a run may store its weights as

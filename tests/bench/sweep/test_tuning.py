@@ -219,6 +219,7 @@ def test_the_table_says_where_the_best_was_not_inside():
     assert "| sgd | optimizer.lr | - | - |" in tuning_table([json.loads(json.dumps(nothing))])
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_a_real_tuning_ends_with_a_page(write):
     settings = {"train.max_steps": 6, "model.format": "E4M3"}
     tune = {"seeds": [1], "steps": 2, "span": 2.0}
@@ -232,7 +233,10 @@ def test_a_real_tuning_ends_with_a_page(write):
 STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.usefixtures("_forked_workers")
+@pytest.mark.parametrize(
+    "name", [name if index == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(STUDIES)]
+)
 def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(build, "write_figures", lambda *_: None)
