@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_worker
 import pytest
 
 from nanogpt_bench.compare import pool as pool_module
@@ -15,8 +16,6 @@ from nanogpt_bench.data import prepare_text
 from nanogpt_bench.training.train import run
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-import forked_worker
 
 TEXT = "".join(f"Line {number}: the quick brown fox jumps over {number % 7} lazy dogs.\n" for number in range(300))
 
