@@ -5,13 +5,16 @@ import json
 import math
 import os
 import re
-import subprocess
+import runpy
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,11 +29,23 @@ NAMES = ("_forms", "_timing", "_contenders", "optimizer_step", "linear_forward",
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
     """What a benchmark prints in a process without the compiler; fail unless it ends with ``code`` (None: 0 or 1)."""
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | environment
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout + done.stderr
-    return done.stdout
+
+    def benchmark() -> int:
+        os.environ.update({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | environment)
+        sys.path[:0] = [str(FOLDER), *environment.get("PYTHONPATH", "").split()]
+        sys.argv = [str(FOLDER / script), *arguments]
+        warnings.resetwarnings()
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
+    with tempfile.TemporaryDirectory() as folder:
+        ended = forked.finish(forked.start(Path(folder), benchmark))
+        printed = forked.said(Path(folder))
+    assert ended in ((0, 1) if code is None else (code,)), printed
+    return printed
 
 
 @pytest.fixture
