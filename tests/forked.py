@@ -27,7 +27,7 @@ def start(folder: Path, command: Callable[[], int]) -> int:
             os.dup2(output, 1)
             os.dup2(output, 2)
             # Not the test session's own capture, which would take what is printed.
-            sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+            sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in (1, 2))
             torch.set_num_threads(1)
             without_drawing()
             code = command()
