@@ -27,7 +27,7 @@ def start(folder: Path, command: Callable[[], int]) -> int:
             os.dup2(output, 1)
             os.dup2(output, 2)
             # Not the test session's own capture, which would take what is printed.
-            sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in (1, 2))
+            sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in (1, 2))  # noqa: SIM115
             torch.set_num_threads(1)
             without_drawing()
             code = command()
