@@ -12,20 +12,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.commands.arguments import positive
-from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_profile, add_sweep
+from nanogpt_bench.commands.arguments import Tokenizers, positive
+from nanogpt_bench.commands.studies import (
+    add_compare,
+    add_evaluate,
+    add_finetune,
+    add_profile,
+    add_sample,
+    add_sweep,
+)
 from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
 INTERRUPTED = 130
 FAILED = 1
-TOKENIZER_CHOICES = ("byte", "char", "gpt2")
+TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "compare", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
-RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
+RUN_OPTIONS = ("--name", "--resume", "--allow-config-change", "--page")
 
 
 class Parser(argparse.ArgumentParser):
@@ -162,7 +169,7 @@ def _is_setting(command: str, word: str) -> bool:
         return option not in RUN_OPTIONS
     if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
         return False
-    return "." in option or option in ("--rule", "--seed")
+    return "." in option or (option in ("--rule", "--seed") and command != "sample")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -182,6 +189,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
         "evaluate": add_evaluate(commands),
+        "sample": add_sample(commands),
+        "finetune": add_finetune(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
@@ -224,8 +233,9 @@ def _add_prepare(commands: Any) -> Parser:
         "--tokenizer",
         choices=TOKENIZER_CHOICES,
         default="byte",
-        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs "
-        "(default: byte)",
+        metavar="{byte,char,gpt2,MODEL}",
+        help="byte: 256 bytes and an end of text; char: the text's own characters; gpt2: GPT-2's 50257 byte pairs; "
+        "folder/of/a_model, model.gguf or an id on the hub: that model's own tokens (default: byte)",
     )
     parser.set_defaults(handler=_prepare)
     return parser
@@ -250,7 +260,7 @@ def _add_run(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "run",
         help="train one model",
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]",
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--page] [--section.key VALUE ...]",
         description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one (see below)")
@@ -265,6 +275,9 @@ def _add_run(commands: Any) -> Parser:
         "--allow-config-change",
         action="store_true",
         help="--resume: go on with settings or a corpus that change the numbers",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="keep runs/NAME/report/report.html up to date while the run goes on"
     )
     parser.set_defaults(handler=_run)
     parser.make_epilog = _run_epilog
@@ -366,7 +379,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.run import run_command
 
-    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change, "page": args.page}
     return run_command(args.config, args.name, args.overrides, **options)
 
 

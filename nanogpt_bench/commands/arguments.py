@@ -4,6 +4,15 @@ from __future__ import annotations
 
 import argparse
 
+from nanogpt_bench.system.errors import BenchError, unknown
+
+
+class Tokenizers(tuple[str, ...]):
+    """The tokenizers by name, and whatever names a model, whose own is meant then."""
+
+    def __contains__(self, word: object) -> bool:
+        return super().__contains__(word) or "/" in str(word) or str(word).endswith(".gguf")
+
 
 def names(text: str) -> list[str]:
     """Return the names in a list with commas.
@@ -26,12 +35,25 @@ def positive(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: anything else.
     """
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """Return a whole number of at least 0, below 2^63.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= 1")
+        value = -1
+    if not least <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= {least}")
     return value
 
 
@@ -60,3 +82,41 @@ def share(text: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number from 0 to 1")
     return value
+
+
+def at_least_0(text: str) -> float:
+    """Return a finite number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number >= 0")
+    return value
+
+
+#: the options of `evaluate` that belong to --model, and those that do not
+WITH_MODEL = ("input", "scales", "embeddings", "windows", "sensitivity", "budget")
+WITHOUT_MODEL = ("config", "checkpoint", "save", "weights")
+
+
+def check_evaluate(args: argparse.Namespace) -> None:
+    """Refuse options of `evaluate` that mean nothing together.
+
+    Raises:
+        BenchError: names the first of them.
+    """
+    given = {name: getattr(args, name) for name in (WITHOUT_MODEL if args.model else WITH_MODEL)}
+    for name, value in given.items():
+        if value is not None and value is not False:
+            word = repr(value) if name == "config" else f"--{name}"
+            raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
+    if not args.model and args.config is None:
+        raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
+    for scale in args.scales or ():
+        if scale not in ("tensor", "channel", "block"):
+            raise unknown("--scales", scale, ("tensor", "channel", "block"))

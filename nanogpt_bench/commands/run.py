@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.report.follow import followed
 from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError, printable
@@ -31,13 +32,30 @@ def run_command(
     config_name: str,
     name: str | None,
     overrides: Sequence[str],
+    **options: bool,
+) -> int:
+    """Train as a configuration file and overrides say; the options are those of `trained`.
+
+    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+
+    Raises:
+        BenchError: as `trained`.
+    """
+    return exit_code(trained(config_name, name, overrides, **options)[0])
+
+
+def trained(
+    config_name: str,
+    name: str | None,
+    overrides: Sequence[str],
     *,
     resume: bool = False,
     allow_config_change: bool = False,
-) -> int:
-    """Train as a configuration file and overrides say.
+    page: bool = False,
+) -> tuple[dict[str, Any], Path]:
+    """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
 
-    Returns 0, 1 when the run failed or the disk ended it, 75 when a signal did.
+    A `page` shows the run as it goes on.
 
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
@@ -56,10 +74,12 @@ def run_command(
         _folder(path.stem, earlier or named) as run_dir,
         stop_requests() as stop,
         _display(config, gave_way) as show,
+        followed(run_dir) if page else nullcontext() as drawn,
     ):
+        gave_way += [f"page: {drawn}"] if drawn else []
         summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
-    return exit_code(summary)
+    return summary, run_dir
 
 
 def exit_code(summary: dict[str, Any]) -> int:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import names, positive, positives, share
+from nanogpt_bench.commands.arguments import at_least_0, check_evaluate, names, natural, positive, positives, share
 
 
 def add_evaluate(commands: Any) -> Any:
@@ -15,22 +15,100 @@ def add_evaluate(commands: Any) -> Any:
         "evaluate",
         help="validation loss of one set of weights in several formats, without training",
         usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--formats A,B] "
-        "[--section.key VALUE ...]",
+        "[--section.key VALUE ...]\n"
+        "       nanogpt-bench evaluate --model PATH (--input FILE | --data.dir DIR) [--formats A,B] [--scales A,B]\n"
+        "                              [--sensitivity [kinds|blocks|layers]] [--budget BYTES] [--out DIR]",
         description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
-        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format.",
+        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format; or, with\n"
+        "--model, of any causal language model of transformers, with its own tokenizer, and write a report.",
         epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
         "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
         "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
         "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
-        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors",
+        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
+        "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
+        "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
     )
-    parser.add_argument("config", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration")
+    parser.add_argument(
+        "config", nargs="?", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration"
+    )
+    parser.add_argument(
+        "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
+    )
     parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
     parser.add_argument("--formats", type=names, metavar="A,B", help="formats of all weights, one row each")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON as well")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the table as JSON as well; --model: folder of the report"
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
+    own = parser.add_argument_group("with --model")
+    own.add_argument("--input", type=Path, metavar="FILE", help="text to measure on: any UTF-8 file")
+    own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block: rows for each")
+    own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
+    own.add_argument("--windows", type=positive, metavar="N", help="windows of the text (default: 24)")
+    own.add_argument(
+        "--sensitivity",
+        nargs="?",
+        const="kinds",
+        choices=("kinds", "blocks", "layers"),
+        metavar="BY",
+        help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
+    )
+    own.add_argument("--budget", type=float, metavar="X", help="the best mixture of the map in X bytes a parameter")
     parser.set_defaults(handler=_evaluate)
+    return parser
+
+
+def add_sample(commands: Any) -> Any:
+    """Add the command `sample` and return its parser."""
+    parser = commands.add_parser(
+        "sample",
+        help="text that a run's weights write, as they are and rounded to formats",
+        usage="nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
+        "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
+        description="Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
+        "format, side by side and with the same draws.",
+        epilog='examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
+        "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
+    parser.add_argument(
+        *("--formats", "--format"), type=names, metavar="A,B", help="formats of all weights, a text each; none: floats"
+    )
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on with (default: a text's beginning)")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most so many (default: 200)")
+    parser.add_argument(
+        "--temperature", type=at_least_0, default=1.0, metavar="T", help="0: always the likeliest token (default: 1)"
+    )
+    parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
+    parser.set_defaults(handler=_sample)
+    return parser
+
+
+def add_finetune(commands: Any) -> Any:
+    """Add the command `finetune` and return its parser."""
+    parser = commands.add_parser(
+        "finetune",
+        help="train all weights of a pretrained language model further",
+        usage="nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
+        "[--section.key VALUE ...]",
+        description="Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
+        "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
+        epilog="examples:\n"
+        "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
+        "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
+        "--optimizer.grad_clip 0 --train.recompute true --train.precision bf16-mixed --save models/law",
+    )
+    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
+    parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does, in floats")
+    parser.set_defaults(handler=_finetune)
     return parser
 
 
@@ -119,10 +197,29 @@ def add_profile(commands: Any) -> Any:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
+    check_evaluate(args)
+    if args.model is not None:
+        from nanogpt_bench.commands.evaluate_model import main_evaluate_model
+
+        return main_evaluate_model(args)
     from nanogpt_bench.commands.evaluate import evaluate_command
 
     files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
     return evaluate_command(args.config, args.formats or (), args.overrides, **files)
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.sample import Draw, sample_command
+
+    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    options = {"checkpoint": args.checkpoint, "formats": args.formats or (), "overrides": args.overrides}
+    return sample_command(args.run, draw, **options, out=args.out)
+
+
+def _finetune(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.finetune import main_finetune
+
+    return main_finetune(args)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -77,6 +77,12 @@ class ModelConfig:
         "hub, or gpt2, gpt2-medium, gpt2-large, gpt2-xl; null: random weights",
         of_task=True,
     )
+    pretrained: str | None = setting(
+        None,
+        "a causal language model of transformers (extra hf) in place of the GPT: a folder that save_pretrained wrote, "
+        "a .gguf file, or an id on the hub; its layers have its own names; null: the GPT",
+        of_task=True,
+    )
     n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, of_task=True)
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
     n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True)
@@ -231,7 +237,19 @@ class OptimizerConfig:
     )
     refresh: int | None = setting(None, "fisher: steps between two measurements of it; null: 10", minimum=1)
     damping: float | None = setting(
-        None, "fisher: added to its eigenvalues, in units of their mean; null: 0.1", above=0.0
+        None,
+        "fisher: added to its eigenvalues, in units of their mean, null: 0.1; the library's other optimizers: least "
+        "stiffness, as a share of its mean, null: 2^-8",
+        above=0.0,
+    )
+    clip: float | None = setting(
+        None, "the library's optimizers: largest stiffness, in units of its mean; null: 16", above=0.0
+    )
+    stabilize_every: int | None = setting(
+        None, "the library's optimizers: steps after which weights are put back onto the grid; null: never", minimum=1
+    )
+    reset_every: int | None = setting(
+        None, "the library's optimizers: steps after which running averages begin anew; null: never", minimum=1
     )
     compile: bool = setting(
         False,
@@ -278,6 +296,14 @@ class TrainConfig:
         choices=PRECISIONS,
         of_rule=True,
     )
+    step_in_backward: bool = setting(
+        False,
+        "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers, "
+        "without clipping or accumulation; what is watched of gradients is left out",
+    )
+    recompute: bool = setting(
+        False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"
+    )
     max_seconds: float | None = setting(
         None, "stop after this many seconds; null: never", above=0.0, changes_numbers=False
     )
@@ -305,6 +331,10 @@ class EvalConfig:
 
     interval: int = setting(250, "steps between validations", minimum=1)
     batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
+    also: str | None = setting(
+        None,
+        "another prepared text, in the same tokens, to validate on as well (val/also_loss): what a fine-tuning forgets",
+    )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
 
 

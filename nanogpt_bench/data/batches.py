@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.tokenizers import MAX_VOCABULARY, tokenizer_from_meta
+from nanogpt_bench.data.tokenizers import stored_as, tokenizer_from_meta
 from nanogpt_bench.system.digest import sha256
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
@@ -22,11 +22,11 @@ SPLITS = ("train", "val")
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: uint16 token arrays mapped from disk, and what meta.json says about them."""
+    """A prepared corpus: uint16 token arrays (uint32 of a large vocabulary) mapped from disk, and meta.json."""
 
     folder: Path
-    train: NDArray[np.uint16]
-    val: NDArray[np.uint16]
+    train: NDArray[Any]
+    val: NDArray[Any]
     meta: dict[str, Any]
 
     @property
@@ -71,6 +71,21 @@ def open_corpus(config: Config) -> Corpus:
     return replace(corpus, train=corpus.train[:count])
 
 
+def open_also(config: Config, corpus: Corpus) -> Corpus | None:
+    """Open the other text that a resolved configuration validates on, None where there is none.
+
+    Raises:
+        BenchError: as `load_corpus`, or tokens that mean something else.
+    """
+    if config.eval.also is None:
+        return None
+    also = load_corpus(Path(config.eval.also), config.model.block_size or 0)
+    same = ("tokenizer", "vocab_size", "characters")
+    if [also.meta.get(key) for key in same] != [corpus.meta.get(key) for key in same]:
+        raise BenchError(f"eval.also: {config.eval.also!r} has other tokens than {str(corpus.folder)!r}")
+    return also
+
+
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
     if not path.is_file():
@@ -98,23 +113,24 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _check_counts(meta: dict[str, Any]) -> None:
-    if not 1 <= int(meta["vocab_size"]) <= MAX_VOCABULARY:
-        raise ValueError(f"vocab_size {meta['vocab_size']}; 1 to {MAX_VOCABULARY} are allowed")
+    if not 1 <= int(meta["vocab_size"]) <= 2**31:
+        raise ValueError(f"vocab_size {meta['vocab_size']}; 1 to {2**31} are allowed")
     for split in SPLITS:
         if int(meta["splits"][split]["bytes"]) < 1:
             raise ValueError(f"splits.{split}.bytes {meta['splits'][split]['bytes']}; at least 1 is needed")
 
 
-def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[np.uint16]:
+def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int) -> NDArray[Any]:
     path = folder / f"{split}.bin"
     if not path.is_file():
         raise BenchError(f"{str(path)!r} does not exist; prepare the corpus again")
-    size = path.stat().st_size
-    if size % 2:
-        raise BenchError(f"{str(path)!r} has {size} bytes, an odd number; uint16 tokens take two each")
+    size, stored = path.stat().st_size, stored_as(int(meta["vocab_size"]))
+    if size % stored.itemsize:
+        odd = "an odd number; uint16 tokens take two" if stored.itemsize == 2 else "uint32 tokens take four"
+        raise BenchError(f"{str(path)!r} has {size} bytes, {odd} each")
     if size == 0:
         raise BenchError(f"{str(path)!r} is empty; prepare the corpus again")
-    tokens = np.memmap(path, dtype="<u2", mode="r")
+    tokens = np.memmap(path, dtype=stored, mode="r")
     expected = int(meta["splits"][split]["tokens"])
     if len(tokens) != expected:
         raise BenchError(f"{str(path)!r} has {len(tokens)} tokens, meta.json says {expected}; prepare the corpus again")
@@ -131,7 +147,7 @@ def _open_split(folder: Path, split: str, meta: dict[str, Any], block_size: int)
 
 
 def batch(
-    tokens: NDArray[np.uint16], size: int, block_size: int, *, seed: int, step: int, micro_step: int = 0, rank: int = 0
+    tokens: NDArray[Any], size: int, block_size: int, *, seed: int, step: int, micro_step: int = 0, rank: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, int64 (size, block_size), targets being the inputs shifted by one.
 
@@ -150,7 +166,7 @@ def batch(
 
 
 def eval_batches(
-    tokens: NDArray[np.uint16], count: int, size: int, block_size: int, *, seed: int
+    tokens: NDArray[Any], count: int, size: int, block_size: int, *, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Return `count` validation batches that depend on `seed` only."""
     return [batch(tokens, size, block_size, seed=seed, step=0, micro_step=index, rank=1) for index in range(count)]

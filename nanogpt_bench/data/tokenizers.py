@@ -1,4 +1,4 @@
-"""Text to token numbers and back: bytes, the characters of the text itself, or GPT-2's byte pairs."""
+"""Text to token numbers and back: bytes, the characters of the text, GPT-2's byte pairs, or a model's own tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanogpt_bench.data.gpt2_bpe import Gpt2Tokenizer, encoding
+from nanogpt_bench.data.own_tokenizer import PREFIX, from_meta, own_tokenizer
 from nanogpt_bench.system.errors import BenchError, unknown
 
-#: tokens are stored as uint16
+#: tokens are stored as uint16, those of a larger vocabulary as uint32
 MAX_VOCABULARY = 2**16
 #: the choices of `prepare --tokenizer`
 TOKENIZERS = ("byte", "char", "gpt2")
 
-Tokens = NDArray[np.uint16]
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+
+def stored_as(vocab_size: int) -> np.dtype[Any]:
+    """Return the type of a corpus's tokens on disk."""
+    return np.dtype("<u2" if vocab_size <= MAX_VOCABULARY else "<u4")
 
 
 class Tokenizer(Protocol):
@@ -125,6 +131,8 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 def make_tokenizer(name: str, text: str) -> Tokenizer:
     """Return the tokenizer called `name`, its vocabulary taken from `text` where it has one.
 
+    A name with a slash in it, or that of a .gguf file, is a model's, and means the model's own tokenizer.
+
     Raises:
         BenchError: no such tokenizer, or its package or files are missing.
     """
@@ -135,7 +143,14 @@ def make_tokenizer(name: str, text: str) -> Tokenizer:
     if name == "gpt2":
         encoding()  # what is missing should be said before any text is fetched
         return Gpt2Tokenizer()
+    if names_model(name):
+        return own_tokenizer(name)
     raise unknown("tokenizer", name, TOKENIZERS)
+
+
+def names_model(name: str) -> bool:
+    """Whether a tokenizer is given by the model that it belongs to."""
+    return "/" in name or name.endswith(".gguf")
 
 
 def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
@@ -150,4 +165,6 @@ def tokenizer_from_meta(meta: dict[str, Any]) -> Tokenizer:
         return CharTokenizer(meta["characters"])
     if meta["tokenizer"] == "gpt2":
         return Gpt2Tokenizer()
+    if str(meta["tokenizer"]).startswith(PREFIX):
+        return from_meta(meta)
     return make_tokenizer(meta["tokenizer"], "")

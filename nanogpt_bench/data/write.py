@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nanogpt_bench.data.progress import Advance, progress_bar
-from nanogpt_bench.data.tokenizers import Tokenizer, Tokens
+from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError
 
 CORPUS_FILES = ("train.bin", "val.bin", "meta.json")
@@ -97,7 +97,7 @@ class _Split:
                 if self.full:
                     return
             if self.tokenizer.end_of_text is not None:
-                yield self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint16), "")
+                yield self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint32), "")
                 if self.full:
                     return
 
@@ -111,7 +111,7 @@ class _Split:
         self.size += len(text.encode("utf-8")) if len(kept) == len(tokens) else self.tokenizer.byte_count(kept)
         self.tokens += len(kept)
         self.advance(characters=len(text), tokens=len(kept))
-        data = kept.astype("<u2").tobytes()
+        data = kept.astype(stored_as(self.tokenizer.vocab_size)).tobytes()
         self.digest.update(data)
         return data
 

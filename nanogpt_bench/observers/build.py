@@ -87,7 +87,8 @@ def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -
     stall = _stall(config, trainer, turns)
     ranges = Ranges(layers, capture, monitor, turns) if monitor.ranges else None
     bits = Bits(layers, capture, monitor, turns) if monitor.bits else None
-    gradients = Gradients(layers, monitor, turns) if monitor.gradients else None
+    # Steps in the backward pass leave no gradients to look at.
+    gradients = Gradients(layers, monitor, turns) if monitor.gradients and not config.train.step_in_backward else None
     geometry = Geometry(quantized, monitor, turns) if monitor.geometry and quantized else None
     zones = Zones(quantized, capture, monitor.interval, turns) if stall is not None else None
     seeing = [consumer for consumer in (stall, ranges, gradients, geometry) if consumer is not None]

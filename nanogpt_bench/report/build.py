@@ -34,10 +34,11 @@ def report(
     thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
     say: Callable[[str], None] | None = None,
+    running: bool = False,
 ) -> Path:
     """Rebuild page, figures and tables in `out` from run folders, folders of them, or results files; returns the page.
 
-    `say` is told how many runs were found where.
+    `say` is told how many runs were found where; the page of what is `running` loads itself again.
 
     Raises:
         BenchError: a path is no run folder and holds none, no row is labelled `baseline`, or `out` is a file.
@@ -59,6 +60,7 @@ def report(
     studies = read_studies([*given, *(folder.parent for folder in folders), out])
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
     options = {"title": title, "facts": facts_of(loaded), "thresholds": thresholds, "baseline": baseline}
+    options["running"] = running
     return write_report(rows, out, **options, studies=replace(studies, tunings=tunings))
 
 

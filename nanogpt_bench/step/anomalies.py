@@ -62,8 +62,11 @@ class Sentry:
 
     def _whole(self) -> bool:
         """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
-        weights = [plain(weight) for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
-        tensors = [*weights, *(leaf for _, _, leaf in _states(self._trainer))]
+        weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
+        # Codes are decoded a layer at a time: all of them would take four times what the weights do.
+        norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
+        floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
+        tensors = [*norms, *floats, *(leaf for _, _, leaf in _states(self._trainer))]
         return not tensors or math.isfinite(get_total_norm(tensors).item())
 
     def _restore_buffers(self) -> None:

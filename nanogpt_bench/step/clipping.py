@@ -16,6 +16,8 @@ from nanogpt_bench.config.schema import Config
 
 def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> Clipping:
     """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch."""
+    if config.train.step_in_backward:
+        return Unclipped([], 0.0)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
     bound = config.optimizer.grad_clip
@@ -40,7 +42,7 @@ class Clipping:
         """Called after it; return what this micro-batch's gradient was multiplied by."""
         return 1.0
 
-    def finish(self) -> tuple[float, bool]:
+    def finish(self) -> tuple[float | None, bool]:
         """Return the norm that the step's gradient had before it was clipped, and whether it was."""
         total = get_total_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
         norm = total.item()
@@ -48,6 +50,13 @@ class Clipping:
         if clipped:
             clip_grads_with_norm_(self._parameters, self._bound, total)
         return norm, clipped
+
+
+class Unclipped(Clipping):
+    """Of gradients that are gone as soon as they are there: nobody knows their norm."""
+
+    def finish(self) -> tuple[None, bool]:
+        return None, False
 
 
 class ClippingFirst(Clipping):

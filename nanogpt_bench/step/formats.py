@@ -10,6 +10,7 @@ from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config, ModelConfig
+from nanogpt_bench.model.causal import outline
 from nanogpt_bench.model.gpt import FLOATS, linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -89,6 +90,7 @@ def read_layers(model: ModelConfig, formats: Mapping[str, Read]) -> Mapping[str,
             (model.n_layer or 0, model.n_embd or 0),
             bool(model.tie_weights),
             model.tied or "refuse",
+            model.pretrained,
             formats,
         )
     )
@@ -104,18 +106,22 @@ class _Asked:
     size: tuple[int, int]
     tie: bool
     tied: str
+    pretrained: str | None
     formats: Mapping[str, Read] = field(compare=False)
 
 
 @functools.lru_cache(maxsize=1000)
 def _layers(asked: _Asked) -> dict[str, fm.LayerSpec]:
-    layers: Any = linear_sizes(*asked.size)
+    own = outline(asked.pretrained) if asked.pretrained else None
+    layers: Any = own.layers if own else linear_sizes(*asked.size)
+    shared = own.shared if own else _TIED if asked.tie else {}
     options: Any = {"storage": asked.storage, "granularity": asked.granularity, "tied": asked.tied}
     try:
-        specs = fm.check_formats(dict(asked.formats), layers, shared=_TIED if asked.tie else {}, **options)
+        specs = fm.check_formats(dict(asked.formats), layers, shared=shared, **options)
     except (ValueError, TypeError) as error:
         hint = "; as settings: --model.tied untie, --model.tied leave" if "tied='untie'" in str(error) else ""
-        said = _always_float(layers, asked.formats) or f"model.formats: {one_line(error)}{hint}"
+        always = None if own else _always_float(layers, asked.formats)
+        said = always or f"model.formats: {one_line(error)}{hint}"
         raise BenchError(said) from None
     return specs
 

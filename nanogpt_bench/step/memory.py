@@ -27,10 +27,41 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(_sizes(held).values()) - sum(size for key, size in _sizes(gradients).items() if key in _sizes(held))
 
 
+class GradientPeak:
+    """The most bytes that a model's gradients take at once in its next backward pass: counted as each of them comes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        #: None before that pass
+        self.bytes: int | None = None
+        self._most, self._own = 0, [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # Before an optimizer's own hooks, which may take a gradient away.
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._count) for parameter in self._own]
+
+    def _count(self, _: Tensor) -> None:
+        gradients = (parameter.grad for parameter in self._own)
+        alive = [gradient for gradient in gradients if type(gradient) is Tensor]
+        self._most = max(self._most, memory_of(alive))
+
+    def known(self) -> None:
+        """Called after a backward pass."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.bytes = [], self.bytes or self._most or None
+
+
 def bytes_of(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of these parameters alone, with the optimizer's state for each."""
     held = [tensor for parameter in parameters for tensor in (parameter, *tensors_in(optimizer.state.get(parameter)))]
-    return sum(_sizes(held).values())
+    return memory_of(held)
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct memories behind tensors.
+
+    >>> memory_of([torch.zeros(3), torch.zeros(5)])
+    32
+    """
+    return sum(_sizes(tensors).values())
 
 
 def _sizes(tensors: Iterable[Tensor]) -> dict[tuple[str, int], int]:

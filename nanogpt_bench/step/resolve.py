@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
@@ -23,7 +23,7 @@ from nanogpt_bench.config.schema import (
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
-from nanogpt_bench.step.start import pinned, start_shape
+from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from
@@ -46,11 +46,15 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _fill_sizes(config.model, start)
     _fill_seeds(config)
     formats = fill_formats(config.model)
+    if config.model.pretrained and config.model.tie_weights and formats:
+        _fill(config.model, tied="leave")
     _fill_outliers(config.model)
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
     _check_monitors(config)
+    _check_pretrained(config)
+    _check_in_backward(config)
     if formats:
         config.layers = dict(read_layers(config.model, formats))
     return config
@@ -70,7 +74,10 @@ def _fill(section: Any, **values: Any) -> None:
 
 
 def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
-    shape = _checkpoint_shape(model, start) if model.init_from else _named_shape(model)
+    if model.pretrained:
+        shape = _own_shape(model)
+    else:
+        shape = _checkpoint_shape(model, start) if model.init_from else _named_shape(model)
     _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
     assert model.n_embd is not None
     assert model.n_head is not None
@@ -96,18 +103,38 @@ def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
     model.init_from = pinned(model.init_from)
     shape = start or start_shape(model.init_from)
     _check_named_size(model, shape)
-    for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
-        given, own = getattr(model, name), getattr(shape, name)
-        if given not in (None, own):
-            raise BenchError(f"model.{name}: {given!r} is not that of the checkpoint {model.init_from!r}: {own!r}")
-    if model.block_size is not None and model.block_size > shape.block_size:
-        raise BenchError(
-            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions of the checkpoint "
-            f"{model.init_from!r}"
-        )
+    _check_shape(model, shape, f"the checkpoint {model.init_from!r}")
     if model.tie_weights and not shape.tie_weights:
         raise BenchError(f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; give false")
     return shape
+
+
+def _own_shape(model: ModelConfig) -> GPTShape:
+    """Return the shape of a pretrained model, and refuse settings that say otherwise."""
+    for name in ("init_from", "size"):
+        if getattr(model, name) is not None:
+            raise BenchError(
+                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; leave it out"
+            )
+    shape = outlined_shape(model.pretrained or "")
+    _fill(model, block_size=min(256, shape.block_size))
+    _check_shape(model, shape, f"{model.pretrained!r}")
+    if model.tie_weights not in (None, shape.tie_weights):
+        raise BenchError(
+            f"model.tie_weights: {model.pretrained!r} has {shape.tie_weights}; model.tied says what formats do"
+        )
+    return shape
+
+
+def _check_shape(model: ModelConfig, shape: GPTShape, called: str) -> None:
+    for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
+        given, own = getattr(model, name), getattr(shape, name)
+        if given not in (None, own):
+            raise BenchError(f"model.{name}: {given!r} is not that of {called}: {own!r}")
+    if model.block_size is not None and model.block_size > shape.block_size:
+        raise BenchError(
+            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions of {called}"
+        )
 
 
 def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
@@ -150,6 +177,10 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     options = OPTIONS[optimizer.name or ""]
     rates = keys_where("is_rate")
     _fill(optimizer, **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates})
+    if config.model.pretrained and "float_lr" in options and unit(optimizer.name or "") == unit("adamw"):
+        _fill(
+            optimizer, float_lr=optimizer.lr
+        )  # one rate for all, not that of embeddings which are learnt from nothing
     if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
         _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
     _fill(optimizer, **options)
@@ -246,6 +277,41 @@ def _check_monitors(config: Config) -> None:
             f"shadow.of: 'master' needs a master copy, which model.storage {config.model.storage!r} does not have; "
             "allowed: dequantised"
         )
+
+
+def _check_pretrained(config: Config) -> None:
+    """Refuse what knows the GPT's own modules, and recomputation without transformers' models."""
+    needs_gpt = {
+        "shadow.enabled": config.shadow.enabled,
+        "runtime.compile": config.runtime.compile,
+        "model.torchao_float8": config.model.torchao_float8,
+        "model.dropout": config.model.dropout,
+        "model.outliers": None if config.model.outliers == "none" else config.model.outliers,
+    }
+    for key, value in needs_gpt.items():
+        if config.model.pretrained and value:
+            raise BenchError(f"{key}: {value!r} can't be used with model.pretrained; leave it out")
+    if config.train.recompute and not config.model.pretrained:
+        raise BenchError("train.recompute: true needs model.pretrained; the GPT here keeps its activations")
+
+
+def _check_in_backward(config: Config) -> None:
+    """Refuse what needs all gradients at once."""
+    if not config.train.step_in_backward:
+        return
+    optimizer, storage = config.optimizer, config.model.storage
+    if optimizer.name == "fisher" or not (storage in MANIFOLDS or optimizer.name in ON_FLOATS):
+        raise BenchError(
+            f"train.step_in_backward: true needs an optimizer of the library that steps weights one by one, not "
+            f"{optimizer.name!r} with model.storage {storage!r}"
+        )
+    for key, value, allowed in (
+        ("optimizer.grad_clip", optimizer.grad_clip, 0.0),
+        ("train.accumulation", config.train.accumulation, 1),
+        ("shadow.enabled", config.shadow.enabled, False),
+    ):
+        if value != allowed:
+            raise BenchError(f"{key}: {value!r} can't be used with train.step_in_backward; give {allowed!r}")
 
 
 def _check_trend(config: Config) -> None:

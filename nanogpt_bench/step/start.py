@@ -11,8 +11,10 @@ from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.data.own_tokenizer import check_tokens
 from nanogpt_bench.model import pretrained
-from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
+from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -33,6 +35,17 @@ def model_shape(config: Config, vocab_size: int) -> GPTShape:
         tie_weights=bool(settings.tie_weights),
         gelu=settings.gelu or "exact",
     )
+
+
+def outlined_shape(name: str) -> GPTShape:
+    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions.
+
+    Raises:
+        BenchError: no such model, or none that can be trained.
+    """
+    found = outline(name)
+    sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
 
 
 def pinned(name: str) -> str:
@@ -94,13 +107,15 @@ def start_facts(config: Config) -> dict[str, Any]:
     return {"init_from": {"checkpoint": str(folder), "sha256": entry.sha256 if entry else None}}
 
 
-def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> GPT:
+def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
     """Return the float model of that shape with the weights that a resolved configuration starts from.
 
     Raises:
         BenchError: weights that do not fit the corpus or the model.
     """
     name, seed = config.model.init_from, config.model.seed or 0
+    if config.model.pretrained:
+        return _pretrained(config, corpus)
     if not name:
         return build_model(shape, seed)
     if is_checkpoint(Path(name)):
@@ -112,6 +127,18 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> GPT:
     pretrained.check_size(name)
     model = build_model(shape, seed)
     pretrained.load_checkpoint(model, name, str(corpus.meta["tokenizer"]))
+    return model
+
+
+def _pretrained(config: Config, corpus: Corpus) -> Any:
+    name = config.model.pretrained or ""
+    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder))
+    state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
+    weights = 4 if config.model.storage in ("float32", "master") else 1
+    gradients = 0 if config.train.step_in_backward else 4
+    model = load_causal(name, bytes_each=max(5, weights + state + gradients))
+    if config.train.recompute:
+        recompute_activations(model)
     return model
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, eval_batches
+from nanogpt_bench.data.batches import Corpus, batch, eval_batches, open_also
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
+from nanogpt_bench.step.memory import GradientPeak
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.step.schedule import decay_course, lr_factor
@@ -24,7 +26,7 @@ from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.torchao_float8 import train_in_float8
 
 
-def initial_model(config: Config, corpus: Corpus) -> GPT:
+def initial_model(config: Config, corpus: Corpus) -> Any:
     """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
 
     Raises:
@@ -60,9 +62,15 @@ class Trainer:
         self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
         self._clipping = clipping_of(self.model, self.optimizer, config)
+        #: most bytes of gradients at once, in the first step that this process takes
+        self.gradient_peak = GradientPeak(self.model)
+        if config.train.step_in_backward:
+            fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
         self.batches_left_out = 0
-        self._eval_batches = [self._move(pair) for pair in self._draw_eval_batches()]
+        self._eval_batches = self._draw_eval_batches(corpus)
+        also = open_also(config, corpus)
+        self._also_batches = [] if also is None else self._draw_eval_batches(also)
 
     @property
     def tokens_per_step(self) -> int:
@@ -85,17 +93,17 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
         step.record.update(
             {
                 metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
-                metrics.GRAD_HAS_NAN.name: int(not math.isfinite(norm)),
+                metrics.GRAD_HAS_NAN.name: int(norm is not None and not math.isfinite(norm)),
                 metrics.TRAIN_LOSS.name: loss,
                 metrics.LR.name: lr,
-                metrics.GRAD_NORM.name: norm,
-                metrics.GRAD_CLIPPED.name: int(clipped),
             }
         )
+        if norm is not None:
+            step.record.update({metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)})
         exponent = stiffness_at(self.config, step.number - 1)
         if exponent is not None:
             step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
@@ -132,32 +140,45 @@ class Trainer:
             for observer in observers:
                 observer.after_forward(step)
             self._clipping.before_backward()
-            loss.backward()
+            self._backward(loss, step, observers)
             step.clip_factor = self._clipping.after_backward()
             for observer in observers:
                 observer.after_backward(step)
             total += loss.detach()
         return total.item()
 
+    def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
+        """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
+        if not self.config.train.step_in_backward:
+            loss.backward()
+        elif bool(loss.isfinite()):
+            for observer in observers:
+                observer.before_step(step)
+            loss.backward()
+            self.optimizer.zero_grad(set_to_none=True)  # stand-ins for gradients that have been used
+        self.gradient_peak.known()
+
     def _update(self, step: Step, observers: list[Observer]) -> None:
-        for observer in observers:
-            observer.before_step(step)
+        if not self.config.train.step_in_backward:
+            for observer in observers:
+                observer.before_step(step)
         self.optimizer.step()
         for observer in observers:
             observer.after_step(step)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self._precision():
+        with self.precision():
             loss: Tensor = self._model_loss(tokens, targets)
         return loss
 
-    def _precision(self) -> Any:
+    def precision(self) -> Any:
+        """The context in which the model computes as in the training."""
         mixed = self.config.train.precision == "bf16-mixed"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
 
     def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
-        with self._precision():
+        with self.precision():
             loss: Tensor = model.loss(tokens, targets)
         return loss
 
@@ -170,11 +191,18 @@ class Trainer:
         """Return the mean loss (nats a token) over the fixed validation batches."""
         return mean_and_error(self.validation_losses())[0]
 
-    @torch.no_grad()
     def validation_losses(self) -> list[float]:
         """Return the loss (nats a token) of each of the fixed validation batches."""
+        return self._losses(self._eval_batches)
+
+    def also_loss(self) -> float | None:
+        """Return the mean loss (nats a token) on the other text, None where there is none."""
+        return mean_and_error(self._losses(self._also_batches))[0] if self._also_batches else None
+
+    @torch.no_grad()
+    def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
         self.model.eval()
-        losses = [self._loss(tokens, targets).item() for tokens, targets in self._eval_batches]
+        losses = [self._loss(tokens, targets).item() for tokens, targets in batches]
         self.model.train()
         return losses
 
@@ -205,10 +233,11 @@ class Trainer:
         """Return a batch that step `index` does not train on."""
         return [self._move(self._draw(index, self.config.train.accumulation))]
 
-    def _draw_eval_batches(self) -> list[tuple[Tensor, Tensor]]:
+    def _draw_eval_batches(self, corpus: Corpus) -> list[tuple[Tensor, Tensor]]:
         evaluation, block = self.config.eval, self.config.model.block_size or 0
         size = self.config.train.batch_size
-        return eval_batches(self.corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
+        drawn = eval_batches(corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
+        return [self._move(pair) for pair in drawn]
 
     def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].to(self.device), pair[1].to(self.device)

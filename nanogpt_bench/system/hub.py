@@ -12,32 +12,34 @@ from nanogpt_bench.system.errors import BenchError, one_line
 PATIENCE = 8.0
 
 
-def hub_file(repository: str, name: str) -> Path:
+def hub_file(repository: str, name: str, asked: str = "model.init_from:") -> Path:
     """Return the path of a model repository's file in the local cache, fetched where it is not there yet.
+
+    An error begins with what was `asked`.
 
     Raises:
         BenchError: no such repository or file, the hub is out of reach, or its client is not installed.
     """
     if find_spec("huggingface_hub") is None:
         raise BenchError(
-            f"model.init_from: {repository!r} is no folder here, and the hub needs huggingface_hub; "
+            f"{asked} {repository!r} is no folder here, and the hub needs huggingface_hub; "
             "get it with pip install 'fp8manifold[hub]'"
         )
-    return _cached(repository, name) or _fetched(repository, name)
+    return _cached(repository, name, asked) or _fetched(repository, name, asked)
 
 
-def _cached(repository: str, name: str) -> Path | None:
+def _cached(repository: str, name: str, asked: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         path = try_to_load_from_cache(repository, name)
     except HFValidationError as error:
-        raise BenchError(f"model.init_from: {one_line(error)}") from None
+        raise BenchError(f"{asked} {one_line(error)}") from None
     return Path(path) if isinstance(path, str) else None
 
 
-def _fetched(repository: str, name: str) -> Path:
+def _fetched(repository: str, name: str, asked: str) -> Path:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
     from huggingface_hub.utils import logging
@@ -47,13 +49,13 @@ def _fetched(repository: str, name: str) -> Path:
         within(PATIENCE, lambda: get_hf_file_metadata(hf_hub_url(repository, name), timeout=PATIENCE))
         return Path(hf_hub_download(repository, name))
     except GatedRepoError:
-        raise BenchError(f"model.init_from: {repository!r} on the hub asks for an account with access") from None
+        raise BenchError(f"{asked} {repository!r} on the hub asks for an account with access") from None
     except RepositoryNotFoundError:
-        raise BenchError(f"model.init_from: {repository!r} is neither a folder here nor a model on the hub") from None
+        raise BenchError(f"{asked} {repository!r} is neither a folder here nor a model on the hub") from None
     except EntryNotFoundError:
-        raise BenchError(f"model.init_from: {repository!r} on the hub has no {name}") from None
+        raise BenchError(f"{asked} {repository!r} on the hub has no {name}") from None
     except Exception as error:  # the client lets builtin and its transport's own errors through
         raise BenchError(
-            f"model.init_from: the hub is out of reach for {repository!r} ({type(error).__name__}: {one_line(error)}); "
+            f"{asked} the hub is out of reach for {repository!r} ({type(error).__name__}: {one_line(error)}); "
             "give the folder of a local copy with config.json and model.safetensors"
         ) from None

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
+from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.session import _turn
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 
@@ -150,6 +153,29 @@ def test_lengths_share_a_search_or_have_each_their_own(write):
         assert {run.settings["train.max_steps"] for run in tuning.first()} == ({4} if steps else {4, 8, 16})
 
 
+@pytest.mark.usefixtures("_bowl")
+def test_points_that_differ_in_what_the_trials_have_set_share_a_search(write):
+    axes = {"rule": ["sgd", "fp32"], "optimizer.grad_clip": [0.5, 1.0, 2.0]}
+    told = {"optimizer.grad_clip": 2.0, "eval": {"batches": 3}}
+    sweep = read_sweep(write(axes=axes, tune={"seeds": [1], "settings": told}, confirm={"seeds": [2]}))
+    tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
+    assert [len(search.confirmed) for search in tuning.searches] == [3, 3]
+    trials = [run.settings for run in tuning.first()]
+    assert {(settings["optimizer.grad_clip"], settings["eval.batches"]) for settings in trials} == {(2.0, 3)}
+    runs = list(tuning.confirmations(tuning.searches[0], {"optimizer.lr": 0.3}))
+    assert [run.settings["optimizer.grad_clip"] for run in runs] == [0.5, 1.0, 2.0]
+    assert {(run.settings["optimizer.lr"], run.settings.get("eval.batches")) for run in runs} == {(0.3, 2)}
+
+
+def test_trials_come_first_then_every_row_has_one_seed_before_another():
+    runs = [
+        PlannedPoint(label, "sgd", "-", seed, f"{label}{seed}", {"train.max_steps": steps, "train.batch_size": 1}, {})
+        for label, seed, steps in (("a", 1, 4), ("a", 2, 4), ("b", 1, 4), ("b", 2, 8))
+    ]
+    runs.append(replace(runs[0], name="trial", aside=True))
+    assert [run.name for run in sorted(runs, key=_turn)] == ["trial", "b2", "a1", "b1", "a2"]
+
+
 def test_the_estimate_counts_what_is_still_to_be_planned(write):
     sweep = read_sweep(write(axes={"rule": ["sgd"]}, tune=TUNE, confirm=CONFIRM))
     tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
@@ -199,6 +225,8 @@ def test_a_file_that_contradicts_itself_is_refused(write, content, message):
         ({"axes": {"rule": ["fp32"]}}, {"keys": ["train.max_steps"]}, "no number that can be multiplied"),
         ({"axes": {"rule": ["fp32"]}}, {"keys": ["optimizer.float_lr"]}, "fp32.* has none of optimizer.float_lr"),
         ({"axes": {"rule": ["fp32"]}}, {"start": {"optimizer.float_lr": 1.0}}, "not one of tune.keys"),
+        ({"axes": {"rule": ["sgd"]}}, {"settings": {"train.max_steps": 3}}, "tune.steps says train.max_steps"),
+        ({"axes": {"rule": ["sgd"]}}, {"settings": {"optimizer.lr": 3.0}}, "tune.keys says optimizer.lr"),
         ({"axes": {"rule": ["sgd"]}}, {"keys": ["optimizer.weight_decay"]}, "a search begins above 0"),
         ({"axes": {"rule": ["fp32"]}, "search": "random"}, {}, "take search: random out"),
         ({"axes": {"rule": ["fp32"]}, "reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),

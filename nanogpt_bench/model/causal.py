@@ -1,0 +1,246 @@
+"""A causal language model of transformers: where it lies, what it consists of, and its weights as floats.
+
+Read is a folder that `save_pretrained` wrote (safetensors only), a `.gguf` file, whose weights become floats, or an id
+on the hub. Nothing is unpickled, and no code that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanogpt_bench.system.errors import BenchError, one_line, shortened
+from nanogpt_bench.system.hub import hub_file
+from nanogpt_bench.system.memory import check_memory
+
+#: of what transformers says when it refuses a file
+LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a model consists of, known before a weight is read."""
+
+    kind: str
+    n_layer: int
+    n_head: int
+    n_embd: int
+    positions: int
+    #: rows of the embedding, which may be more than its tokenizer has tokens
+    vocab_size: int
+    parameters: int
+    #: (inputs, outputs) of every linear layer by its name, in the model's order
+    layers: Mapping[str, tuple[int, int]]
+    #: of a layer whose weight is another module's too, the names of that weight
+    shared: Mapping[str, tuple[str, ...]]
+
+
+def find_model(name: str) -> dict[str, Any]:
+    """Return the arguments by which transformers finds the model called `name`.
+
+    Raises:
+        BenchError: nothing there, a file that is no GGUF, or a missing package.
+    """
+    _require("transformers")
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        found = sorted(path.glob("*.gguf"))
+        if len(found) != 1:
+            names = f": {', '.join(each.name for each in found)}" if found else ""
+            raise BenchError(f"model {name!r} has no config.json and {len(found)} .gguf files{names}; name one file")
+        path = found[0]
+    if path.is_file():
+        _check_gguf(path)
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if not path.is_dir():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
+            raise BenchError(
+                f"model {name!r} does not exist; give a folder that save_pretrained wrote, a .gguf file or an id on "
+                "the hub such as HuggingFaceTB/SmolLM2-135M"
+            )
+        hub_file(name, "config.json", asked="model")
+    return {"pretrained_model_name_or_path": name}
+
+
+def _require(package: str) -> None:
+    if find_spec(package) is None:
+        raise BenchError(f"models of transformers need the package {package}; pip install 'fp8manifold[hf]'")
+
+
+def _check_gguf(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise BenchError(
+                f"model {str(path)!r} is no GGUF file: it does not begin with GGUF; give a folder or a .gguf"
+            )
+    _require("gguf")
+
+
+@contextmanager
+def reading(name: str) -> Iterator[Any]:
+    """Yield transformers, quiet for as long, and turn what it raises about a model's files into one line.
+
+    Raises:
+        BenchError: in place of any other exception.
+    """
+    import transformers
+
+    show = transformers.utils.logging.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # for good: it has advice at the first forward pass, too
+    try:
+        # A bar of its own shows how a GGUF is decoded, whatever is asked for.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield transformers
+    except BenchError:
+        raise
+    except MemoryError:
+        raise BenchError(f"model {name!r}: out of memory while it was read") from None
+    except Exception as error:  # from a damaged file anything may come
+        reason = shortened(one_line(error), LONGEST_REASON)
+        raise BenchError(f"model {name!r} can't be read: {type(error).__name__}: {reason}") from None
+    finally:
+        logging.disable(logging.NOTSET)
+        if show:
+            transformers.utils.logging.enable_progress_bar()
+
+
+@functools.lru_cache(maxsize=4)
+def _settings(name: str) -> Any:
+    """Return the model's settings as transformers' object, of a model that can be trained and measured here."""
+    where = find_model(name)
+    with reading(name) as transformers:
+        found = transformers.AutoConfig.from_pretrained(**where, trust_remote_code=False)
+    quantised = getattr(found, "quantization_config", None)
+    if quantised is not None:
+        how = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        raise BenchError(
+            f"model {name!r} is quantised already ({how}); give the one with float weights it was made from"
+        )
+    kinds = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    own, saved = kinds.get(found.model_type), found.architectures or []
+    if own is None or found.is_encoder_decoder or (saved and own not in saved):
+        what = saved[0] if saved else f"of type {found.model_type!r}"
+        raise BenchError(f"model {name!r} is {what}, no causal language model (one that predicts the next token)")
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def outline(name: str) -> Outline:
+    """Return what the model called `name` consists of; no weight is read.
+
+    Raises:
+        BenchError: as `find_model`, or not a causal language model of float weights.
+    """
+    settings = _settings(name)
+    with reading(name) as transformers, torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+    owners: dict[int, list[str]] = {}
+    for weight, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(weight)
+    linear = {layer: module for layer, module in model.named_modules() if _is_linear(module)}
+    shared = {layer: tuple(owners[id(module.weight)]) for layer, module in linear.items()}
+    own = settings.get_text_config()
+    return Outline(
+        kind=type(model).__name__,
+        n_layer=own.num_hidden_layers,
+        n_head=own.num_attention_heads,
+        n_embd=own.hidden_size,
+        positions=getattr(own, "max_position_embeddings", 2**31),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers={layer: _sizes(module) for layer, module in linear.items()},
+        shared={layer: names for layer, names in shared.items() if len(names) > 1},
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.shape[::-1]
+    return int(inputs), int(outputs)
+
+
+def load_causal(name: str, *, bytes_each: float = 5.0) -> Any:
+    """Return the model called `name` with float32 weights, and a method `loss(tokens, targets)` as `GPT` has it.
+
+    Args:
+        name: a folder, a .gguf file, or an id on the hub.
+        bytes_each: what a parameter will take together with all that follows: 5 for the weight and its codes.
+
+    Raises:
+        BenchError: as `outline`; not enough memory, said before a weight is read; weights that are missing; or a model
+            that looks ahead.
+    """
+    found, where = outline(name), find_model(name)
+    copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF twice while it reads it
+    check_memory(found.parameters * max(bytes_each, 4.0 + copies), f"model {name!r}, {found.parameters:,} parameters,")
+    with reading(name) as transformers:
+        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+        options |= {} if copies else {"use_safetensors": True}
+        model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, config=_settings(name), **options)
+    for kind in ("missing", "unexpected"):
+        keys = sorted(said.get(f"{kind}_keys") or ())
+        if keys:
+            raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
+    model.config.use_cache = False
+    if copies:  # floats by now, which save_pretrained would take for a GGUF
+        model.hf_quantizer = None
+        vars(model.config).pop("quantization_config", None)
+    own = type(model)
+    model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
+    _check_causal(model, name)
+    return model.train()
+
+
+def recompute_activations(model: Any) -> None:
+    """Keep no activations inside a block for the backward pass, which computes them again."""
+    # the second name is that of transformers before 5
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+
+
+class _WithLoss:
+    """Put before a model's class, whose names of layers, name and files stay what they are."""
+
+    def loss(self: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
+        logits = self(input_ids=tokens).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
+    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time."""
+    losses: list[float] = []
+    for rows in windows.split(batch):
+        logits = model.eval()(input_ids=rows[:, :-1]).logits.float()
+        each = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+        losses += each.view(len(rows), -1).mean(1).tolist()
+    return losses
+
+
+@torch.no_grad()
+def _check_causal(model: Any, name: str) -> None:
+    """Refuse a model whose logits depend on later tokens: its loss would be that of a text it has seen."""
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    tokens[1, -1] = 1
+    one, other = model.eval()(input_ids=tokens).logits[:, :-1]
+    if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
+        raise BenchError(f"model {name!r} looks at the tokens that follow: an encoder, no causal language model")

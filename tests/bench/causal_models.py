@@ -1,0 +1,46 @@
+"""Tiny causal language models of transformers, with a tokenizer of their own, as `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanogpt_bench.model.causal import reading
+
+WORDS = ("Line", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", ".", ":")
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "bert": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+KINDS = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertLMHeadModel"}
+
+
+def write(folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **more: Any) -> Path:
+    """Write a random model of about 20,000 parameters into a folder and return it."""
+    with reading(str(folder)) as transformers, torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = getattr(transformers, KINDS[kind])
+        ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        places = {"n_positions": 64} if kind == "gpt2" else {"max_position_embeddings": 64}
+        settings = {**SIZES[kind], **places, **ends, "vocab_size": vocab_size, "tie_word_embeddings": tied, **more}
+        made(made.config_class(**settings)).save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
+    """Write a tokenizer of some words, digits and an end of text into a folder."""
+    import tokenizers
+
+    names = ["<end>", "<unknown>", *WORDS[:words], *"0123456789"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: index for index, word in enumerate(names)}, unk_token="<unknown>")
+    )
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.Whitespace(), digits])
+    with reading(str(folder)) as transformers:
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unknown>")
+        fast.save_pretrained(folder)
+    return folder

