@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from nanogpt_bench.cli import main
@@ -248,36 +247,26 @@ def test_an_output_folder_in_use_is_left_alone(run_cli, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir):
     small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanogpt_bench.cli", "compare", *small, "--max-steps", "100000", "--out", "out"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Tests that run in the background ignore Ctrl-C, and their children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    line = ["compare", *small, "--max-steps", "100000", "--out", "out"]
+    group = forked.start(tmp_path, lambda: main(line), own_group=True)
     try:
         metrics = tmp_path / "out" / "01-bf16-mixed" / "metrics.jsonl"
         _wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-        stdout, stderr = process.communicate(timeout=240)
-        assert process.returncode == 75, stderr
-        assert stdout.strip().splitlines()[-1] == str(Path("out") / "report.html")
+        os.killpg(group, signal.SIGINT)  # as a terminal does: to the whole group
+        assert forked.finish(group) == 75, forked.said(tmp_path)
+        assert str(Path("out") / "report.html") in forked.said(tmp_path).strip().splitlines()[-2:]
         summary = json.loads((tmp_path / "out" / "01-bf16-mixed" / "summary.json").read_text())
         assert summary["status"] == "stopped"
         table = {line["run"]: line for line in read_table(tmp_path / "out")}
         assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
         assert table["E7M0 stochastic"]["verdict"] == "not run"
         with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)  # nobody of the group is left
+            os.killpg(group, 0)  # nobody of the group is left
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        forked.kill_group(group)
 
 
 def _wait_until(condition, seconds: float = 240.0) -> None:
