@@ -18,6 +18,7 @@ from nanogpt_bench.commands.studies import (
     add_evaluate,
     add_finetune,
     add_profile,
+    add_results,
     add_sample,
     add_sweep,
 )
@@ -195,7 +196,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
         "report": _add_report(commands),
-        "results": _add_results(commands),
+        "results": add_results(commands),
         "verify": _add_verify(commands),
     }
     return parser, parsers
@@ -321,27 +322,6 @@ def _add_report(commands: Any) -> Parser:
     return parser
 
 
-def _add_results(commands: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        "results",
-        help="results of a sweep as one small JSON file, and tables of such a file",
-        usage="nanogpt-bench results export SWEEP --out FILE.json\n"
-        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]",
-        description="Write what the runs of a sweep or a comparison have come to, their settings, environments and\n"
-        "what was tuned into one JSON file; or print the table of such a file, whose page report draws.",
-        epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
-        "  nanogpt-bench results show my_study.json --reference muon\n"
-        "  nanogpt-bench report my_study.json --out report",
-    )
-    parser.add_argument("word", choices=("export", "show"), metavar="{export,show}", help="which of the two")
-    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="a sweep's folder; show: a results file")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
-    parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
-    parser.add_argument("--table", choices=("markdown", "latex", "csv"), help="show: this form of the table alone")
-    parser.set_defaults(handler=_results)
-    return parser
-
-
 def _add_verify(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "verify",
@@ -387,12 +367,6 @@ def _report(args: argparse.Namespace) -> int:
     from nanogpt_bench.report import main_report
 
     return main_report(args)
-
-
-def _results(args: argparse.Namespace) -> int:
-    from nanogpt_bench.commands.results import main_results
-
-    return main_results(args)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.plan import check_count
+from nanogpt_bench.compare.plan import baseline_of, check_count
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.reference import reference_settings
 from nanogpt_bench.config.settings import build_config, unknown_key
@@ -21,7 +21,7 @@ from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.pattern_search import FULL, Place, best_place, is_inside, next_places
-from nanogpt_bench.sweep.plan import PlannedPoint, baseline_of, count_points, plan_point, points_of
+from nanogpt_bench.sweep.plan import PlannedPoint, count_points, plan_point, points_of
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text

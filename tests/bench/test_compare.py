@@ -21,7 +21,7 @@ from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
-from nanogpt_bench.report import report
+from nanogpt_bench.report import build, report
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
@@ -185,7 +185,7 @@ def test_a_worker_killed_in_the_middle_of_a_word_is_noticed():
 
 
 @pytest.mark.usefixtures("_forked_workers")
-def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeypatch):
+def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeypatch, capsys):
     monkeypatch.setattr("nanogpt_bench.data.prepare_stdlib", lambda folder: prepare_text(text_file, folder, "byte"))
     small = ("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     options = ("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
@@ -217,6 +217,18 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeyp
     # The folder alone tells the same story again.
     report([out], out=tmp_path / "again")
     assert (tmp_path / "again" / "results.csv").read_bytes() == (out / "results.csv").read_bytes()
+    # And against another row: nothing is trained again.
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    command = ["compare", *options, *small]
+    assert main([*command, "--reference", "fp23"]) == 2
+    assert "did you mean 'fp32'" in capsys.readouterr().err
+    assert main([*command, "--reference", "fp32"]) == 0
+    bf16, fp32, nearest = read_table(out)
+    assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
+    losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
+    assert float(nearest["difference"]) == pytest.approx(losses[0] - losses[1])
+    assert json.loads((out / "compare.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
+    assert "gap to fp32" in (out / "table.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

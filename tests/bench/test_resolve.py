@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.config.options import OWN_OPTIMIZERS
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
-from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
+from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED
 from nanogpt_bench.config.settings import load_config, to_yaml
 from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.step.formats import format_summary
@@ -47,6 +49,13 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
     assert again.layers == once.layers
     with pytest.raises(TypeError, match="can't be resolved again"):
         resolve(once)
+
+
+def test_a_resolved_configuration_is_not_replaced_in_part_but_copied_whole() -> None:
+    config = resolve(load_config(None, arguments_of("stochastic")))
+    assert list(copy.deepcopy(config).layers) == list(config.layers) != []
+    with pytest.raises(TypeError, match="resolve it again"):
+        dataclasses.replace(config, seed=7)
 
 
 @pytest.mark.parametrize("rule", available_rules())

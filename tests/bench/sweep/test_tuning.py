@@ -36,9 +36,10 @@ for line in sys.stdin:
     settings, folder = job["settings"], Path(job["run_dir"])
     rule, lr, seed, steps = (settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps"))
     folder.mkdir(parents=True)
-    loss = 2.0 + math.log2(lr / BEST[rule]) ** 2 / 10 + seed / 1000 - steps / 1000
+    best = 1e-12 if settings.get("optimizer.beta2") == 0.5 else BEST[rule]
+    loss = 2.0 + math.log2(lr / best) ** 2 / 10 + seed / 1000 - steps / 1000
     loss += math.log2(settings.get("optimizer.float_lr", 0.001) / 0.001) ** 2 / 20
-    bad = lr > 2.5 * BEST[rule]
+    bad = lr > 2.5 * best
     summary = {"name": folder.name, "rule": rule, "format": "none", "seed": seed, "steps": steps, "seconds": 2.0}
     summary |= {"status": "failed" if bad else "finished", "final_val_loss": None if bad else loss}
     summary |= {"failure": {"kind": "nan", "message": "train/loss is nan", "step": 3} if bad else None, "lr": lr}
@@ -120,6 +121,22 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
     assert len(find_runs([Path("out/trials")])) == len(runs) - 9
     page = Path("out/report.html").read_text()
     assert "What was tuned" in page
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_a_rule_none_of_whose_trials_comes_to_its_end_has_a_row_that_says_so(write, capsys):
+    axes = {"rule": ["fp32"], "optimizer.beta2": [0.5, 0.99]}
+    path = write(axes=axes, tune=TUNE | {"span": 4}, confirm=CONFIRM, reference="fp32 beta2=0.99")
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    failed = "failed: none of 10 trials came to its end with a loss"
+    lines = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
+    assert [(line["run"], line["seeds"], line["verdict"]) for line in lines] == [
+        ("fp32 beta2=0.5", "0", failed),
+        ("fp32 beta2=0.99", "3", "reference"),
+    ]
+    assert failed in capsys.readouterr().out
+    assert main(["report", "out", "--out", "page"]) == 0
+    assert failed in Path("page/table.md").read_text()
 
 
 @pytest.mark.usefixtures("_bowl")
