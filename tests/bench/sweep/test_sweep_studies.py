@@ -70,6 +70,7 @@ def vocabulary(run: Path) -> int:
     return read_json(Path(config["data"]["dir"]) / "meta.json")["vocab_size"]
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_sensitivity_of_patterns_and_blocks(write, capsys):
     options = {"patterns": ["mlp.fc", "lm_head", "*"]}
     settings = {"rule": "nearest", "train.max_steps": 12, "eval.interval": 6, "optimizer.lr": 0.02}

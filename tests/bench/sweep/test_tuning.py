@@ -280,7 +280,10 @@ STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
 MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "lr-limits"}
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.usefixtures("_forked_workers")
+@pytest.mark.parametrize(
+    "name", [name if index == 0 else pytest.param(name, marks=pytest.mark.slow) for index, name in enumerate(STUDIES)]
+)
 def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     train_here(monkeypatch)
