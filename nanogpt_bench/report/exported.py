@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.report.planned import PlannedRow, planned_rows
 from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.find import SWEEP
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.looks import FIGURES, looks_of
-from nanogpt_bench.runs.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.runs.read import cleaned, finite
 from nanogpt_bench.runs.records import Records
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -70,14 +70,13 @@ def export(folder: Path) -> dict[str, Any]:
     looks = {id(run): looks_of(run) for run in runs}
     seen = {name for of_run in looks.values() for look in of_run.values() for name in look}
     columns = _Columns([name for name in FIGURES if name in seen])
-    missing = sum(len(row.runs) for row in planned) - len(runs)
     return {
         "kind": KIND,
         "version": VERSION,
         "command": manifest.get("command"),
         "mode": manifest.get("mode", "compare"),
         "baseline": manifest.get("baseline"),
-        "runs": {"ended": len(runs), "planned": len(runs) + missing},
+        "runs": {"ended": len(runs), "planned": sum(len(row.runs) for row in planned)},
         "settings": _nested(shared),
         "rows": [_row(row, of_row, shared, columns) for row, of_row in zip(planned, loaded, strict=True)],
         "environments": columns.environments,
