@@ -1,0 +1,204 @@
+"""Shards: the bytes that they take and send, what ranks agree on before a step, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from family_cases import make
+from rank_cases import batch, loss_of, model
+from rank_pool import Pool
+from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stored_rows
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fp8manifold as fm
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    ranks = Pool(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.end()
+
+
+# ------------------------------------------------------------------------------------------------------ bytes
+class Wire(TorchDispatchMode):
+    """Counts the bytes that this process gives to collectives, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            given = args[1] if isinstance(args[1], Tensor) else args[0]
+            tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+            self.sent[func._schema.name.removeprefix("c10d::")] += sum(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_counted(storage: str) -> dict[str, Any]:
+    net = nn.Sequential(nn.Linear(64, 48, bias=False), nn.Linear(48, 96, bias=False))
+    if storage != "float":
+        net = fm.quantize_model(net, "E4M3", storage)
+    net = sharded(net, nested=False)
+    with Wire() as wire:
+        loss_of(net, batch(0)).backward()
+    held = [p._local_tensor for p in net.parameters()]
+    parts = [x.codes if storage == "fp8" else x for x in held]
+    scales = sum(x.scale.nbytes for x in held) if storage == "fp8" else 0
+    group = net._get_fsdp_state()._fsdp_param_group
+    whole = sum(x.untyped_storage().nbytes() for p in group.fsdp_params for x in p.all_gather_outputs)
+    assert whole == 0  # the whole weights are gone after the pass
+    return {
+        "wire": dict(wire.sent),
+        "shards": sum(x.untyped_storage().nbytes() for x in parts),
+        "scales": scales,
+        "weights": sum(p.numel() for p in net.parameters()),
+    }
+
+
+def test_a_weight_is_one_byte_in_memory_and_on_the_wire(pair: Pool) -> None:
+    codes, floats = (pair.run(bytes_counted, storage)[0] for storage in ("fp8", "float"))
+    weights = codes["weights"]
+    assert floats["shards"] == 4 * weights // 2
+    assert codes["shards"] == weights // 2
+    assert codes["scales"] == 4 * (48 + 96) // 2
+    ours, theirs = [{k: v for k, v in each["wire"].items() if "gather" in k} for each in (codes, floats)]
+    assert ours.keys() == theirs.keys()
+    passes = sum(theirs.values()) // (4 * weights // 2)  # one in the forward pass; the root is kept for the other
+    assert passes in (1, 2)
+    assert sum(theirs.values()) == passes * 4 * weights // 2
+    assert sum(ours.values()) == passes * (weights // 2 + 4 * (48 + 96) // 2)
+
+
+# ------------------------------------------------------------------------------------------ guard and refusals
+def guarded(what: str) -> Any:
+    rank = dist.get_rank()
+    net = sharded(model("tensor" if what == "scale" else "channel", seed=rank if what == "scale" else 0))
+    if what == "seed" and rank:
+        net[0].weight._local_tensor.seed += 1
+    optimizer = fm.optim.StiffnessAdamW(net.named_parameters(), lr=0.01)
+    loss_of(net, batch(0)).backward()
+    net.reshard()
+    if what == "nan" and rank == 1:
+        net[0].weight.grad._local_tensor[0, 0] = torch.nan
+    before = stored_rows(net)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return optimizer.skipped_steps, stored_rows(net) == before
+
+
+def test_ranks_skip_together_and_start_from_one_model(pair: Pool) -> None:
+    assert pair.run(guarded, "nan") == [(1, True)] * 2
+    for what in ("seed", "scale"):
+        for said in pair.run(guarded, what):
+            assert "'0.weight'" in said
+            assert "is not the same in every process" in said
+
+
+def on_devices() -> None:
+    """Never run so far: the same steps with NCCL, one device a process."""
+    torch.cuda.set_device(dist.get_rank())
+    whole, parts = model().cuda(), model().cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    fully_shard(parts, mesh=mesh)
+    optimizers = [make("StiffnessMuon", each.parameters(), moments="8bit") for each in (parts, whole)]
+    for step in range(3):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(parts, whole)
+        with torch.no_grad():
+            assert torch.equal(parts(batch(0).cuda()), whole(batch(0).cuda()))
+        parts.reshard()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU; has never run")
+def test_rows_on_gpus(tmp_path: Path) -> None:
+    pool = Pool(min(torch.cuda.device_count(), 3), tmp_path, "nccl")
+    try:
+        pool.run(on_devices)
+    finally:
+        pool.end()
+
+
+def refusals() -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def attempt(name: str, call: Any) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError, TypeError) as error:
+            said[name] = str(error)
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    net = sharded(model())
+    weight = net[0].weight
+    attempt("fill", lambda: nn.init.zeros_(weight))
+    attempt("add", lambda: weight.add_(1.0) if torch.no_grad().__enter__() is None else None)
+    attempt("rescale", lambda: weight._local_tensor.rescale_(1.0))
+    attempt("half", lambda: net.half())
+    attempt("codes", lambda: net[0].weight_codes())
+    attempt("scale", lambda: net[0].weight_scale())
+    attempt("sync", lambda: fm.distributed.sync(net))
+    attempt("flatten", lambda: fm.flatten_state_dict(net.state_dict()))
+    attempt("wrapper", lambda: fm.optim.StiffnessWrapper(torch.optim.SGD(net.parameters(), lr=0.1)))
+    attempt("fisher", lambda: fm.optim.FisherNaturalGradient(net.parameters(), net, [batch(0)]))
+    other = model()
+    attempt("columns", lambda: fully_shard(other, mesh=mesh_of(size), shard_placement_fn=lambda p: Shard(p.dim() - 1)))
+    hybrid = fully_shard(model(), mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard")))
+    attempt("hybrid", lambda: fm.optim.StiffnessAdamW(hybrid.parameters(), lr=0.1))
+    attempt("tensor parallel", lambda: parallelize_module(model(), mesh_of(size), {"0": ColwiseParallel()}))
+    columns = DTensor.from_local(torch.zeros(4, 2), mesh_of(size), [Shard(1)])
+    attempt("columns of floats", lambda: fm.optim.StiffnessAdamW([nn.Parameter(columns)], lr=0.1))
+    blocks = nn.Module()
+    blocks.weight = fm.FP8Parameter(torch.ones(64), granularity="block")
+    attempt("blocks of a vector", lambda: fully_shard(blocks, mesh=mesh_of(size)))
+    assert rank < size
+    return said
+
+
+def mesh_of(size: int) -> Any:
+    return init_device_mesh("cpu", (size,))
+
+
+REFUSED = {
+    "fill": "written by the optimizers of fp8manifold.optim",
+    "add": "written by the optimizers of fp8manifold.optim",
+    "rescale": "written by the optimizers of fp8manifold.optim",
+    "half": "float32 or bfloat16",
+    "codes": "unshard",
+    "scale": "unshard",
+    "flatten": "full_state_dict=True",
+    "sync": "call sync.model. before fully_shard",
+    "wrapper": "StiffnessWrapper.*sharded",
+    "fisher": "FisherNaturalGradient.*sharded",
+    "columns": "along its first dimension only",
+    "hybrid": "HSDP",
+    "tensor parallel": "take fully_shard",
+    "columns of floats": "tensor parallelism",
+    "blocks of a vector": "granularity='tensor'",
+}
+
+
+def test_what_is_not_supported_says_so(pair: Pool) -> None:
+    for said in pair.run(refusals):
+        assert said.keys() == REFUSED.keys()
+        for name, pattern in REFUSED.items():
+            assert re.search(pattern, said[name]), (name, said[name])
+            assert "\n" not in said[name]
