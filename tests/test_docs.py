@@ -99,7 +99,7 @@ def documented(site: Path) -> set[str]:
 
 
 def test_the_site_describes_every_public_name(site: Path) -> None:
-    parts = {"optim": fm.optim, "ops": fm.ops, "monitor": fm.monitor, "reference": fm.reference}
+    parts = {name: getattr(fm, name) for name in ("distributed", "monitor", "ops", "optim", "reference")}
     namespaces = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in parts.items()}}
     public = {f"{prefix}.{name}" for prefix, namespace in namespaces.items() for name in namespace.__all__}
     assert public - documented(site) - namespaces.keys() == set()
