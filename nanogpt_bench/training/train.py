@@ -114,8 +114,7 @@ class _Run:
     ) -> None:
         self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
         self.stop, self.environment = stop, environment
-        self.outcome = Outcome()
-        self.trackers = Trackers([])
+        self.outcome, self.trackers = Outcome(), Trackers([])
         self.raised: list[Alert] = []
         self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
         self.observers: list[Observer] = [*self.watch.all]
@@ -186,6 +185,7 @@ class _Run:
         """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
+            self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
 
     def _save_if_due(self, step: Step) -> None:
         settings, status = self.config.checkpoint, self.outcome.status
