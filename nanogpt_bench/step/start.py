@@ -132,7 +132,8 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
 
 def _pretrained(config: Config, corpus: Corpus) -> Any:
     name = config.model.pretrained or ""
-    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder))
+    largest = max(int(corpus.train.max()), int(corpus.val.max()))
+    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder), largest)
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     weights = 4 if config.model.storage in ("float32", "master") else 1
     gradients = 0 if config.train.step_in_backward else 4

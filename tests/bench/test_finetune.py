@@ -117,6 +117,27 @@ def test_a_loss_that_is_not_finite_takes_no_step_in_the_backward_pass(
     )
 
 
+def test_a_gradient_that_is_not_finite_is_told_of_in_the_backward_pass(settings: Settings, law: Path) -> None:
+    config = resolve(settings(**{key.replace(".", "__"): value for key, value in IN_BACKWARD.items()}))
+    trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
+    norm = trainer.model.model.norm.weight
+    hook = norm.register_hook(lambda gradient: gradient * float("inf"))
+    before, others = norm.detach().clone(), fm_values(trainer.model.model.layers[1].mlp.up_proj.weight).clone()
+    for number, bad in ((1, 1), (2, 0)):
+        step = trainer.new_step(number, last=False)
+        trainer.train_step(step, [])
+        assert (step.record["grad_has_nan"], step.record["loss_is_nan"]) == (bad, 0)
+        assert torch.equal(before, norm) == bool(bad)
+        hook.remove()
+    assert not torch.equal(others, fm_values(trainer.model.model.layers[1].mlp.up_proj.weight))
+
+
+def test_a_run_of_a_pretrained_model_is_no_gpt(settings: Settings, tmp_path: Path, capsys: Any) -> None:
+    run(settings(), tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "is of the pretrained model" in capsys.readouterr().err
+
+
 def fm_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.dequantize() if isinstance(tensor, fm.FP8Tensor) else tensor
 
