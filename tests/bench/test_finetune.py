@@ -204,6 +204,18 @@ def test_another_text_s_tokens_are_refused(settings: Settings, corpus_dir: Path,
         run(settings(data__dir=corpus_dir), tmp_path / "run")
 
 
+def test_adapters_are_the_baseline(settings: Settings, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs the extra lora")
+    summary = run(settings(rule="fp32", model__lora_rank=2), tmp_path / "run")
+    adapters = 2 * 2 * sum(sum(size) for size in [(32, 32)] * 4 + [(32, 48)] * 3)
+    assert summary["final_val_loss"] < summary["first_val_loss"]
+    assert summary["parameters"] == 19616 + adapters
+    assert summary["gradient_peak_bytes"] == 4 * adapters
+    assert summary["held_bytes"] < 4 * 19616 + 12 * adapters + 500
+    with pytest.raises(BenchError, match="would be frozen"):
+        resolve(settings(rule="stochastic", model__lora_rank=2, optimizer__name="adamw"))
+
+
 def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp_path: Path) -> None:
     run(settings(eval__also=law), tmp_path / "run")
     losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in metrics_of(tmp_path / "run")]
