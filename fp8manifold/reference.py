@@ -6,7 +6,7 @@ fields, so that any object which has them will do: formats of more than eight bi
 
 import math
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final, Protocol
 
 from fp8manifold._numerics.checks import check_choice
@@ -241,16 +241,22 @@ def from_chart(c: float | Fraction, fmt: Fields | str) -> Fraction:
     return value if c >= 0 else -value
 
 
+@lru_cache(maxsize=4096)  # more than float64 has binades
+def _power(exponent: int) -> Fraction:
+    """``2 ** exponent``."""
+    return Fraction(2) ** exponent
+
+
 def _spacing(exponent: int, fmt: Fields) -> Fraction:
     """That of a binade."""
-    return Fraction(2) ** (exponent - fmt.mantissa_bits)
+    return _power(exponent - fmt.mantissa_bits)
 
 
 def _binade(a: Fraction, fmt: Fields) -> int:
     """``max(floor(log2 a), emin)``, and emin of zero."""
     lowest = 1 - fmt.bias
     guess = a.numerator.bit_length() - a.denominator.bit_length()
-    return max(guess if a >= Fraction(2) ** guess else guess - 1, lowest) if a else lowest
+    return max(guess if a >= _power(guess) else guess - 1, lowest) if a else lowest
 
 
 def _position(a: Fraction, fmt: Fields) -> Fraction:

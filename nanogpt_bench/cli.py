@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanogpt_bench.commands.arguments import Tokenizers, positive
-from nanogpt_bench.commands.studies import add_compare, add_evaluate, add_finetune, add_profile, add_sweep
+from nanogpt_bench.commands.studies import (
+    add_compare,
+    add_evaluate,
+    add_finetune,
+    add_profile,
+    add_results,
+    add_sample,
+    add_sweep,
+)
 from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
 
 #: what a wrong command line or setting ends with
@@ -23,9 +31,9 @@ FAILED = 1
 TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
 #: commands that take the settings of a run as `--section.key VALUE`
-TAKE_SETTINGS = ("run", "evaluate", "finetune", "compare", "sweep", "profile")
+TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
-RUN_OPTIONS = ("--name", "--resume", "--allow-config-change")
+RUN_OPTIONS = ("--name", "--resume", "--allow-config-change", "--page")
 
 
 class Parser(argparse.ArgumentParser):
@@ -162,7 +170,7 @@ def _is_setting(command: str, word: str) -> bool:
         return option not in RUN_OPTIONS
     if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
         return False
-    return "." in option or option in ("--rule", "--seed")
+    return "." in option or (option in ("--rule", "--seed") and command != "sample")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -182,12 +190,13 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         "prepare": _add_prepare(commands),
         "run": _add_run(commands),
         "evaluate": add_evaluate(commands),
+        "sample": add_sample(commands),
         "finetune": add_finetune(commands),
         "compare": add_compare(commands),
         "sweep": add_sweep(commands),
         "profile": add_profile(commands),
         "report": _add_report(commands),
-        "results": _add_results(commands),
+        "results": add_results(commands),
         "verify": _add_verify(commands),
     }
     return parser, parsers
@@ -252,7 +261,7 @@ def _add_run(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "run",
         help="train one model",
-        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--section.key VALUE ...]",
+        usage="nanogpt-bench run CONFIG.yaml [--name NAME] [--resume] [--page] [--section.key VALUE ...]",
         description="Train one model as CONFIG.yaml says; every setting can be overridden on the command line.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="a file, or the name of a shipped one (see below)")
@@ -267,6 +276,9 @@ def _add_run(commands: Any) -> Parser:
         "--allow-config-change",
         action="store_true",
         help="--resume: go on with settings or a corpus that change the numbers",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="keep runs/NAME/report/report.html up to date while the run goes on"
     )
     parser.set_defaults(handler=_run)
     parser.make_epilog = _run_epilog
@@ -310,27 +322,6 @@ def _add_report(commands: Any) -> Parser:
     return parser
 
 
-def _add_results(commands: Any) -> Parser:
-    parser: Parser = commands.add_parser(
-        "results",
-        help="results of a sweep as one small JSON file, and tables of such a file",
-        usage="nanogpt-bench results export SWEEP --out FILE.json\n"
-        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]",
-        description="Write what the runs of a sweep or a comparison have come to, their settings, environments and\n"
-        "what was tuned into one JSON file; or print the table of such a file, whose page report draws.",
-        epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
-        "  nanogpt-bench results show my_study.json --reference muon\n"
-        "  nanogpt-bench report my_study.json --out report",
-    )
-    parser.add_argument("word", choices=("export", "show"), metavar="{export,show}", help="which of the two")
-    parser.add_argument("path", type=Path, metavar="SWEEP|FILE.json", help="a sweep's folder; show: a results file")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="export: file to write")
-    parser.add_argument("--reference", metavar="ROW", help="show: row to measure against (default: the file's)")
-    parser.add_argument("--table", choices=("markdown", "latex", "csv"), help="show: this form of the table alone")
-    parser.set_defaults(handler=_results)
-    return parser
-
-
 def _add_verify(commands: Any) -> Parser:
     parser: Parser = commands.add_parser(
         "verify",
@@ -368,7 +359,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.run import run_command
 
-    options = {"resume": args.resume, "allow_config_change": args.allow_config_change}
+    options = {"resume": args.resume, "allow_config_change": args.allow_config_change, "page": args.page}
     return run_command(args.config, args.name, args.overrides, **options)
 
 
@@ -376,12 +367,6 @@ def _report(args: argparse.Namespace) -> int:
     from nanogpt_bench.report import main_report
 
     return main_report(args)
-
-
-def _results(args: argparse.Namespace) -> int:
-    from nanogpt_bench.commands.results import main_results
-
-    return main_results(args)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -1,12 +1,19 @@
-"""What every test may ask for: the full tier of the reliability tests, and a tally that is printed at the end."""
+"""What every test may ask for: the full tier, a covering sample of a matrix, and a tally that is printed at the end."""
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from covering import covering
 
 # Sums depend on the number of threads: a test and the processes it starts take one, unless told otherwise.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +27,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TALLY] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a matrix that asks for it, leave a covering sample to the default run, and the rest to the slow one."""
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        asked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")
+        if asked and hasattr(item, "callspec"):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for matrix in matrices.values():
+        (strength,) = matrix[0].get_closest_marker("covering").args  # type: ignore[union-attr]
+        sample = covering([_values(item) for item in matrix], strength)
+        for index, item in enumerate(matrix):
+            if index not in sample:
+                item.add_marker(pytest.mark.slow)
+
+
+def _values(item: Any) -> dict[str, Hashable]:
+    """What a case stands for, by parameter: the string or number, or which object it is."""
+    given = item.callspec.params
+    return {name: value if isinstance(value, str | int) else id(value) for name, value in given.items()}
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not look at it again in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart() -> None:

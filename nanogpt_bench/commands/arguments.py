@@ -35,12 +35,25 @@ def positive(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: anything else.
     """
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """Return a whole number of at least 0, below 2^63.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= 1")
+        value = -1
+    if not least <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a whole number >= {least}")
     return value
 
 
@@ -68,6 +81,21 @@ def share(text: str) -> float:
         value = -1.0
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number from 0 to 1")
+    return value
+
+
+def at_least_0(text: str) -> float:
+    """Return a finite number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number >= 0")
     return value
 
 

@@ -20,7 +20,7 @@ from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import cores
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.overrides import as_typed, check_given, put_into, read_given, steps_of
-from nanogpt_bench.compare.plan import PlannedRun, check_count, choose_rows, longest_first, plan_runs
+from nanogpt_bench.compare.plan import PlannedRun, baseline_of, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.runs.earlier import (
@@ -52,6 +52,7 @@ def main_compare(args: argparse.Namespace) -> int:
         max_steps=args.max_steps,
         seeds=args.seeds or 1,
         out=args.out,
+        reference=args.reference,
         overrides=args.overrides,
     )
 
@@ -64,6 +65,7 @@ def compare(
     max_steps: int | None = None,
     seeds: int = 1,
     out: Path | None = None,
+    reference: str | None = None,
     overrides: Sequence[str] = (),
     demonstration: Demonstration = DEFAULTS,
 ) -> int:
@@ -71,14 +73,15 @@ def compare(
 
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
     interrupted go on from their newest whole checkpoint, the others begin. `overrides` are settings as `run` takes
-    them, `--section.key VALUE`, for every row that they mean something for.
+    them, `--section.key VALUE`, for every row that they mean something for. Gaps are measured against the row called
+    `reference`, by its label or its format and rule; without it against the first BF16 row.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
     signal ended it (the report then covers what there is).
 
     Raises:
-        BenchError: an unknown format or rule, a corpus that can't be used, or an output folder that holds something
-            else.
+        BenchError: an unknown format, rule or row, a corpus that can't be used, or an output folder that holds
+            something else.
     """
     rows = choose_rows(formats, rules, demonstration)
     check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
@@ -90,6 +93,7 @@ def compare(
         options = {"seeds": seeds, "max_steps": steps, "data_dir": corpus}
         return plan_runs(rows, demonstration, **options, put=lambda settings: put_into(settings, given))
 
+    baseline = baseline_of(reference, plan(Path("corpus")))
     length = check_given(given, plan(data_dir or Path("corpus")), _say) if overrides else None
     if data_dir is not None:
         _check_corpus(data_dir, demonstration, length)
@@ -100,11 +104,12 @@ def compare(
         "--rules": None if rules is None else list(rules),
         "--max-steps": steps,
         "--seeds": seeds,
+        "--reference": reference,
     }
     default = Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     with nullcontext(out) if out is not None else new_folder(default) as folder, locked(folder, "--out"):
         corpus = folder / "corpus" if data_dir is None else data_dir
-        record = _open_record(Record(folder, plan(corpus), asked=asked, corpus=corpus))
+        record = _open_record(Record(folder, plan(corpus), baseline=baseline, asked=asked, corpus=corpus))
         return _finish(record, _train(record, workers=demonstration.workers))
 
 

@@ -4,37 +4,62 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported, export, read_export, to_json
+from nanogpt_bench.report.foretelling import FEWEST, Point, foretelling_table, foretold, points
 from nanogpt_bench.report.length import by_length, length_cells
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.tuned import tuning_table
-from nanogpt_bench.runs.ends import has_ended
-from nanogpt_bench.sweep.plan import baseline_of
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.words import counted
 
 TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
+#: options, and the words that they go with
+GO_WITH = {
+    "out": ("export", "rerun"),
+    "reference": ("show", "monitors"),
+    "table": ("show",),
+    **dict.fromkeys(("row", "seed", "data_dir", "anyway"), ("rerun",)),
+}
 
 
 def main_results(args: argparse.Namespace) -> int:
-    """The command line's entry: export a folder, or show a file.
+    """The command line's entry: export a folder, show a file, make a row of it again, or judge its monitors.
 
     Raises:
-        BenchError: a folder or a file that holds no results, or options that belong to the other word.
+        BenchError: a folder or a file that holds no results, or options that belong to another word.
     """
-    if args.word == "export":
-        if args.out is None:
-            raise BenchError("--out is missing: results export SWEEP --out FILE.json")
-        if args.reference is not None or args.table is not None:
-            raise BenchError("--reference and --table go with results show")
-        return _export(args.path, args.out)
-    if args.out is not None:
-        raise BenchError("--out goes with results export; results show prints, and report FILE.json --out DIR draws")
-    return _show(read_export(args.path), args.reference, args.table)
+    for option, words in GO_WITH.items():
+        if getattr(args, option) not in (None, False) and args.word not in words:
+            told = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
+            raise BenchError(f"--{option.replace('_', '.')} goes with results {' and '.join(words)}{told}")
+    if args.word == "monitors":
+        return monitors(args.paths, args.reference)
+    path, *more = args.paths
+    if more:
+        raise BenchError(f"results {args.word} takes one path, not {len(args.paths)}: {str(more[0])!r} is one too many")
+    if args.word == "rerun":
+        return _rerun(path, args)
+    if args.word == "show":
+        return _show(read_export(path), args.reference, args.table)
+    if args.out is None:
+        raise BenchError("--out is missing: results export SWEEP --out FILE.json")
+    return _export(path, args.out)
+
+
+def _rerun(path: Path, args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.rerun import rerun  # brings torch along
+
+    if args.row is None:
+        rows = ", ".join(repr(row.label) for row in read_export(path).rows)
+        raise BenchError(f"--row is missing: results rerun FILE.json --row ROW; the rows of {path.name}: {rows}")
+    return rerun(path, args.row, args.seed, args.data_dir, args.out, anyway=args.anyway)
 
 
 def _export(folder: Path, out: Path) -> int:
@@ -42,10 +67,11 @@ def _export(folder: Path, out: Path) -> int:
         raise BenchError(f"--out {str(out)!r} is not allowed; give a name that ends in .json")
     content: dict[str, Any] = export(folder)
     write_text(out, to_json(content))
-    runs = [run for row in content["rows"] for run in row["runs"]]
-    left = sum(not has_ended(run) for run in runs)
-    unfinished = f", {left} of them not ended" if left else ""
-    print(f"{out}: {len(runs)} runs{unfinished}", file=sys.stderr)
+    ended, planned = content["runs"]["ended"], content["runs"]["planned"]
+    partial = (
+        f" of {planned}; {planned - ended} are missing, and every table of the file says so" if planned > ended else ""
+    )
+    print(f"{out}: {counted(ended, 'run')}{partial}", file=sys.stderr)
     return 0
 
 
@@ -60,6 +86,26 @@ def _show(content: Exported, reference: str | None, table: str | None) -> int:
         print(padded(length_cells(found)))
     if content.tuning:
         print(tuning_table(content.tuning))
+    return 0
+
+
+def monitors(paths: Sequence[Path], reference: str | None = None) -> int:
+    """Print what each figure at a tenth of the training told of the final gap, over the runs of all files.
+
+    Raises:
+        BenchError: a file that holds no results, no such row, or too few runs with figures and a reference.
+    """
+    found: dict[Hashable, Point] = {}
+    for file in map(read_export, paths):
+        baseline = file.baseline if reference is None else baseline_of(reference, file.rows)
+        found |= points(file.rows, find_reference(file.rows, baseline))
+    told = foretold(list(found.values()))
+    if not told:
+        raise BenchError(
+            f"too few runs: {len(found)} have figures at a tenth of their steps and a reference, at least {FEWEST} are "
+            "needed; monitor.interval says when monitors look"
+        )
+    print(foretelling_table(told), end="")
     return 0
 
 

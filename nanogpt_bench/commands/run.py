@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.report.follow import followed
 from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError, printable
@@ -50,8 +51,11 @@ def trained(
     *,
     resume: bool = False,
     allow_config_change: bool = False,
+    page: bool = False,
 ) -> tuple[dict[str, Any], Path]:
     """Train as a configuration file and overrides say, tell how it goes, and return the run's summary and folder.
+
+    A `page` shows the run as it goes on.
 
     Raises:
         BenchError: a configuration, a name or options that don't go together, or nothing whole to go on from.
@@ -70,7 +74,9 @@ def trained(
         _folder(path.stem, earlier or named) as run_dir,
         stop_requests() as stop,
         _display(config, gave_way) as show,
+        followed(run_dir) if page else nullcontext() as drawn,
     ):
+        gave_way += [f"page: {drawn}"] if drawn else []
         summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir

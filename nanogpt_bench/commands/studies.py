@@ -1,4 +1,4 @@
-"""The command lines of `evaluate`, `compare`, `sweep` and `profile`, whose needs are imported when they run."""
+"""The command lines of `evaluate`, `compare`, `sweep`, `profile`, `results`, whose needs are imported when they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import check_evaluate, names, positive, positives, share
+from nanogpt_bench.commands.arguments import at_least_0, check_evaluate, names, natural, positive, positives, share
 
 
 def add_evaluate(commands: Any) -> Any:
@@ -60,6 +60,35 @@ def add_evaluate(commands: Any) -> Any:
     return parser
 
 
+def add_sample(commands: Any) -> Any:
+    """Add the command `sample` and return its parser."""
+    parser = commands.add_parser(
+        "sample",
+        help="text that a run's weights write, as they are and rounded to formats",
+        usage="nanogpt-bench sample RUN [--checkpoint best|last|step-N] [--formats A,B] [--prompt TEXT] [--tokens N]\n"
+        "                            [--temperature T] [--top-k K] [--seed S] [--out FILE] [--section.key VALUE ...]",
+        description="Let the weights that a run has trained go on with a text, as they are and rounded to each\n"
+        "format, side by side and with the same draws.",
+        epilog='examples:\n  nanogpt-bench sample runs/e4m3 --prompt "The function returns"\n'
+        "  nanogpt-bench sample runs/bf16_baseline --formats E4M3,E7M0 --temperature 0.8 --top-k 40 --seed 3",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run's folder")
+    parser.add_argument("--checkpoint", metavar="WHICH", help="best, last (the default) or step-N")
+    parser.add_argument(
+        *("--formats", "--format"), type=names, metavar="A,B", help="formats of all weights, a text each; none: floats"
+    )
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to go on with (default: a text's beginning)")
+    parser.add_argument("--tokens", type=positive, default=200, metavar="N", help="at most so many (default: 200)")
+    parser.add_argument(
+        "--temperature", type=at_least_0, default=1.0, metavar="T", help="0: always the likeliest token (default: 1)"
+    )
+    parser.add_argument("--top-k", type=positive, metavar="K", help="choose among the K likeliest (default: all)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the texts as JSON as well")
+    parser.set_defaults(handler=_sample)
+    return parser
+
+
 def add_finetune(commands: Any) -> Any:
     """Add the command `finetune` and return its parser."""
     parser = commands.add_parser(
@@ -94,7 +123,7 @@ def add_compare(commands: Any) -> Any:
         "interrupted one was. Settings are those of run, each for every row that it means something for; compare says\n"
         "which, where that is not all.",
         usage="nanogpt-bench compare [--formats A,B] [--rules A,B|all] [--max-steps N] [--seeds N] [--data.dir DIR]\n"
-        "                             [--out DIR] [--section.key VALUE ...]",
+        "                             [--reference ROW] [--out DIR] [--section.key VALUE ...]",
         epilog="examples:\n  nanogpt-bench compare\n"
         "  nanogpt-bench compare --formats E4M3,E7M0 --rules bf16-mixed,nearest,stochastic --max-steps 500\n"
         "  nanogpt-bench compare --data.dir data/book --rules all --seeds 3 --out runs/book\n"
@@ -106,6 +135,7 @@ def add_compare(commands: Any) -> Any:
     parser.add_argument("--max-steps", dest="max_steps", type=positive, metavar="N", help="steps of every run")
     parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
+    parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
     parser.set_defaults(handler=_compare)
     return parser
 
@@ -167,6 +197,49 @@ def add_profile(commands: Any) -> Any:
     return parser
 
 
+def add_results(commands: Any) -> Any:
+    """Add the command `results` and return its parser."""
+    parser = commands.add_parser(
+        "results",
+        help="results of a sweep as one small JSON file; its tables, and any row of it made again",
+        usage="nanogpt-bench results export SWEEP --out FILE.json\n"
+        "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]\n"
+        "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
+        "       nanogpt-bench results monitors FILE.json ... [--reference ROW]",
+        description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
+        "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
+        "report draws. rerun: train a row of it again, and print the recorded losses, those found and their\n"
+        "differences. monitors: which figure at a tenth of the training told the final gap, over all runs.",
+        epilog="examples:\n  nanogpt-bench results export runs/sweep-my_study/tune --out my_study.json\n"
+        "  nanogpt-bench results show my_study.json --reference muon\n"
+        "  nanogpt-bench results rerun my_study.json --row 'E4M3 stochastic' --seed 42\n"
+        "  nanogpt-bench results monitors my_study.json other_study.json\n"
+        "  nanogpt-bench report my_study.json --out report",
+    )
+    words = ("export", "show", "rerun", "monitors")
+    parser.add_argument("word", choices=words, metavar="{" + ",".join(words) + "}", help="which of these")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="SWEEP|FILE.json", help="export: a sweep's folder")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.json|DIR", help="export: file to write; rerun: folder of runs"
+    )
+    parser.add_argument(
+        "--reference", metavar="ROW", help="show, monitors: row to measure against (default: the file's)"
+    )
+    parser.add_argument("--table", choices=("markdown", "latex", "csv"), help="show: this form of the table alone")
+    parser.add_argument("--row", metavar="ROW", help="rerun: the row, by its label, or by its format and rule")
+    parser.add_argument("--seed", type=int, metavar="N", help="rerun: this seed alone (default: all of the row's)")
+    parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
+    parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
+    parser.set_defaults(handler=_results)
+    return parser
+
+
+def _results(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.results import main_results
+
+    return main_results(args)
+
+
 def _evaluate(args: argparse.Namespace) -> int:
     check_evaluate(args)
     if args.model is not None:
@@ -177,6 +250,14 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
     return evaluate_command(args.config, args.formats or (), args.overrides, **files)
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from nanogpt_bench.commands.sample import Draw, sample_command
+
+    draw = Draw(args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    options = {"checkpoint": args.checkpoint, "formats": args.formats or (), "overrides": args.overrides}
+    return sample_command(args.run, draw, **options, out=args.out)
 
 
 def _finetune(args: argparse.Namespace) -> int:

@@ -12,12 +12,13 @@ from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import check_workers
+from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
-from nanogpt_bench.sweep.plan import PlannedPoint, baseline_of, check_inputs, plan_sweep
+from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, threads_set

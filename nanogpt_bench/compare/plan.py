@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from nanogpt_bench.compare.demonstration import (
     Demonstration,
 )
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
-from nanogpt_bench.report.results import row_label
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.report.results import Row, row_label
+from nanogpt_bench.system.errors import BenchError, unknown
 
 #: of a comparison or a sweep: to check the settings of that many takes a minute, its page many megabytes
 MOST_RUNS = 10_000
@@ -118,6 +118,26 @@ def plan_runs(
             )
             planned.append(PlannedRun(label, rule_name, fmt, seed, name, put(settings)))
     return planned
+
+
+def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
+    """Return the label of the row to measure against, None for the first BF16 one.
+
+    `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
+    and format.
+
+    Raises:
+        BenchError: no such row; names the nearest one.
+    """
+    if not isinstance(reference, str):
+        return None if reference is None else planned[0].label
+    labels = [run.label for run in planned]
+    if reference in labels:
+        return reference
+    short = [row_label(run.rule, run.format) for run in planned]
+    if reference not in short:
+        raise unknown("reference", reference, list(dict.fromkeys(labels)))
+    return labels[short.index(reference)]
 
 
 def longest_first(planned: Sequence[PlannedRun]) -> list[int]:

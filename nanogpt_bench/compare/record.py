@@ -15,7 +15,9 @@ from typing import Any
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report.merged import with_given_up
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
+from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.runs.earlier import DATE, MANIFEST, drop_checkpoints, summary_of
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
@@ -68,8 +70,9 @@ class Record:
             drop_checkpoints(self.run_dir(run), run.settings)
 
     def rows(self) -> list[Row]:
-        """The rows in the order of the table, each with those of its runs that have begun."""
-        return [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self._by_row()]
+        """The rows in the order of the table, each with those of its runs that have begun; one given up has none."""
+        begun = [Row(runs[0].label, runs[0].rule, runs[0].format, tuple(self._loaded(runs))) for runs in self._by_row()]
+        return with_given_up(begun, read_studies([self.folder]).tunings, self.order)
 
     def _by_row(self) -> list[list[PlannedRun]]:
         grouped: dict[str, list[PlannedRun]] = {label: [] for label in self.order}
@@ -92,7 +95,7 @@ class Record:
         """Write compare.json, tables and page, and the figures when nothing is running; returns the page's path."""
         rows = self.rows()
         facts = self._write_manifest(rows)
-        return write_report(rows, self.folder, title=self.title, facts=facts, running=running)
+        return write_report(rows, self.folder, title=self.title, facts=facts, baseline=self.baseline, running=running)
 
     def write_manifest(self) -> None:
         """Write compare.json: what was asked for, which runs that makes, and how they stand."""
@@ -100,7 +103,7 @@ class Record:
 
     def _write_manifest(self, rows: Sequence[Row]) -> dict[str, str]:
         facts = self._facts([run for row in rows for run in row.runs])
-        reference = find_reference(rows)
+        reference = find_reference(rows, self.baseline)
         manifest = {
             **{name.lower(): text for name, text in facts.items()},
             "baseline": reference.label if reference is not None else None,

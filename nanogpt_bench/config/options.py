@@ -6,11 +6,13 @@ from typing import Any
 
 from nanogpt_bench.config.schema import PEERS
 
+#: of the library's own optimizers, beside those of their kind
+_OWN: dict[str, Any] = {"damping": 2.0**-8, "clip": 2.0**4, "stabilize_every": None, "reset_every": None}
 _DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
 _LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, **_DECAY}
-_EXPONENT: dict[str, Any] = {"stiffness": 1.0, "stiffness_end": None, "stiffness_schedule": None}
+_EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 1.0, "stiffness_end": None, "stiffness_schedule": None}
 #: the options every optimizer takes, with their defaults; all others must be left out. A rule has rates of its own
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
@@ -20,9 +22,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stiffness_sgd": {**_SGD, **_EXPONENT, "stiffness": 2.0},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "stiffness": 0.0, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
     "stiffness_lion": {**_LION, **_EXPONENT},
-    "madam": {**_ADAM, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
-    "riemannian_adam": {**_ADAM, "lr": 0.5, "float_lr": 1e-3},
-    "riemannian_sgd": {**_SGD, "lr": 2e4, "float_lr": 0.1},
+    "madam": {**_ADAM, **_OWN, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
+    "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},
+    "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
 }
 #: what the options are called, of which each optimizer takes some

@@ -24,10 +24,19 @@ class Resolved(Config):
     #: shape of the model that a run began with whose `model.init_from` is gone since
     begun: GPTShape | None
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Refuse: `dataclasses.replace` would leave out what was resolved, and keep what no longer holds.
+
+        Raises:
+            TypeError: always; change the configuration that it was resolved from, and resolve that.
+        """
+        raise TypeError("a Resolved comes from resolve() alone; change the Config before, and resolve it again")
+
     @classmethod
     def filling(cls, config: Config, begun: GPTShape | None) -> Resolved:
         """Return a copy of a configuration, to be filled in."""
-        made = cls(**{name: _copied(section) for name, section in vars(config).items()})
+        made = cls.__new__(cls)
+        vars(made).update({name: _copied(section) for name, section in vars(config).items()})
         made.layers, made.begun = {}, begun
         return made
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import section, setting
+from nanogpt_bench.config.machine import CheckpointConfig, RuntimeConfig
 from nanogpt_bench.config.watching import AlertsConfig, FailureConfig, MonitorConfig, ShadowConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
@@ -244,7 +245,19 @@ class OptimizerConfig:
     )
     refresh: int | None = setting(None, "fisher: steps between two measurements of it; null: 10", minimum=1)
     damping: float | None = setting(
-        None, "fisher: added to its eigenvalues, in units of their mean; null: 0.1", above=0.0
+        None,
+        "fisher: added to its eigenvalues, in units of their mean, null: 0.1; the library's other optimizers: least "
+        "stiffness, as a share of its mean, null: 2^-8",
+        above=0.0,
+    )
+    clip: float | None = setting(
+        None, "the library's optimizers: largest stiffness, in units of its mean; null: 16", above=0.0
+    )
+    stabilize_every: int | None = setting(
+        None, "the library's optimizers: steps after which weights are put back onto the grid; null: never", minimum=1
+    )
+    reset_every: int | None = setting(
+        None, "the library's optimizers: steps after which running averages begin anew; null: never", minimum=1
     )
     compile: bool = setting(
         False,
@@ -331,46 +344,6 @@ class EvalConfig:
         "another prepared text, in the same tokens, to validate on as well (val/also_loss): what a fine-tuning forgets",
     )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
-
-
-@dataclass
-class CheckpointConfig:
-    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
-
-    every: int | None = setting(
-        500,
-        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
-        "the run is always answered with one",
-        minimum=1,
-    )
-    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
-    keep: int = setting(
-        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
-    )
-    best: bool = setting(
-        False,
-        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
-        "before; without it the lowest loss has a checkpoint only if one was due at that step",
-    )
-
-
-@dataclass
-class RuntimeConfig:
-    """The machine."""
-
-    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
-    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
-    compile: bool = setting(
-        False,
-        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
-        "monitor hooks itself run uncompiled",
-    )
-    peak_tflops: float | None = setting(
-        None,
-        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
-        above=0.0,
-        changes_numbers=False,
-    )
 
 
 @dataclass

@@ -129,6 +129,9 @@ class TrackingConfig:
     wandb_project: str = setting("nanogpt-bench", "project of the runs")
     wandb_entity: str | None = setting(None, "user or team; null: the key's own")
     wandb_id: str | None = setting(None, "run to resume, online only; null: a new one")
+    wandb_artifacts: bool = setting(
+        False, "at the end, keep the last and the best checkpoint there, as artifacts with the aliases latest and best"
+    )
     tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
 

@@ -10,11 +10,14 @@ Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from nanogpt_bench.model.generation import Cached, KeyValueCache, sample
 
 #: standard deviation of GPT-2's initial weights
 INIT_STD = 0.02
@@ -83,12 +86,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cached: Cached | None = None) -> Tensor:
         batch, time, width = x.shape
         heads = self.qkv(x).view(batch, time, 3, self.n_head, width // self.n_head)
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, C / H)
+        if cached is not None:
+            key, value = cached.extend(key, value)
+        # a single token after others sees them all
+        causal = cached is None or time == key.shape[2]
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+            query, key, value, is_causal=causal, dropout_p=self.dropout if self.training else 0.0
         )
         return self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
 
@@ -117,8 +124,8 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x)))
+    def forward(self, x: Tensor, cached: Cached | None = None) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm1(x), cached))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -142,17 +149,52 @@ class GPT(nn.Module):
             self.lm_head.weight = self.token_embedding.weight
         self._init_weights()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        begin = 0 if cache is None else cache.length
+        positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            x = block(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if cache is None else block(x, cache.blocks[index])
         return self.lm_head(self.final_norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
         logits = self(tokens)
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield `count` tokens (B,) int64, one after another, that go on from `tokens` (B, T >= 1).
+
+        p(next) = softmax(logits / temperature) over the `top_k` largest logits; temperature 0 takes the largest. A
+        token sees the last `block_size` before it: so far keys and values are kept, beyond a token costs a whole pass.
+        Where layers quantise activations by a scale of what passes, that is one of a single token here.
+
+        Raises:
+            FloatingPointError: logits that are not finite.
+        """
+        was_training = self.training
+        self.eval()
+        cache = KeyValueCache(self.shape.n_layer)
+        try:
+            new = tokens[:, -self.shape.block_size :]
+            for _ in range(count):
+                logits = self(new, cache)[:, -1].float()
+                chosen = sample(logits, temperature=temperature, top_k=top_k, generator=generator)
+                yield chosen
+                tokens, new = torch.cat([tokens, chosen[:, None]], 1), chosen[:, None]
+                if cache.length == self.shape.block_size:  # positions are the model's own: the whole window moves
+                    new, cache = tokens[:, -self.shape.block_size :], KeyValueCache(self.shape.n_layer)
+        finally:
+            self.train(was_training)
 
     def _init_weights(self) -> None:
         # A residual path sums 2 n_layer projections: scaled down, their sum keeps unit variance (GPT-2).

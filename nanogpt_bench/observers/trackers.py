@@ -45,7 +45,7 @@ def start_trackers(
             started.append(_STARTERS[name](config, run_dir, known.get(name, {}), after))
         except Exception as error:  # a tracker never stops a training
             dropped[name] = report_failure(name, error)
-    trackers = Trackers(started, dropped)
+    trackers = Trackers(started, dropped, config.monitor.histogram_interval)
     if trackers.facts:
         write_text(run_dir / TRACKING_FILE, json.dumps(trackers.facts, indent=1) + "\n")
     return trackers

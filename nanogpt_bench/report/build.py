@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.report.exported import is_export, read_export
-from nanogpt_bench.report.length import by_length, length_cells
+from nanogpt_bench.report.length import by_length, length_cells, looks_by_length
+from nanogpt_bench.report.merged import merged, with_given_up
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import write_figures
-from nanogpt_bench.report.results import Result, Row, find_reference, group_rows, measure
+from nanogpt_bench.report.results import Result, Row, find_reference, measure, shortfall
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.studies import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
@@ -34,10 +35,11 @@ def report(
     thresholds: Thresholds = DEFAULTS,
     baseline: str | None = None,
     say: Callable[[str], None] | None = None,
+    running: bool = False,
 ) -> Path:
     """Rebuild page, figures and tables in `out` from run folders, folders of them, or results files; returns the page.
 
-    `say` is told how many runs were found where.
+    `say` is told how many runs were found where; the page of what is `running` loads itself again.
 
     Raises:
         BenchError: a path is no run folder and holds none, no row is labelled `baseline`, or `out` is a file.
@@ -50,15 +52,18 @@ def report(
     if not loaded:
         raise BenchError("no run folders given: expected at least one")
     one_file = files[0] if len(files) == 1 and not own else None
-    rows = group_rows(loaded) if one_file is None else one_file.rows
+    # What a sweep found lies beside its runs.
+    studies = read_studies([*given, *(folder.parent for folder in folders), out])
+    rows = with_given_up(merged(own, files) if one_file is None else one_file.rows, studies.tunings)
+    loaded = [run for row in rows for run in row.runs]
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
     if baseline is None and one_file is not None:
         baseline = one_file.baseline
     _check_baseline(rows, baseline)
-    # What a sweep found lies beside its runs.
-    studies = read_studies([*given, *(folder.parent for folder in folders), out])
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
-    options = {"title": title, "facts": facts_of(loaded), "thresholds": thresholds, "baseline": baseline}
+    facts = facts_of(loaded) | ({"Runs": there} if (there := shortfall(rows)) else {})
+    options = {"title": title, "facts": facts, "thresholds": thresholds, "baseline": baseline}
+    options["running"] = running
     return write_report(rows, out, **options, studies=replace(studies, tunings=tunings))
 
 
@@ -100,6 +105,7 @@ def write_report(
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
+    chosen |= looks_by_length(results, chosen)
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
     page = write_text(out / PAGE, render(shown, sections))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.report.planned import PlannedRow, planned_rows
 from nanogpt_bench.report.results import SEED_KEYS, Row
-from nanogpt_bench.runs.find import SWEEP, TRIALS
+from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.runs.find import SWEEP
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
+from nanogpt_bench.runs.looks import FIGURES, looks_of
 from nanogpt_bench.runs.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
-from nanogpt_bench.runs.read import cleaned
+from nanogpt_bench.runs.read import cleaned, finite
 from nanogpt_bench.runs.records import Records
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
@@ -47,34 +50,48 @@ class Exported:
 def export(folder: Path) -> dict[str, Any]:
     """Return the content of a results file: what the rows of a sweep or a comparison have come to, run by run.
 
-    Settings that all runs share stand once, those of a row once a row; so do environments that are alike.
+    Settings that all runs share stand once, those of a row once a row; so do environments that are alike. A run that
+    has not come to its own end is left out, and its row says of which seeds there are none yet.
 
     Raises:
-        BenchError: the folder holds neither a sweep nor a comparison, or none of its runs has begun.
+        BenchError: the folder holds neither a sweep nor a comparison, or none of its runs has ended.
     """
-    manifest = _manifest(folder)
+    manifest, tuned = _manifest(folder), folder / "tuning.json"
+    tuning = _read(tuned) if tuned.is_file() else None
     try:
-        named = list(_rows(folder, manifest))
+        planned = planned_rows(manifest, tuning or {})
+        loaded = [_ended(folder, row) for row in planned]
     except (KeyError, TypeError, AttributeError):  # of something else of that name
         raise BenchError(f"{str(folder)!r} holds no results: what its list of runs says can't be read") from None
-    rows = [(label, [load_run(path) for path in paths if is_run_folder(path)]) for label, paths in named]
-    runs = [run for _, loaded in rows for run in loaded]
+    runs = [run for of_row in loaded for run in of_row.values()]
     if not runs:
-        raise BenchError(f"{str(folder)!r} has no run to export yet")
+        raise BenchError(f"{str(folder)!r} has no run to export yet: none has ended")
     shared = _shared([_settings(run) for run in runs])
-    environments: list[dict[str, Any]] = []
-    tuned = folder / "tuning.json"
+    looks = {id(run): looks_of(run) for run in runs}
+    seen = {name for of_run in looks.values() for look in of_run.values() for name in look}
+    columns = _Columns([name for name in FIGURES if name in seen])
+    missing = sum(len(row.runs) for row in planned) - len(runs)
     return {
         "kind": KIND,
         "version": VERSION,
         "command": manifest.get("command"),
         "mode": manifest.get("mode", "compare"),
         "baseline": manifest.get("baseline"),
+        "runs": {"ended": len(runs), "planned": len(runs) + missing},
         "settings": _nested(shared),
-        "rows": [_row(label, loaded, shared, environments) for label, loaded in rows if loaded],
-        "environments": environments,
-        "tuning": _read(tuned) if tuned.is_file() else None,
+        "rows": [_row(row, of_row, shared, columns) for row, of_row in zip(planned, loaded, strict=True)],
+        "environments": columns.environments,
+        "monitors": columns.figures,
+        "tuning": tuning,
     }
+
+
+@dataclass
+class _Columns:
+    """What runs name by number: figures of the monitors, and environments as they are met."""
+
+    figures: list[str]
+    environments: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _read(path: Path) -> Any:
@@ -93,27 +110,26 @@ def _manifest(folder: Path) -> Mapping[str, Any]:
     raise BenchError(f"{str(folder)!r} holds no results: give the folder of a sweep or a comparison, with {SWEEP}")
 
 
-def _rows(folder: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[str, list[Path]]]:
-    """Yield the label of every row of the table, and the folders of its runs."""
-    found: dict[str, list[Path]] = {str(label): [] for label in manifest.get("order") or ()}
-    for row in manifest.get("rows") or ():  # a comparison's
-        found.setdefault(str(row["label"]), []).extend(folder / str(name) for name in row["runs"])
-    for run in manifest.get("runs") or ():  # a sweep's
-        if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
-            found.setdefault(str(run["label"]), []).append(folder / str(run["name"]))
-    yield from found.items()
+def _ended(folder: Path, row: PlannedRow) -> dict[int, Run]:
+    """The runs of a row that have come to their own end, by their place in its plan."""
+    paths = {at: folder / name for at, (_, name) in enumerate(row.runs) if name is not None}
+    found = {at: load_run(path) for at, path in paths.items() if is_run_folder(path)}
+    return {at: run for at, run in found.items() if has_ended(run.summary)}
 
 
 Setting = tuple[str, str]
 
 
 def _settings(run: Run) -> dict[Setting, Any]:
-    """A run's settings by (section, key), those that belong to its seed left out."""
+    """A run's settings by (section, key), those that follow from its seed left out."""
     found = {("", key): value for key, value in run.config.items() if not isinstance(value, Mapping)}
     for section, content in run.config.items():
         if isinstance(content, Mapping):
             found |= {(section, key): value for key, value in content.items()}
-    return {key: value for key, value in found.items() if key not in OWN}
+    seeds = (run.seed, None)
+    return {
+        key: value for key, value in found.items() if key != ("", "seed") and (key not in OWN or value not in seeds)
+    }
 
 
 def _shared(each: Sequence[Mapping[Setting, Any]]) -> dict[Setting, Any]:
@@ -128,23 +144,35 @@ def _nested(settings: Mapping[Setting, Any]) -> dict[str, Any]:
     return tree
 
 
-def _row(label: str, runs: Sequence[Run], shared: Mapping[Setting, Any], environments: list[dict[str, Any]]) -> Any:
-    own = _shared([_settings(run) for run in runs])
+def _row(row: PlannedRow, runs: Mapping[int, Run], shared: Mapping[Setting, Any], columns: _Columns) -> dict[str, Any]:
+    own = _shared([_settings(run) for run in runs.values()]) if runs else {}
     settings = {key: value for key, value in own.items() if key not in shared}
-    told = {"label": label, "rule": runs[0].rule, "format": runs[0].format, "settings": _nested(settings)}
-    return {**told, "runs": [_run(run, environments) for run in runs]}
+    missing = [seed for at, (seed, _) in enumerate(row.runs) if at not in runs]
+    told = {
+        "label": row.label,
+        "rule": next((run.rule for run in runs.values()), row.rule),
+        "format": next((run.format for run in runs.values()), row.format),
+        "settings": _nested(settings),
+        **({"missing": missing} if missing else {}),
+        **({"why": row.why} if row.why else {}),
+    }
+    return {**told, "runs": [_run(run, own, columns) for run in runs.values()]}
 
 
-def _run(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
+def _run(run: Run, of_row: Mapping[Setting, Any], columns: _Columns) -> dict[str, Any]:
     environment = {key: value for key, value in run.environment.items() if key not in PASSING}
-    if environment not in environments:
-        environments.append(environment)
+    if environment not in columns.environments:
+        columns.environments.append(environment)
+    own = {key: value for key, value in _settings(run).items() if key not in of_row}
+    looks = {str(step): [look.get(name) for name in columns.figures] for step, look in looks_of(run).items()}
     losses = [[record.get(name) for name in CURVES] for record in run.metrics if record.get(VAL_LOSS.name) is not None]
     return {
         **{key: run.summary[key] for key in OUTCOMES if run.summary.get(key) not in (None, {}, [])},
+        **({"settings": _nested(own)} if own else {}),
         "failures": [finding.kind for finding in run.findings],
-        "environment": environments.index(environment),
+        "environment": columns.environments.index(environment),
         "curve": losses,
+        **({"looks": looks} if looks else {}),
     }
 
 
@@ -178,24 +206,40 @@ def read_export(path: Path) -> Exported:
 
 
 def _read_row(path: Path, row: Mapping[str, Any], content: Mapping[str, Any]) -> Row:
-    config = {**content["settings"]}
-    for section, own in row["settings"].items():
-        config[section] = {**config.get(section, {}), **own} if isinstance(own, Mapping) else own
-    runs = tuple(_read_run(path, row, config, entry, content["environments"]) for entry in row["runs"])
-    return Row(str(row["label"]), str(row["rule"]), str(row["format"]), runs)
+    config = _over(content["settings"], row["settings"])
+    runs = tuple(_read_run(path, row, config, entry, content) for entry in row["runs"])
+    missing = tuple(seed if isinstance(seed, int) else None for seed in row.get("missing") or ())
+    return Row(
+        str(row["label"]), str(row["rule"]), str(row["format"]), runs, missing, one_line(str(row.get("why", "")))
+    )
+
+
+def _over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those of a row or a run put in, section by section."""
+    config = {**settings}
+    for section, content in own.items():
+        config[section] = {**config.get(section, {}), **content} if isinstance(content, Mapping) else content
+    return config
 
 
 def _read_run(
-    path: Path, row: Mapping[str, Any], config: Mapping[str, Any], entry: Mapping[str, Any], environments: Sequence[Any]
+    path: Path, row: Mapping[str, Any], config: Mapping[str, Any], entry: Mapping[str, Any], content: Mapping[str, Any]
 ) -> Run:
     summary = {key: entry[key] for key in OUTCOMES if key in entry} | {"rule": row["rule"], "format": row["format"]}
     summary["failures"] = [{"kind": kind} for kind in entry["failures"]]
     curve = Records([dict(zip(CURVES, values, strict=True)) for values in entry["curve"] if int(values[0]) >= 0])
-    environment = environments[entry["environment"]]
+    environment = content["environments"][entry["environment"]]
     if not isinstance(environment, Mapping):
         raise TypeError(f"an environment is {environment!r}")
+    names = content.get("monitors") or ()
+    looks = {
+        int(step): {str(name): value for name, number in pairs if (value := finite(number)) is not None}
+        for step, figures in (entry.get("looks") or {}).items()
+        for pairs in [list(zip(names, figures, strict=True))]
+    }
     place = path / str(entry.get("name") or entry.get("seed"))
-    return Run(place, {**config, "seed": entry.get("seed")}, environment, curve, summary)
+    config = _over(config, {**(entry.get("settings") or {}), "seed": entry.get("seed")})
+    return Run(place, config, environment, curve, summary, looks=looks)
 
 
 def to_json(content: Mapping[str, Any]) -> str:

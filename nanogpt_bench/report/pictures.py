@@ -19,6 +19,7 @@ from nanogpt_bench.system.files import replacing
 FIGURES: Mapping[str, Sequence[str]] = {
     "loss_curves": ("val-step", "val-close", "train-step"),
     "gap": ("gap",),
+    "gap_by_length": ("length",),
     "stall": ("stall",),
     "gradient_cosine": ("watch-grad-cosine",),
     "weights": ("weights",),

@@ -13,7 +13,7 @@ from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
-from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Thresholds, Verdict, judge
+from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.metrics import COSINE
 from nanogpt_bench.system.errors import printable, shortened
@@ -43,6 +43,10 @@ class Row:
     rule: str
     format: str
     runs: tuple[Run, ...]
+    #: seeds of which there is no run yet, as far as that is known
+    missing: tuple[int | None, ...] = ()
+    #: why there will be no run at all
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,17 @@ def figure(values: Iterable[float | None]) -> Figure | None:
     return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
 
 
+def shortfall(rows: Iterable[Row]) -> str:
+    """Return how many runs of how many are there, in words; "" where none is missing.
+
+    >>> shortfall([Row("fp32", "fp32", "none", (), (1, 2))]), shortfall([])
+    ('0 of 2 runs', '')
+    """
+    counts = [(len(row.runs), len(row.missing)) for row in rows]
+    there, missing = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+    return f"{there} of {there + missing} runs" if missing else ""
+
+
 def row_label(rule: str, fmt: str) -> str:
     """The name of a setting: its format, unless its weights are floats, and its rule.
 
@@ -99,7 +114,7 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
     """Rows in order of first appearance; runs belong together when only their seeds differ."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_setting(run), []).append(run)
+        groups.setdefault(setting_of(run), []).append(run)
     labels = _distinct_labels(list(groups.values()))
     return [
         Row(label, group[0].rule, group[0].format, tuple(group))
@@ -107,8 +122,8 @@ def group_rows(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def _setting(run: Run) -> str:
-    """A key equal for the seeds of one setting; a run without a config stands alone."""
+def setting_of(run: Run) -> str:
+    """Return a key equal for the seeds of one setting; a run without a config stands alone."""
     if not run.config:
         return f"path:{run.path}"
     fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS}
@@ -245,6 +260,9 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         unlike,
         unmeasured=reference is None,
     )
+    verdict = judge(row.runs, evidence, thresholds=thresholds, running=running)
+    if row.why:
+        verdict = Verdict(Outcome.FAILED, row.why)
     return Result(
         row=row,
         reference=is_reference,
@@ -257,7 +275,7 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         stall_metric=next((run.stall_metric for run in row.runs if run.stall_metric), None),
         tokens_per_s=figure(run.number("tokens_per_s") for run in row.runs),
         arrived=figure(run.number("arrived") for run in row.runs),
-        verdict=judge(row.runs, evidence, thresholds=thresholds, running=running),
+        verdict=verdict,
         tokens_to_gap=None if is_reference or measured is None else _tokens_to_gap(row, measured, thresholds),
         cosine=cosine,
         alerts=dict(alerts.most_common()),

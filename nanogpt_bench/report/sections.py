@@ -58,7 +58,7 @@ def all_sections(page: Page) -> list[Section]:
     found: list[Section | None] = [
         _what(page),
         _results(page),
-        length_section(page.results),
+        length_section(page.results, page.looks),
         tuned_section(page.studies.tunings),
         _loss(page),
         e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,

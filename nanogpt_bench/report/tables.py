@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
-from nanogpt_bench.report.results import Figure, Result, reference_name
+from nanogpt_bench.report.results import Figure, Result, reference_name, shortfall
 from nanogpt_bench.runs.metrics import CODE_UNCHANGED
 from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
@@ -28,11 +28,11 @@ class Column:
     optional: bool = False
 
 
-GAP, PAIRED = "gap", "paired difference (95%)"
+RUN, GAP, PAIRED = "run", "gap", "paired difference (95%)"
 #: behind the heading of gaps that rest on one seed
 LEAD = " (one seed: a lead)"
 COLUMNS = (
-    Column("run", lambda r: r.row.label, numeric=False),
+    Column(RUN, lambda r: r.row.label, numeric=False),
     Column("lr", lambda r: format_rates(r), optional=True),
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
@@ -55,7 +55,8 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     """The columns of a table of these rows: all but the optional ones that would hold dashes only.
 
     The heading of the gap says what it is measured against, and where all gaps rest on one seed, that they do: then
-    there is no column of intervals. Without a reference there is neither.
+    there is no column of intervals. Without a reference there is neither. The first heading says how many runs of how
+    many the table is made from, where some are still to come.
     """
     leads = [result.difference.is_lead for result in results if result.difference is not None]
     gap = f"{GAP} to {reference_name(results)}" + (LEAD if leads and all(leads) else "")
@@ -63,7 +64,14 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     left_out = {PAIRED} if all(leads) else set()
     columns = (c for c in COLUMNS if (measured or c.heading != GAP) and c.heading not in left_out)
     shown = (c for c in columns if not c.optional or any(c.cell(result) != NOTHING for result in results))
-    return tuple(replace(c, heading=gap) if c.heading == GAP else c for c in shown)
+    headings = {GAP: gap, RUN: run_heading(results)}
+    return tuple(replace(c, heading=headings.get(c.heading, c.heading)) for c in shown)
+
+
+def run_heading(results: Sequence[Result]) -> str:
+    """The heading of the rows' names, which says so where runs are missing."""
+    there = shortfall(result.row for result in results)
+    return f"{RUN} ({there})" if there else RUN
 
 
 def format_figure(value: Figure | None, digits: int = 3) -> str:
@@ -118,11 +126,16 @@ def format_stall(result: Result) -> str:
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula."""
+    """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula.
+
+    Where runs are missing, a last column says in every line how many there are of how many.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_FIELDS)
-    writer.writerows([cell(field(result)) for field in CSV_FIELDS.values()] for result in results)
+    there = shortfall(result.row for result in results)
+    fields = {**CSV_FIELDS, **({"partial": lambda _: there} if there else {})}
+    writer.writerow(fields)
+    writer.writerows([cell(field(result)) for field in fields.values()] for result in results)
     return text.getvalue()
 
 

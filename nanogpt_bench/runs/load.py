@@ -52,6 +52,8 @@ class Run:
     alerts: tuple[Alert, ...] = ()
     distributions: Mapping[str, Distribution] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    #: of a results file, which has no records of them: some figures of the monitors, by step
+    looks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -63,15 +63,21 @@ def _adam_options(config: Config) -> dict[str, Any]:
     return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
 
 
+#: options of all the library's optimizers that keep their name
+_OWN = ("damping", "clip", "stabilize_every", "reset_every")
+
+
 def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
     written = {} if settings.writeback is None else {"writeback": settings.writeback}
+    given = {name: value for name in _OWN if (value := getattr(settings, name)) is not None}
     return {
         "moments": settings.moments or "float32",
         "seed": config.seed,
         "compile": settings.compile or None,
         **written,
+        **given,
     }
 
 
@@ -146,7 +152,7 @@ def _riemannian_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def _fisher(model: nn.Module, config: Config, batches: Batches | None) -> torch.optim.Optimizer:
     settings = config.optimizer
     groups = parameter_groups(model, settings.weight_decay or 0.0)
-    names = ("momentum", "representation", "refresh", "damping")
+    names = ("momentum", "representation", "refresh")
     options = {name: getattr(settings, name) for name in names} | {"stiffness": _stiffness(config)}
     options |= _adam_options(config) | _own_options(config)
     return fm.optim.FisherNaturalGradient(groups, model, batches, **options)

@@ -175,17 +175,18 @@ class Trainer:
             observer.after_step(step)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self._precision():
+        with self.precision():
             loss: Tensor = self._model_loss(tokens, targets)
         return loss
 
-    def _precision(self) -> Any:
+    def precision(self) -> Any:
+        """The context in which the model computes as in the training."""
         mixed = self.config.train.precision == "bf16-mixed"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
 
     def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
-        with self._precision():
+        with self.precision():
             loss: Tensor = model.loss(tokens, targets)
         return loss
 

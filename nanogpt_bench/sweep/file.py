@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from nanogpt_bench.config.check import bounds, inside, is_finite
 from nanogpt_bench.config.field import allowed
@@ -54,6 +54,8 @@ class Tune:
     span: float = _key(256.0, "how far from its start a key is searched, as a factor", above=1.0)
     seeds: tuple[int, ...] = _key((), "of the trials; the mean of their losses decides")
     steps: int | None = _key(None, "of a trial; null: train.max_steps", minimum=1)
+    #: settings of the trials in place of the points' own: points that differ in nothing else share one search
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,7 @@ def _value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> Any:
     if Ellipsis in kinds:
         return _words(key, value) if str in kinds else _seeds(key, value)
     if get_origin(hint) is Mapping:
-        return _numbers(key, value)
+        return _numbers(key, value) if float in get_args(hint) else _settings(value, key)
     kind = next(kind for kind in kinds if kind is not type(None))
     if kind is float and isinstance(value, int) and not isinstance(value, bool) and is_finite(value):
         value = float(value)

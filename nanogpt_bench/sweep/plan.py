@@ -16,12 +16,12 @@ from nanogpt_bench.config.reference import reference_settings
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.results import Row, row_label
+from nanogpt_bench.report.results import row_label
 from nanogpt_bench.step.formats import format_summary, weight_format
 from nanogpt_bench.step.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
-from nanogpt_bench.system.errors import BenchError, printable, unknown
+from nanogpt_bench.system.errors import BenchError, printable
 
 LONGEST_NAME = 120
 #: settings that a label says through its first words, or leaves to the name
@@ -65,26 +65,6 @@ def _apart_from(point: PlannedPoint, run: PlannedPoint) -> PlannedPoint:
         return point
     label = f"{run.label} (reference)"
     return replace(run, label=label, name=folder_name(f"{label} seed={run.seed}", run.axes))
-
-
-def baseline_of(reference: Mapping[str, Any] | str | None, planned: Sequence[PlannedRun | Row]) -> str | None:
-    """Return the label of the row to measure against, None for the first BF16 one.
-
-    `planned` begins with those of settings given as reference. A name is that of a row, or of the first with that rule
-    and format.
-
-    Raises:
-        BenchError: no such row; names the nearest one.
-    """
-    if not isinstance(reference, str):
-        return None if reference is None else planned[0].label
-    labels = [run.label for run in planned]
-    if reference in labels:
-        return reference
-    short = [row_label(run.rule, run.format) for run in planned]
-    if reference not in short:
-        raise unknown("reference", reference, list(dict.fromkeys(labels)))
-    return labels[short.index(reference)]
 
 
 def count_points(sweep: SweepFile) -> int:

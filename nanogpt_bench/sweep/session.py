@@ -62,12 +62,10 @@ class Session:
             return True
         size, self._threads = divide(self._workers, len(todo), threads_set(todo), threads_asked())
         self._board.workers = size
-        todo.sort(key=lambda run: -run.cost)  # so that no long run is left for the end
         pool = Pool(size, self._threads)
         with pool, self._board, stop_requests(pool.kill) as stop:
             self._announce(len(todo), size)
-            for run in todo:
-                self._enqueue(run)
+            self._enqueue(todo)
             self._follow(pool, on_end, stop)
             if stop.asked:
                 self._board.say(f"{stop.name}: stopping the runs; the same command goes on from here")
@@ -88,7 +86,14 @@ class Session:
         self._board.say(f"{counted(todo, 'run')}{before}; {size} at a time, {counted(self._threads, 'thread')} each")
         self._board.say_again(self._record.again)
 
-    def _enqueue(self, run: PlannedPoint) -> None:
+    def _enqueue(self, runs: Iterable[PlannedPoint]) -> None:
+        for run in runs:
+            self._add(run)
+        order = sorted(self._waiting, key=lambda job: _turn(self._runs[job]))
+        self._waiting.clear()
+        self._waiting.extend(order)
+
+    def _add(self, run: PlannedPoint) -> None:
         run_dir, resume = self._record.run_dir(run), self._record.resumes(run)
         threads = _threads_of(run_dir) if resume else None  # as before, for the same sums in the same order
         settings = {"runtime.threads": threads or self._threads, **PASSING, **run.settings}
@@ -116,9 +121,7 @@ class Session:
         self._record.end(run, event.data["error"] if event.kind == "failed" else None)
         if not self._record.ended(run):  # it was ended from outside: nothing follows from that
             return
-        for following in on_end(run):
-            for left in self._left(following, on_end):
-                self._enqueue(left)
+        self._enqueue(left for following in on_end(run) for left in self._left(following, on_end))
 
     def _write_page_if_due(self) -> None:
         begun = time.monotonic()
@@ -127,6 +130,11 @@ class Session:
         self._record.write_page(running=True)
         self._written = time.monotonic()
         self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - begun) / PAGE_SHARE)
+
+
+def _turn(run: PlannedPoint) -> tuple[bool, float, int]:
+    """What others wait for first, long runs before short ones, and one seed of every row before the next seed."""
+    return (not run.aside, -run.cost, run.seed)
 
 
 def _threads_of(run_dir: Path) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.compare.plan import check_count
+from nanogpt_bench.compare.plan import baseline_of, check_count
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
 from nanogpt_bench.config.reference import reference_settings
 from nanogpt_bench.config.settings import build_config, unknown_key
@@ -21,7 +21,7 @@ from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.lr_limits import rounded
 from nanogpt_bench.sweep.pattern_search import FULL, Place, best_place, is_inside, next_places
-from nanogpt_bench.sweep.plan import PlannedPoint, baseline_of, count_points, plan_point, points_of
+from nanogpt_bench.sweep.plan import PlannedPoint, count_points, plan_point, points_of
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
@@ -136,7 +136,7 @@ class Tuning:
         self.baseline, self.labels = baseline_of(sweep.reference, confirmed), [run.label for run in confirmed]
 
     def _add(self, base: Mapping[str, Any], point: Point) -> None:
-        """Take a combination of the axes in; one that differs from another in length alone may share its search."""
+        """Take a combination of the axes in; those that differ only in what the trials have set share a search."""
         confirmed = plan_point(base, point if self.confirm.steps is None else {**point, STEPS: self.confirm.steps})
         confirmed = replace(confirmed, label=plan_point(base, point).label)
         for other in (other for search in self.searches for other in search.confirmed if other.name == confirmed.name):
@@ -145,8 +145,8 @@ class Tuning:
                     f"two rows would both be called {other.label!r}; name the row: reference: {other.label}"
                 )
             return  # a rule with float weights, at another format
-        axes = {key: value for key, value in point.items() if key != STEPS or self.tune.steps is None}
-        start = plan_point(base, axes if self.tune.steps is None else {**axes, STEPS: self.tune.steps})
+        trial = {**self.tune.settings, **({} if self.tune.steps is None else {STEPS: self.tune.steps})}
+        start = plan_point(base, {key: value for key, value in point.items() if key not in trial} | trial)
         search = next((search for search in self.searches if search.start.settings == start.settings), None)
         if search is None:
             search = Search(base, start, self.tune)
@@ -270,6 +270,9 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
         if key not in tune.keys:
             raise BenchError(f"tune.start: {key} is not one of tune.keys: {', '.join(tune.keys)}")
     said = {"seed": "tune.seeds and confirm.seeds", **dict.fromkeys(tune.keys, "tune.keys")}
+    for key in tune.settings:
+        if other := (said | ({STEPS: "tune.steps"} if tune.steps else {})).get(key):
+            raise BenchError(f"tune.settings: {other} says {key}; leave one of them out")
     said |= {STEPS: "confirm.steps"} if sweep.confirm and sweep.confirm.steps else {}
     for axis in sweep.axes:
         if axis.key in said:

@@ -14,21 +14,23 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_bench.cli import main
 from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.compare.demonstration import RELATIVE_COST, Demonstration
 from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report import report
+from nanogpt_bench.report import build, report
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
-COMMAND = (sys.executable, "-m", "nanogpt_bench.cli", "compare")
 
-
-def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+@pytest.fixture
+def run_cli(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command in an empty folder: its exit code, what it printed, and its errors."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: (main(["compare", *arguments]), *capsys.readouterr())
 
 
 def read_table(folder: Path) -> list[dict[str, str]]:
@@ -182,10 +184,10 @@ def test_a_worker_killed_in_the_middle_of_a_word_is_noticed():
 # The command
 
 
-def test_a_comparison_from_start_to_report(tmp_path):
-    done = run_cli("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
+def test_a_comparison_from_start_to_report(run_cli, tmp_path, monkeypatch, capsys):
+    code, printed, errors = run_cli("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
+    assert code == 0, errors
+    lines = printed.strip().splitlines()
     assert lines[-1] == str(Path("out") / "report.html")
     assert any(line.startswith("E4M3 nearest: ") and "nats" in line for line in lines)
     out = tmp_path / "out"
@@ -211,6 +213,18 @@ def test_a_comparison_from_start_to_report(tmp_path):
     # The folder alone tells the same story again.
     report([out], out=tmp_path / "again")
     assert (tmp_path / "again" / "results.csv").read_bytes() == (out / "results.csv").read_bytes()
+    # And against another row: nothing is trained again.
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    command = ["compare", *("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", str(out))]
+    assert main([*command, "--reference", "fp23"]) == 2
+    assert "did you mean 'fp32'" in capsys.readouterr().err
+    assert main([*command, "--reference", "fp32"]) == 0
+    bf16, fp32, nearest = read_table(out)
+    assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
+    losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
+    assert float(nearest["difference"]) == pytest.approx(losses[0] - losses[1])
+    assert json.loads((out / "compare.json").read_text(encoding="utf-8"))["baseline"] == "fp32"
+    assert "gap to fp32" in (out / "table.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -223,29 +237,28 @@ def test_a_comparison_from_start_to_report(tmp_path):
         (("--data.dir", "absent"), "absent", "prepare stdlib"),
     ],
 )
-def test_bad_arguments_end_with_2_and_leave_nothing(tmp_path, arguments, named, suggested):
-    done = run_cli(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
+def test_bad_arguments_end_with_2_and_leave_nothing(run_cli, tmp_path, arguments, named, suggested):
+    code, printed, errors = run_cli(*arguments)
+    (line,) = errors.strip().splitlines()
     assert named in line
     assert suggested in line
-    assert done.stdout == ""
+    assert (code, printed) == (2, "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_folder_in_use_is_left_alone(tmp_path):
+def test_an_output_folder_in_use_is_left_alone(run_cli, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("x")
-    done = run_cli("--out", "out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "'out' is not empty" in done.stderr
+    code, _, errors = run_cli("--out", "out")
+    assert code == 2
+    assert "'out' is not empty" in errors
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
 def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir):
     small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
     process = subprocess.Popen(
-        [*COMMAND, *small, "--max-steps", "100000", "--out", "out"],
+        [sys.executable, "-m", "nanogpt_bench.cli", "compare", *small, "--max-steps", "100000", "--out", "out"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fp8manifold as fm
+from nanogpt_bench.config.options import OPTIONS
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.step.optimizers import build_optimizer, parameter_groups, stiffness_at
@@ -93,11 +94,23 @@ def test_what_all_of_the_library_s_optimizers_take_reaches_them(name: str, built
         ("madam", "eps", 0.25),
         ("stiffness_lion", "stiffness", 0.5),
         ("stiffness_sgd", "compile", True),
+        *(
+            (name, option, value)
+            for name in OPTIONS
+            if "clip" in OPTIONS[name] and name != "fisher"
+            for option, value in {"damping": 0.125, "clip": 2.5, "stabilize_every": 3, "reset_every": 5}.items()
+        ),
     ],
 )
 def test_options_of_their_own_reach_the_library_s_optimizers(name: str, option: str, value: float) -> None:
     optimizer = on_one_byte(name, f"--optimizer.{option}={value}")
     assert {group[option] for group in optimizer.param_groups} == {value}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_bounds_of_the_stiffness_are_no_option_of_a_step_without_it(name: str) -> None:
+    with pytest.raises(BenchError, match=f"optimizer.clip: 2.0 is not an option of {name}; it belongs to stiffness_"):
+        on_one_byte(name, "--optimizer.clip=2")
 
 
 def test_sgd_on_a_grid_is_plain_sgd() -> None:

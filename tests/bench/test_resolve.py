@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def test_a_resolved_configuration_is_written_down_as_one_that_resolves_to_itself
     assert again.layers == once.layers
     with pytest.raises(TypeError, match="can't be resolved again"):
         resolve(once)
+
+
+def test_a_resolved_configuration_is_not_replaced_in_part_but_copied_whole() -> None:
+    config = resolve(load_config(None, arguments_of("stochastic")))
+    assert list(copy.deepcopy(config).layers) == list(config.layers) != []
+    with pytest.raises(TypeError, match="resolve it again"):
+        dataclasses.replace(config, seed=7)
 
 
 @pytest.mark.parametrize("rule", available_rules())

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers import trackers as build
-from nanogpt_bench.observers.tracking import Trackers
+from nanogpt_bench.observers.tracking import Distribution, Trackers, distribution
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.train import run
 
@@ -38,6 +42,9 @@ class Recorder:
 
     def log(self, step: int, record: Mapping[str, float]) -> None:
         self._note("log", (step, dict(record)))
+
+    def distributions(self, step: int, found: Mapping[str, Distribution]) -> None:
+        self._note("distributions", (step, dict(found)))
 
     def alert(self, alert: Alert) -> None:
         self._note("alert", alert.kind)
@@ -72,7 +79,7 @@ def test_a_tracker_gets_every_record_once_and_the_summary(tiny: Tiny, tmp_path: 
     assert json.loads((tmp_path / "r" / "tracking.json").read_text()) == summary["trackers"]
 
 
-@pytest.mark.parametrize("point", ["log", "alert", "finish"])
+@pytest.mark.parametrize("point", ["log", "distributions", "alert", "finish"])
 def test_a_tracker_that_raises_is_reported_once_and_dropped(
     tiny: Tiny, tmp_path: Path, recorder: Recorder, caplog: pytest.LogCaptureFixture, point: str
 ) -> None:
@@ -85,6 +92,37 @@ def test_a_tracker_that_raises_is_reported_once_and_dropped(
         f"tracker tensorboard is dropped, the training goes on: OSError: {point} is broken"
     ]
     assert summary["trackers"]["tensorboard"]["dropped"] == f"OSError: {point} is broken"
+
+
+def test_a_tracker_gets_histograms_of_weights_and_gradients_when_they_are_due(
+    tiny: Tiny, tmp_path: Path, recorder: Recorder
+) -> None:
+    settings = {"rule": "stochastic", "model__format": "E4M3", "monitor__histogram_interval": 2}
+    config = tiny(tracking__tensorboard=True, train__max_steps=5, **settings)
+    run(config, tmp_path / "r")
+    calls = [(call, content[0]) for call, content in recorder.calls if call in ("distributions", "log")]
+    assert [step for call, step in calls if call == "distributions"] == [2, 4, 5]
+    assert all(calls[at + 1] == ("log", step) for at, (call, step) in enumerate(calls) if call == "distributions")
+    last = next(content[1] for call, content in reversed(recorder.calls) if call == "distributions")
+    names = {name.partition("/")[2] for name in last}
+    assert {"lm_head.weight", "blocks.0.attn.qkv.weight", "token_embedding.weight"} <= names
+    assert {name.partition("/")[0] for name in last} == {"weights", "gradients"}
+    assert len(last) == 2 * len(names)
+    assert all(len(spread.edges) == len(spread.counts) + 1 == 65 for spread in last.values())
+    assert len({sum(last[f"{kind}/lm_head.weight"].counts) for kind in ("weights", "gradients")}) == 1
+
+
+def test_a_histogram_is_of_what_is_finite() -> None:
+    values = torch.tensor([[1.0, 2.0, math.nan], [math.inf, 3.0, -math.inf]])
+    spread = distribution(values)
+    assert spread is not None
+    assert (sum(spread.counts), spread.edges[0], spread.edges[-1]) == (3, 1.0, 3.0)
+    assert (spread.total, spread.squares) == (6.0, 14.0)
+    assert distribution(values[:, 2]) is None
+    assert distribution(torch.empty(0)) is None
+    same = distribution(torch.full((3,), 2.0, dtype=torch.bfloat16))
+    assert same is not None
+    assert sum(same.counts) == 3
 
 
 def test_a_tracker_that_does_not_start_is_reported_and_left_out(
@@ -148,6 +186,13 @@ def test_tensorboard_holds_every_scalar(tiny: Tiny, tmp_path: Path) -> None:
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(record["step"], pytest.approx(record["train/loss"])) for record in records[1:]]
     assert "alerts/budget/text_summary" in events.Tags()["tensors"]
+    (event,) = events.Histograms("weights/lm_head.weight")
+    weight = load_file(tmp_path / "r" / "checkpoints" / "step-3" / "model.safetensors")["lm_head.weight"]
+    spread = event.histogram_value
+    assert (event.step, sum(spread.bucket), spread.num) == (3, weight.numel(), weight.numel())
+    assert (spread.min, spread.max) == (pytest.approx(weight.min().item()), pytest.approx(weight.max().item()))
+    assert spread.sum == pytest.approx(weight.sum().item(), abs=1e-4)
+    assert events.Histograms("gradients/lm_head.weight")
 
 
 class FakeWandb:
@@ -168,8 +213,9 @@ class FakeWandb:
         self.given = given
         return self
 
-    def log(self, record: dict[str, float], step: int) -> None:
-        self.logged.append((step, record))
+    def log(self, record: dict[str, float], step: int | None = None) -> None:
+        if (step is not None and "train/loss" in record) or step == 0:
+            self.logged.append((step, record))
 
     def alert(self, **given: Any) -> None:
         self.alerts.append(given)
@@ -216,6 +262,54 @@ def test_a_run_to_resume_needs_wandb(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"tracking\.wandb_id: 'abc123' needs tracking\.wandb online"):
         run(tiny(rule="fp32", tracking__wandb_id="abc123"), tmp_path / "r")
     assert not (tmp_path / "r").exists()
+
+
+def records_of(file: Path) -> list[Any]:
+    """What lies in a file that W&B keeps offline: LevelDB's log format after 7 bytes, a protobuf message a record."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, block, parts, found = file.read_bytes(), 7, 32768, b"", []
+    while at + 7 <= len(data):
+        if block - at % block < 7:  # no header fits into what is left of a block
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            found.append(record)
+            parts = b""
+    return found
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_wandb_offline_holds_histograms_artifacts_and_a_table(tiny: Tiny, tmp_path: Path, best: bool) -> None:
+    wandb = pytest.importorskip("wandb")
+    settings = {"tracking__wandb": "offline", "tracking__wandb_artifacts": True, "checkpoint__best": best}
+    run(tiny(rule="fp32", eval__interval=2, checkpoint__every=2, **settings), tmp_path / "my run")
+    wandb.teardown()  # its process writes the file to its end
+    (file,) = (tmp_path / "my run" / "wandb").glob("offline-run-*/run-*.wandb")
+    records = records_of(file)
+    logged: dict[str, dict[str, Any]] = {}
+    for item in (item for record in records if record.HasField("history") for item in record.history.item):
+        name, *fields = item.nested_key or [item.key]
+        logged.setdefault(name, {})["/".join(fields)] = json.loads(item.value_json)
+    for kind in ("weights", "gradients"):
+        histogram = logged[f"{kind}/lm_head.weight"]
+        assert (histogram["_type"], len(histogram["values"]), len(histogram["bins"])) == ("histogram", 64, 65)
+    told = logged["summary"]
+    table = json.loads((file.parent / "files" / told["path"]).read_text())
+    assert table["columns"] == ["figure", "value"]
+    assert "final_val_loss" in dict(table["data"])
+    artifacts = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
+    artifacts += [record.artifact for record in records if record.HasField("artifact")]
+    artifacts = [artifact for artifact in artifacts if artifact.type == "model"]  # the table is one, too
+    assert {artifact.name for artifact in artifacts} == {"my-run-checkpoint"}
+    aliases = {alias for artifact in artifacts for alias in artifact.aliases}
+    assert {"latest", "step-6"} <= aliases
+    assert ("best" in aliases) is best
 
 
 def test_wandb_offline_writes_its_files(tiny: Tiny, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def both_neighbours(x: Float64, dtype: type[np.floating]) -> Float64:
 @cache
 def critical(fmt: Fields) -> Float64:
     """Codes and midpoints +-1 float32 ULP, edges of float32, specials, both signs: all are float32 values."""
-    positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), EDGES])
+    positive = np.concatenate([both_neighbours(midpoints_and_codes(fmt), np.float32), np.float32(EDGES)])
     return np.concatenate([positive, -positive, [np.nan]])
 
 

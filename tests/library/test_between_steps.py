@@ -150,6 +150,7 @@ def compare(name: str, path: str, event: Callable[..., None] | None, steps: int,
     return ours[1], plain[1]
 
 
+@pytest.mark.covering(2)
 @by_path
 @pytest.mark.parametrize("event", EVENTS, ids=lambda e: e.__name__)
 def test_the_next_step_is_one_of_an_optimizer_that_forgets(name: str, path: str, event: Callable[..., None]) -> None:
@@ -292,6 +293,7 @@ BETWEEN: list[Callable[[list[Tensor], Any], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("event", BETWEEN, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", [*COMPILED, "sgd"])

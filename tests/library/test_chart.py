@@ -13,6 +13,8 @@ from grid_inputs import NAMED, ODD, critical, critical64, every_16_bit, float16_
 import fp8manifold as fm
 from fp8manifold import reference
 
+pytestmark = pytest.mark.covering(2)
+
 ALL = NAMED | ODD
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 every = pytest.mark.parametrize("fmt", ALL.values(), ids=ALL)

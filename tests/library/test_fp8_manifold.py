@@ -26,6 +26,8 @@ from manifold_cases import (
 
 import fp8manifold as fm
 
+pytestmark = pytest.mark.covering(2)
+
 DRAWS = 1_000_000
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

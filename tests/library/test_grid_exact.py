@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ import fp8manifold as fm
 from fp8manifold import reference
 from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS
 
+pytestmark = pytest.mark.covering(2)
+
 DETERMINISTIC = ROUNDINGS[:4]
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 odd = pytest.mark.parametrize("fmt", ODD.values(), ids=ODD)
@@ -38,8 +41,12 @@ def as_float64(x: torch.Tensor) -> NDArray[np.float64]:
     return x.detach().to(torch.float64).numpy()
 
 
-def oracle_rounding(x: NDArray[np.float64], fmt: fm.FloatFormat, rounding: str, overflow: str) -> NDArray:
-    return np.array([reference.round_to_grid(float(v), fmt, rounding, overflow) for v in x])
+@cache
+def oracle_rounding(fmt: fm.FloatFormat, rounding: str, overflow: str) -> NDArray:
+    """What the oracle makes of `critical64`, of which `critical` is the beginning."""
+    bits, where = np.unique(critical64(fmt).view(np.int64), return_inverse=True)
+    values = bits.view(np.float64)
+    return np.array([reference.round_to_grid(float(v), fmt, rounding, overflow) for v in values])[where]
 
 
 def critical_draws(x: NDArray[np.float64], table: StochasticSteps) -> list[Int64]:
@@ -72,7 +79,7 @@ def test_oracle_nearest_is_the_closest_value_with_the_even_code(name: str) -> No
 def test_tables_agree_with_the_oracle(fmt: fm.FloatFormat) -> None:
     x = critical64(fmt)
     for mode, policy in itertools.product(DETERMINISTIC, OVERFLOWS):
-        expected = oracle_rounding(x, fmt, mode, policy)
+        expected = oracle_rounding(fmt, mode, policy)
         np.testing.assert_array_equal(steps(fmt, mode, policy)(x), expected)
         np.testing.assert_array_equal(np.signbit(steps(fmt, mode, policy)(x)), np.signbit(expected))
 
@@ -94,7 +101,8 @@ def test_stochastic_table_agrees_with_the_oracle(fmt: fm.FloatFormat, overflow: 
 def test_critical_points_float32(fmt, rounding, overflow, compare_bits) -> None:
     """Every code, every midpoint, both +-1 float32 ULP, tiny, huge and special values: the oracle itself."""
     x = torch.from_numpy(critical(fmt)).float()
-    expected = oracle_rounding(as_float64(x), fmt, rounding, overflow)
+    assert np.array_equal(as_float64(x), critical64(fmt)[: len(x)], equal_nan=True)
+    expected = oracle_rounding(fmt, rounding, overflow)[: len(x)]
     compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
 
 

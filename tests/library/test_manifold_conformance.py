@@ -69,7 +69,11 @@ GRIDS: dict[str, Callable[[], fm.StiffnessManifold]] = {
 
 def cases(makers: dict[str, Callable[[], fm.StiffnessManifold]]) -> pytest.MarkDecorator:
     expanded = [
-        pytest.param((make, seed, factor), id=f"{name}-{'unscaled' if factor is None else 'scaled'}-{seed}")
+        pytest.param(
+            (make, seed, factor),
+            id=f"{name}-{'unscaled' if factor is None else 'scaled'}-{seed}",
+            marks=[pytest.mark.slow] if seed > 1 else [],
+        )
         for name, make in makers.items()
         for seed in range(5)
         for factor in (None, 2.0)  # geoopt keeps the factor and its reciprocal in float32

@@ -34,6 +34,8 @@ from manifold_cases import (
 
 import fp8manifold as fm
 
+pytestmark = pytest.mark.covering(2)
+
 
 # ----------------------------------------------------------------------------------------------- dist
 @every_format

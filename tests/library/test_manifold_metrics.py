@@ -28,6 +28,8 @@ from manifold_cases import (
 
 import fp8manifold as fm
 
+pytestmark = pytest.mark.covering(2)
+
 
 # ------------------------------------------------------------------------------------------ gradients
 def derivative(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

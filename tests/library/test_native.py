@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 from optimizer_cases import normal
 
 import fp8manifold as fm
-from fp8manifold import optim
+from fp8manifold import _native, optim
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays, _layouts, is_available
 from fp8manifold._numerics.scaled_rounding import rounded_at
@@ -252,10 +255,7 @@ def test_a_build_that_fails_says_so_and_goes_on(
 STEPS = """
 import warnings, torch, fp8manifold as fm
 from fp8manifold import _native
-from pathlib import Path
-import sys
-if sys.argv[1] != "here":
-    _native.__file__ = str(Path(sys.argv[1]) / "__init__.py")
+_native.__file__ = folder + "/__init__.py"
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     torch.set_num_threads(1)
@@ -276,9 +276,24 @@ print(sum(int(p.codes.long().sum()) for p in w))
 """
 
 
-def run_steps(folder: str, **environment: str) -> list[str]:
+@pytest.fixture
+def run_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], list[str]]]:
+    """Return a function that takes these steps with the native code of a folder and returns what they print."""
+    monkeypatch.setattr(_native, "__file__", _native.__file__)
+
+    def run(folder: Path) -> list[str]:
+        _native.library.cache_clear()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(STEPS, {"folder": str(folder)})
+        return printed.getvalue().splitlines()
+
+    yield run
+    _native.library.cache_clear()
+
+
+def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-c", STEPS, folder],
+        [sys.executable, "-c", f"folder = {str(folder)!r}\n{STEPS}"],
         capture_output=True,
         text=True,
         check=False,
@@ -289,23 +304,25 @@ def run_steps(folder: str, **environment: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def test_without_native_code_there_is_one_warning_and_the_same_result(tmp_path: Path) -> None:
-    found = run_steps(str(tmp_path))
+def test_without_native_code_there_is_one_warning_and_the_same_result(run_steps: Any, tmp_path: Path) -> None:
+    available = is_available()
+    found = run_steps(tmp_path)
     assert found[0] == "False 1 it was not built, for want of a C compiler"
-    if is_available():
-        here = run_steps("here")
+    if available:
+        here = run_steps(FOLDER)
         assert here[0] == "True 0"
         assert here[1] == found[1]
 
 
 @needs_native
-def test_a_library_of_other_sources_is_not_used(tmp_path: Path) -> None:
+def test_a_library_of_other_sources_is_not_used(run_steps: Any, tmp_path: Path) -> None:
     folder = sources(tmp_path)
     (folder / "_kernels.so").write_bytes((FOLDER / "_kernels.so").read_bytes())
     (folder / "step.c").write_text((folder / "step.c").read_text() + "\n")
-    assert run_steps(str(folder))[0] == "False 1 it was built from other sources"
+    assert run_steps(folder)[0] == "False 1 it was built from other sources"
+    (folder / "_kernels.so").unlink()  # it is mapped, and must stay what it was
     (folder / "_kernels.so").write_bytes(b"no library")
-    assert run_steps(str(folder))[0].startswith("False 1 ")
+    assert run_steps(folder)[0].startswith("False 1 ")
 
 
 @pytest.mark.slow
@@ -323,9 +340,9 @@ def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path: Path) -> None:
         pytest.skip("there is no sanitizer here")
     flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DONE_CLONE", "-g", "-O1")
     assert build_hook().build(sources(tmp_path), print, flags) is not None
-    result = run_steps(str(tmp_path), LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0", CC="gcc")
+    result = steps_of_a_process(tmp_path, LD_PRELOAD=" ".join(found), ASAN_OPTIONS="detect_leaks=0", CC="gcc")
     assert result[0] == "True 0"
-    assert result[1] == run_steps("here")[1]
+    assert result[1] == steps_of_a_process(FOLDER)[1]
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def float_lr(kind: Any) -> dict[str, float]:
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "square overflows": 1e30}
 
 
+@pytest.mark.covering(1)
 @ours
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_nothing_changes_when_a_gradient_is_not_finite(make: Any, bad: float) -> None:

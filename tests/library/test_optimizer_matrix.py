@@ -49,6 +49,7 @@ def targets_of(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [normal(*p.shape, seed=100 + i, std=0.1).to(p.dtype) for i, p in enumerate(parameters)]
 
 
+@pytest.mark.covering(2)
 @valid
 def test_a_valid_combination_learns(name: str, writeback: str, moments: str) -> None:
     """20 steps towards a target: every kind comes nearer, stays on its grid, and no gradient is touched."""
@@ -121,6 +122,7 @@ def expected_bytes(name: str, p: Tensor, writeback: str, moments: str) -> tuple[
     return total, names
 
 
+@pytest.mark.covering(2)
 @valid
 def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str, moments: str) -> None:
     """Its names, dtypes and bytes; besides that a few numbers a parameter, and 4 bytes a block for 8-bit averages."""
@@ -197,6 +199,7 @@ def test_nothing_else_is_held(name: str, writeback: str, moments: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- all or none
+@pytest.mark.covering(2)
 @valid
 def test_a_step_is_left_out_as_a_whole(name: str, writeback: str, moments: str) -> None:
     """Before the first step and after it: parameters and state stay, to the bit."""
@@ -277,6 +280,7 @@ def test_one_group_that_raises_is_enough(name: str, order: tuple[str, str]) -> N
 
 
 # ------------------------------------------------------------------------------------- one result, whatever is around
+@pytest.mark.covering(2)
 @valid
 def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moments: str) -> None:
     """A stored weight and a float one on its manifold: the same codes after every step."""
@@ -297,6 +301,7 @@ def test_codes_step_as_the_grid_they_stand_for(name: str, writeback: str, moment
         ).any()
 
 
+@pytest.mark.covering(2)
 @valid
 def test_global_settings_do_not_enter(name: str, writeback: str, moments: str) -> None:
     """Neither the global generator, which is left alone too, nor torch's default dtype."""

@@ -132,6 +132,7 @@ def resume(label: str, begin: Callable[[int], Run], every: int = EVERY) -> Run:
     return whole
 
 
+@pytest.mark.covering(2)
 @valid
 @pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_combination_resumes(name: str, writeback: str, moments: str, every: int) -> None:

@@ -181,6 +181,7 @@ def unit(name: str) -> Tensor:
     return SCALES * 2.0 ** (5 - math.frexp(middle)[1])
 
 
+@pytest.mark.covering(1)
 @varied
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, kind: str, options: dict[str, Any]) -> None:
@@ -198,6 +199,7 @@ GRANULARITIES: dict[str, tuple[tuple[int, ...], Any, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.covering(1)
 @varied
 @pytest.mark.parametrize(("shape", "scale", "more", "block"), GRANULARITIES.values(), ids=GRANULARITIES)
 def test_shapes(

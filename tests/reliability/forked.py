@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # which every optimizer imports: here once, rather than in each child
+import torch.distributed.tensor
 
 from nanogpt_bench.report import engine
 

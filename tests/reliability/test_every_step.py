@@ -86,13 +86,13 @@ def all_own() -> Iterator[Case]:
                         yield own_case(optimizer, writeback, storage, moments, granularity, "E4M3")
 
 
-def sample_of_own() -> Iterator[Case]:
+def sample_of_own() -> Iterator[tuple[str, ...]]:
     """Every optimizer with every write-back; all other choices in turn."""
     pairs = [(optimizer, writeback) for optimizer in OWN for writeback in WRITEBACKS if goes(optimizer, writeback)]
     for index, (optimizer, writeback) in enumerate(pairs):
         storage = "grid" if index % 3 == 2 else "fp8"
         granularity = GRANULARITIES[index % (2 if storage == "grid" else 3)]
-        yield own_case(optimizer, writeback, storage, moments_of(writeback, index), granularity, FORMATS[index % 4])
+        yield optimizer, writeback, storage, moments_of(writeback, index), granularity, FORMATS[index % 4]
 
 
 def continuous_cases() -> Iterator[Case]:
@@ -101,25 +101,26 @@ def continuous_cases() -> Iterator[Case]:
         yield Case(f"{optimizer}-continuous", _with_options(settings))
 
 
-def master_cases() -> Iterator[Case]:
-    """Every policy with every granularity, in all four operands; stochastic rounding counts its draws."""
-    for index, policy in enumerate(POLICIES):
-        for granularity in GRANULARITIES:
-            # What flows changes its rows from batch to batch: a scale that looks back has to be the tensor's.
-            flowing = f"policy: {policy}, granularity: {granularity if policy == 'dynamic' else 'tensor'}"
-            weight = f"{{format: E4M3, policy: {policy}, granularity: {granularity}}}"
-            activation = f"{{format: E4M3, {flowing}}}"
-            gradient = f"{{format: E5M2, rounding: stochastic, {flowing}}}"
-            spec = f"{{weight: {weight}, activation: {activation}, gradient: {gradient}}}"
-            settings = {
-                "model.formats": f"{{attn: {spec}, mlp: {spec}}}",
-                "optimizer.name": ("adamw", "sgd")[index % 2],
-                "model.storage": "master",
-                "train.accumulation": 2,
-            }
-            yield Case(f"master-{policy}-{granularity}", settings)
+def master_case(policy: str, granularity: str) -> Case:
+    """A policy with a granularity, in all four operands; stochastic rounding counts its draws."""
+    # What flows changes its rows from batch to batch: a scale that looks back has to be the tensor's.
+    flowing = f"policy: {policy}, granularity: {granularity if policy == 'dynamic' else 'tensor'}"
+    weight = f"{{format: E4M3, policy: {policy}, granularity: {granularity}}}"
+    activation = f"{{format: E4M3, {flowing}}}"
+    gradient = f"{{format: E5M2, rounding: stochastic, {flowing}}}"
+    spec = f"{{weight: {weight}, activation: {activation}, gradient: {gradient}}}"
+    settings = {
+        "model.formats": f"{{attn: {spec}, mlp: {spec}}}",
+        "optimizer.name": ("adamw", "sgd")[POLICIES.index(policy) % 2],
+        "model.storage": "master",
+        "train.accumulation": 2,
+    }
+    return Case(f"master-{policy}-{granularity}", settings)
+
+
+def global_case() -> Case:
     spec = "{weight: E4M3, activation: E4M3, gradient: {format: E5M2, scale: global}}"
-    yield Case("master-global", {"model.formats": f"{{attn: {spec}, mlp: {spec}}}"})
+    return Case("master-global", {"model.formats": f"{{attn: {spec}, mlp: {spec}}}"})
 
 
 def baseline_cases() -> Iterator[Case]:
@@ -134,10 +135,10 @@ def long_cases() -> Iterator[Case]:
         yield Case(f"{MANY}-steps-{rule}", {"rule": rule, "shadow.enabled": True, "shadow.interval": 7} | more, MANY)
 
 
-QUICK = [*sample_of_own(), *continuous_cases(), *master_cases(), *baseline_cases(), *long_cases()]
+MASTER = [(policy, granularity) for policy in POLICIES for granularity in GRANULARITIES]
+OTHERS = [*continuous_cases(), global_case(), *baseline_cases()]
 FULL = [
-    Case(case.name, case.settings, MANY)
-    for case in (*all_own(), *continuous_cases(), *master_cases(), *baseline_cases())
+    Case(case.name, case.settings, MANY) for case in (*all_own(), *(master_case(*pair) for pair in MASTER), *OTHERS)
 ]
 
 
@@ -239,8 +240,40 @@ def skip_unless_available(case: Case) -> None:
         pytest.skip(f"{RULES[rule].needs} is not installed")
 
 
-@pytest.mark.parametrize("case", QUICK, ids=[case.name for case in QUICK])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("optimizer", "writeback", "storage", "moments", "granularity", "fmt"), list(sample_of_own()))
+def test_our_optimizers_stopped_after_every_step(
+    optimizer: str,
+    writeback: str,
+    storage: str,
+    moments: str,
+    granularity: str,
+    fmt: str,
+    corpus: Path,
+    tmp_path: Path,
+    counted: dict[str, int],
+) -> None:
+    check_case(own_case(optimizer, writeback, storage, moments, granularity, fmt), corpus, tmp_path, counted)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("policy", "granularity"), MASTER)
+def test_master_copies_stopped_after_every_step(
+    policy: str, granularity: str, corpus: Path, tmp_path: Path, counted: dict[str, int]
+) -> None:
+    check_case(master_case(policy, granularity), corpus, tmp_path, counted)
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=[case.name for case in OTHERS])
 def test_stopped_after_every_step(case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]) -> None:
+    check_case(case, corpus, tmp_path, counted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list(long_cases()), ids=[case.name for case in long_cases()])
+def test_stopped_after_every_one_of_many_steps(
+    case: Case, corpus: Path, tmp_path: Path, counted: dict[str, int]
+) -> None:
     check_case(case, corpus, tmp_path, counted)
 
 

@@ -10,7 +10,9 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
-from nanogpt_bench.report.length import by_length, length_cells
+from nanogpt_bench.report.length import by_length, length_cells, length_chart
+from nanogpt_bench.report.palette import looks
+from nanogpt_bench.report.pictures import chosen
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
@@ -67,6 +69,16 @@ def test_each_length_is_measured_against_its_own(swept):
     page = (swept / "report.html").read_text()
     assert 'id="length"' in page
     assert line[1] in page
+    chart = length_chart(results, {**looks(rows), "sgd": looks(rows)["sgd max_steps=4"]})
+    (line,) = chart.values
+    assert (line["row"], line["x"]) == ("sgd", [4.0, 8.0])
+    assert line["y"] == [found["sgd"][steps].difference.mean for steps in (4, 8)]
+    bars = next(layer["data"]["values"] for layer in chart.spec["layer"] if "data" in layer)
+    assert [(bar["low"], bar["high"]) for bar in bars] == [
+        (each.low, each.high) for each in (found["sgd"][steps].difference for steps in (4, 8))
+    ]
+    assert 'id="chart-length"' in page
+    assert chosen([chart]) == {"gap_by_length": [chart]}
 
 
 def _loss(swept: Path, rule: str, steps: int, seed: int) -> float:

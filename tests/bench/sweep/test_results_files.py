@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from scipy.stats import spearmanr
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
@@ -86,6 +87,71 @@ def test_another_reference_may_be_named(study, capsys):
     assert "did you mean 'fp32'" in capsys.readouterr().err
 
 
+def test_a_row_is_made_again_to_the_bit_or_refused(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file, _ = study
+    content = json.loads(file.read_text())
+    (run,) = [run for run in content["rows"][1]["runs"] if run["seed"] == 3]
+    command = ["results", "rerun", "my.json", "--row", "E4M3 stochastic", "--seed", "3", "--out", "again"]
+
+    def again(changed, *options):
+        Path("my.json").write_text(json.dumps(changed))
+        code, said = main([*command, *options]), capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = again(content)
+    assert code == 0
+    assert [line.split("|")[2:6] for line in out.splitlines()[2:5]] == [
+        [f" {cell} " for cell in (f"{step:>4.0f}", f"{loss:.6f}", f"{loss:.6f}", " +0.000000")]
+        for step, loss in ((point[0], point[3]) for point in run["curve"])
+    ]
+    assert "E4M3 stochastic: the recorded number to three decimals, to the bit" in out
+    other = json.loads(json.dumps(content))  # what was trained in "again" is there from here on
+    other["rows"][1]["runs"][0]["final_val_loss"] += 0.01
+    assert again(other)[0] == 1
+    (environment,) = other["environments"]
+    environment["libraries"]["torch"], environment["commit"] = "1.0", "deadbeef"
+    code, _, err = again(other)
+    assert code == 2
+    assert re.search(r"not the same row: torch was 1\.0, is 2.*; --anyway", err)
+    code, out, err = again(other, "--anyway")
+    assert (code, "NOT the recorded number" in out, "differs: commit was deadbeef" in err) == (1, True, True)
+    environment["corpus"]["splits"]["val"]["sha256"] = "0" * 64
+    assert "SHA-256 of its validation tokens) was 000000000000…" in again(other)[2]
+
+
+def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monkeypatch, capsys):
+    """Runs are made up of two real ones: one figure goes with the gap, one does not, and the loss says nothing."""
+    content = json.loads(study[0].read_text())
+    assert main(["results", "monitors", str(study[0])]) == 2
+    assert "too few runs" in capsys.readouterr().err
+    reference, other = (row["runs"][0] for row in content["rows"])
+    names = ["train/loss_smoothed", "grad/norm", "quant/kurtosis/weight", "stall/arrived"]
+
+    def made(run, seed, figures, **changes):
+        return {**run, "seed": seed, "steps_planned": 40, "looks": {"4": figures, "40": figures}, **changes}
+
+    losses = [3.0, 3.2, 3.1, 3.4, 3.3, 3.0, 3.2, 3.1]
+    content["monitors"] = names
+    content["rows"][0]["runs"] = [made(reference, seed, [3.0, 1.0, 3.0, None], final_val_loss=2.0) for seed in range(8)]
+    content["rows"][1]["runs"] = [
+        made(other, seed, [loss, float(seed % 3), seed + 3.0, 0.5], final_val_loss=2.0 + 0.015 * (seed - 2))
+        for seed, loss in enumerate(losses)
+    ]
+    content["rows"][1]["runs"][-1] |= {"status": "failed", "final_val_loss": None}
+    (path := tmp_path / "many.json").write_text(json.dumps(content))
+    assert main(["results", "monitors", str(path), str(path)]) == 0  # what both hold counts once
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: line[1:] for line in lines if line}
+    order = [*range(7), 8]  # of the gaps, the failed run's last
+    of_loss = f"{spearmanr(losses, order).statistic:+.2f}"
+    pairs = [(late > early) + (late == early) / 2 for late in losses[4:] for early in losses[:4]]
+    assert rows["quant/kurtosis/weight"][:5] == ["8", "+1.00", of_loss, "1.00", f"{sum(pairs) / len(pairs):.2f}"]
+    assert float(rows["quant/kurtosis/weight"][-1]) < 0.05 < float(rows["grad/norm"][-1])
+    assert "stall/arrived" not in rows  # the same everywhere
+    assert rows["training loss"][:2] == ["8", of_loss]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -129,6 +195,9 @@ def test_no_label_commands_the_terminal(study, tmp_path, capsys):
         (["export", ".", "--out", "x.txt"], "ends in .json"),
         (["show", "x.json", "--out", "y.json"], "--out goes with results export"),
         (["show", "x.json"], "can't be read"),
+        (["show", "x.json", "y.json"], "takes one path, not 2"),
+        (["show", "x.json", "--row", "a"], "--row goes with results rerun"),
+        (["rerun", "x.json", "--row", "a"], "can't be read"),
     ],
 )
 def test_words_and_options_that_do_not_go_together_are_refused(tmp_path, monkeypatch, capsys, words, message):

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
+from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.session import _turn
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 
@@ -33,9 +36,10 @@ for line in sys.stdin:
     settings, folder = job["settings"], Path(job["run_dir"])
     rule, lr, seed, steps = (settings[key] for key in ("rule", "optimizer.lr", "seed", "train.max_steps"))
     folder.mkdir(parents=True)
-    loss = 2.0 + math.log2(lr / BEST[rule]) ** 2 / 10 + seed / 1000 - steps / 1000
+    best = 1e-12 if settings.get("optimizer.beta2") == 0.5 else BEST[rule]
+    loss = 2.0 + math.log2(lr / best) ** 2 / 10 + seed / 1000 - steps / 1000
     loss += math.log2(settings.get("optimizer.float_lr", 0.001) / 0.001) ** 2 / 20
-    bad = lr > 2.5 * BEST[rule]
+    bad = lr > 2.5 * best
     summary = {"name": folder.name, "rule": rule, "format": "none", "seed": seed, "steps": steps, "seconds": 2.0}
     summary |= {"status": "failed" if bad else "finished", "final_val_loss": None if bad else loss}
     summary |= {"failure": {"kind": "nan", "message": "train/loss is nan", "step": 3} if bad else None, "lr": lr}
@@ -120,6 +124,22 @@ def test_every_rule_is_tuned_and_confirmed_on_other_seeds(write, capsys):
 
 
 @pytest.mark.usefixtures("_bowl")
+def test_a_rule_none_of_whose_trials_comes_to_its_end_has_a_row_that_says_so(write, capsys):
+    axes = {"rule": ["fp32"], "optimizer.beta2": [0.5, 0.99]}
+    path = write(axes=axes, tune=TUNE | {"span": 4}, confirm=CONFIRM, reference="fp32 beta2=0.99")
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    failed = "failed: none of 10 trials came to its end with a loss"
+    lines = list(csv.DictReader(Path("out/results.csv").read_text().splitlines()))
+    assert [(line["run"], line["seeds"], line["verdict"]) for line in lines] == [
+        ("fp32 beta2=0.5", "0", failed),
+        ("fp32 beta2=0.99", "3", "reference"),
+    ]
+    assert failed in capsys.readouterr().out
+    assert main(["report", "out", "--out", "page"]) == 0
+    assert failed in Path("page/table.md").read_text()
+
+
+@pytest.mark.usefixtures("_bowl")
 def test_it_goes_on_where_it_was(write):
     path = write(axes={"rule": ["fp32", "sgd"]}, tune=TUNE, confirm=CONFIRM)
     command = ["sweep", str(path), "--out", "out", "--workers", "1"]
@@ -148,6 +168,29 @@ def test_lengths_share_a_search_or_have_each_their_own(write):
         runs = [run for search in tuning.searches for run in tuning.confirmations(search, search.first)]
         assert [run.settings["train.max_steps"] for run in runs] == [4, 8, 16]
         assert {run.settings["train.max_steps"] for run in tuning.first()} == ({4} if steps else {4, 8, 16})
+
+
+@pytest.mark.usefixtures("_bowl")
+def test_points_that_differ_in_what_the_trials_have_set_share_a_search(write):
+    axes = {"rule": ["sgd", "fp32"], "optimizer.grad_clip": [0.5, 1.0, 2.0]}
+    told = {"optimizer.grad_clip": 2.0, "eval": {"batches": 3}}
+    sweep = read_sweep(write(axes=axes, tune={"seeds": [1], "settings": told}, confirm={"seeds": [2]}))
+    tuning = Tuning(sweep, SweepRecord(Path("out"), "tune"))
+    assert [len(search.confirmed) for search in tuning.searches] == [3, 3]
+    trials = [run.settings for run in tuning.first()]
+    assert {(settings["optimizer.grad_clip"], settings["eval.batches"]) for settings in trials} == {(2.0, 3)}
+    runs = list(tuning.confirmations(tuning.searches[0], {"optimizer.lr": 0.3}))
+    assert [run.settings["optimizer.grad_clip"] for run in runs] == [0.5, 1.0, 2.0]
+    assert {(run.settings["optimizer.lr"], run.settings.get("eval.batches")) for run in runs} == {(0.3, 2)}
+
+
+def test_trials_come_first_then_every_row_has_one_seed_before_another():
+    runs = [
+        PlannedPoint(label, "sgd", "-", seed, f"{label}{seed}", {"train.max_steps": steps, "train.batch_size": 1}, {})
+        for label, seed, steps in (("a", 1, 4), ("a", 2, 4), ("b", 1, 4), ("b", 2, 8))
+    ]
+    runs.append(replace(runs[0], name="trial", aside=True))
+    assert [run.name for run in sorted(runs, key=_turn)] == ["trial", "b2", "a1", "b1", "a2"]
 
 
 def test_the_estimate_counts_what_is_still_to_be_planned(write):
@@ -199,6 +242,8 @@ def test_a_file_that_contradicts_itself_is_refused(write, content, message):
         ({"axes": {"rule": ["fp32"]}}, {"keys": ["train.max_steps"]}, "no number that can be multiplied"),
         ({"axes": {"rule": ["fp32"]}}, {"keys": ["optimizer.float_lr"]}, "fp32.* has none of optimizer.float_lr"),
         ({"axes": {"rule": ["fp32"]}}, {"start": {"optimizer.float_lr": 1.0}}, "not one of tune.keys"),
+        ({"axes": {"rule": ["sgd"]}}, {"settings": {"train.max_steps": 3}}, "tune.steps says train.max_steps"),
+        ({"axes": {"rule": ["sgd"]}}, {"settings": {"optimizer.lr": 3.0}}, "tune.keys says optimizer.lr"),
         ({"axes": {"rule": ["sgd"]}}, {"keys": ["optimizer.weight_decay"]}, "a search begins above 0"),
         ({"axes": {"rule": ["fp32"]}, "search": "random"}, {}, "take search: random out"),
         ({"axes": {"rule": ["fp32"]}, "reference": "fp31"}, {}, "reference .*fp31.*did you mean 'fp32'"),

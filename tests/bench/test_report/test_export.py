@@ -1,10 +1,12 @@
 """What of a folder goes into a results file, and folders of which nothing does."""
 
+import csv
 import json
 
 import pytest
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.report import build
 
 
 @pytest.mark.parametrize(
@@ -29,3 +31,77 @@ def test_what_an_earlier_plan_left_is_not_exported(tmp_path, write_run):
     assert main(["results", "export", str(tmp_path / "study"), "--out", str(tmp_path / "x.json")]) == 0
     (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert len(row["runs"]) == 1
+
+
+@pytest.fixture
+def unfinished(tmp_path, write_run):
+    """A sweep of four rows and two seeds: three runs ended, one half done, two not begun; one row was given up."""
+    folder = tmp_path / "study"
+    entries = []
+    for rule, seed, final in (("fp32", 3, 2.0), ("fp32", 4, 2.1), ("nearest", 3, 2.3), ("nearest", 4, 2.4)):
+        write_run(folder / f"{rule}-{seed}", rule=rule, fmt=FORMATS.get(rule, "none"), final=final, seed=seed)
+        entries.append({"name": f"{rule}-{seed}", "label": rule, "rule": rule, "seed": seed})
+    (folder / "nearest-4" / "summary.json").unlink()
+    order = ["fp32", "nearest", "stochastic", "sgd"]
+    (folder / "sweep.json").write_text(
+        json.dumps({"order": order, "baseline": "fp32", "mode": "tune", "runs": entries})
+    )
+    trials = [{"runs": ["a", "b"]}, {"runs": ["c"]}]
+    searches = [
+        {"rows": [rule], "rule": rule, "format": FORMATS.get(rule, "none"), "over": rule != "stochastic"}
+        | ({"best": None, "trials": trials} if rule in ("sgd", "stochastic") else {"best": {"optimizer.lr": 1e-3}})
+        for rule in order
+    ]
+    (folder / "tuning.json").write_text(json.dumps({"confirm": {"seeds": [3, 4]}, "rows": searches}))
+    return folder
+
+
+FORMATS = {"nearest": "E4M3", "stochastic": "E4M3"}
+
+
+def test_a_sweep_that_is_not_finished_says_how_much_of_it_there_is(tmp_path, unfinished, capsys, monkeypatch):
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    file = tmp_path / "partial.json"
+    assert main(["results", "export", str(unfinished), "--out", str(file)]) == 0
+    assert "3 runs of 6; 3 are missing" in capsys.readouterr().err
+    content = json.loads(file.read_text())
+    assert content["runs"] == {"ended": 3, "planned": 6}
+    assert {row["label"]: row.get("missing") for row in content["rows"]} == {
+        "fp32": None,
+        "nearest": [4],
+        "stochastic": [3, 4],
+        "sgd": None,
+    }
+    tables = {}
+    for form in ("markdown", "latex", "csv"):
+        assert main(["results", "show", str(file), "--table", form]) == 0
+        tables[form] = capsys.readouterr().out
+        assert "3 of 6 runs" in tables[form]
+    lines = {line.split()[1]: line for line in tables["markdown"].splitlines()}
+    assert "+0.300, one seed: a lead" in lines["nearest"] or "(one seed: a lead)" in lines["run"]
+    assert "not run" in lines["stochastic"]
+    assert "failed: none of 3 trials came to its end with a loss" in lines["sgd"]
+    assert main(["report", str(file), "--out", str(tmp_path / "page")]) == 0
+    assert "3 of 6 runs" in (tmp_path / "page" / "report.html").read_text()
+
+
+def test_what_several_files_hold_counts_once(tmp_path, unfinished, monkeypatch, write_run):
+    monkeypatch.setattr(build, "write_figures", lambda *_: None)
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    assert main(["results", "export", str(unfinished), "--out", str(before)]) == 0
+    write_run(tmp_path / "again", rule="nearest", fmt="E4M3", final=2.4, seed=4)
+    (tmp_path / "again" / "summary.json").rename(unfinished / "nearest-4" / "summary.json")
+    summary = json.loads((unfinished / "nearest-4" / "summary.json").read_text()) | {"name": "nearest-4"}
+    (unfinished / "nearest-4" / "summary.json").write_text(json.dumps(summary))
+    assert main(["results", "export", str(unfinished), "--out", str(after)]) == 0
+    for given in ([before, after], [after, before], [before, unfinished], [after, after, unfinished]):
+        out = tmp_path / "page"
+        assert main(["report", *map(str, given), "--out", str(out), "--reference", "fp32"]) == 0
+        lines = {line["run"]: line for line in csv.DictReader((out / "results.csv").read_text().splitlines())}
+        assert {label: line["seeds"] for label, line in lines.items() if line["seeds"] != "0"} == {
+            "fp32": "2",
+            "E4M3 nearest": "2",
+        }
+        assert float(lines["E4M3 nearest"]["difference"]) == pytest.approx(0.3)
+        assert lines["sgd"]["verdict"].startswith("failed: none of 3 trials")
+        assert [line.get("partial") for line in lines.values()] == ["4 of 6 runs"] * 4

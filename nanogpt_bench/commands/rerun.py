@@ -1,0 +1,166 @@
+"""`nanogpt-bench results rerun`: a row of a results file trained again, beside what the file says of it."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.compare.plan import baseline_of
+from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.settings import build_config, flatten
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.report.exported import read_export
+from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.tables import padded
+from nanogpt_bench.runs.environment import environment
+from nanogpt_bench.runs.load import Run, load_run
+from nanogpt_bench.runs.metrics import VAL_LOSS
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.start import start_facts
+from nanogpt_bench.sweep.plan import PlannedPoint
+from nanogpt_bench.sweep.record import SweepRecord
+from nanogpt_bench.sweep.session import Session
+from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.signals import RESUMABLE
+
+MODE = "rerun"
+GPU = "GPU"
+#: facts of environment.json without which a number is not that of the row, and what is said of them
+DECIDING = {
+    "torch": ("libraries", "torch"),
+    GPU: ("gpu",),
+    "text (SHA-256 of its training tokens)": ("corpus", "splits", "train", "sha256"),
+    "text (SHA-256 of its validation tokens)": ("corpus", "splits", "val", "sha256"),
+    "first weights (SHA-256)": ("init_from", "sha256"),
+}
+#: facts that may change its last digits
+MINOR = {
+    "numpy": ("libraries", "numpy"),
+    "fp8manifold": ("libraries", "fp8manifold"),
+    "commit": ("commit",),
+    "CPU": ("cpu",),
+}
+#: what the same loss to three decimals may differ by
+SAME = 5e-4
+
+
+def rerun(
+    path: Path, label: str, seed: int | None, data_dir: Path | None, out: Path | None, *, anyway: bool = False
+) -> int:
+    """Train the runs of a row again, with the settings, device and threads that they had, and print both losses.
+
+    Returns 0 where every final loss is the recorded one to three decimals, 1 where one is not, 75 when a signal ended
+    it: the same command goes on.
+
+    Raises:
+        BenchError: no such row or seed; another torch, GPU or text than the row's, unless `anyway`: it names them.
+    """
+    rows = read_export(path).rows
+    row = next(row for row in rows if row.label == baseline_of(label, rows))
+    runs = _chosen(row, seed)
+    planned = [_planned(row, run, data_dir) for run in runs]
+    _compare(runs, planned, anyway=anyway)
+    folder = out or Path("runs") / f"rerun-{path.stem}-{re.sub(r'[^A-Za-z0-9._=+-]+', '-', row.label)}"
+    with locked(folder, "--out"):
+        record = SweepRecord(folder, MODE)
+        for run in planned:
+            record.check(run)
+        if not Session(record, None).train(planned):
+            return RESUMABLE
+        again = [load_run(record.run_dir(run)) for run in planned]
+    print(padded(list(_cells(runs, again))), end="")
+    return _verdict(row, runs, again)
+
+
+def _chosen(row: Row, seed: int | None) -> list[Run]:
+    """The runs of a row that are to be made again."""
+    runs = [run for run in row.runs if run.status == "finished" and seed in (None, run.seed)]
+    if not runs:
+        there = ", ".join(str(run.seed) for run in row.runs if run.status == "finished") or "none"
+        raise BenchError(f"--seed {seed}: {row.label!r} has no finished run of it; finished seeds: {there}")
+    return runs
+
+
+def _planned(row: Row, run: Run, data_dir: Path | None) -> PlannedPoint:
+    """The same training once more: every setting as recorded, and the threads that it had."""
+    settings = {key: value for key, value in flatten(dict(run.config)) if key in FIELDS}
+    settings |= {} if data_dir is None else {"data.dir": str(data_dir)}
+    settings["runtime.threads"] = run.environment.get("threads") or settings.get("runtime.threads")
+    if run.environment.get("gpu") is None:
+        settings["runtime.device"] = "cpu"
+    name = f"seed={run.seed}"
+    return PlannedPoint(row.label, row.rule, row.format, int(run.seed or 0), name, settings)
+
+
+def _compare(runs: Sequence[Run], planned: Sequence[PlannedPoint], *, anyway: bool) -> None:
+    """Refuse what would give other numbers, and say what may."""
+    prepare_default(str(planned[0].settings["data.dir"]))
+    config = resolve(build_config(planned[0].settings))
+    here = environment(open_corpus(config), config.runtime.threads) | start_facts(config)
+    deciding, minor = (
+        dict.fromkeys(line for run in runs for line in _differing(run, here, facts)) for facts in (DECIDING, MINOR)
+    )
+    if deciding and not anyway:
+        raise BenchError(f"not the same row: {'; '.join(deciding)}; --anyway trains it all the same")
+    for line in (*deciding, *minor):
+        print(printable(f"differs: {line}"), file=sys.stderr)
+
+
+def _differing(run: Run, here: Mapping[str, Any], facts: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    for name, keys in facts.items():
+        then, now = (_at(each, keys) for each in (run.environment, here))
+        if then != now and not (name == GPU and then is None):  # what was trained on a CPU is so again
+            yield f"{name} was {_short(then)}, is {_short(now)}"
+
+
+def _at(facts: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        facts = facts.get(key) if isinstance(facts, Mapping) else None
+    return facts
+
+
+def _short(value: Any) -> str:
+    return "none" if value is None else f"{str(value)[:12]}…" if len(str(value)) > 40 else str(value)
+
+
+def _cells(runs: Sequence[Run], again: Sequence[Run]) -> Iterator[list[str]]:
+    """Yield the table's lines: every validation of every seed, and the row's own number where there are several."""
+    yield ["seed", "step", "recorded", "here", "difference"]
+    for run, other in zip(runs, again, strict=True):
+        here = dict(zip(*other.curve(VAL_LOSS.name), strict=True))
+        for step, loss in zip(*run.curve(VAL_LOSS.name), strict=True):
+            yield [str(run.seed), f"{step:g}", *_numbers(loss, here.get(step))]
+    if len(runs) > 1:
+        yield ["mean", "final", *_numbers(*(_mean(each) for each in (runs, again)))]
+
+
+def _mean(runs: Sequence[Run]) -> float | None:
+    losses = [run.number("final_val_loss") for run in runs]
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
+
+
+def _numbers(loss: float | None, here: float | None) -> list[str]:
+    shown = ["-" if value is None else f"{value:.6f}" for value in (loss, here)]
+    return [*shown, "-" if loss is None or here is None else f"{here - loss:+z.6f}"]
+
+
+def _verdict(row: Row, runs: Sequence[Run], again: Sequence[Run]) -> int:
+    """Say whether the numbers are those of the file."""
+    losses = [[run.number("final_val_loss") for run in each] for each in (runs, again)]
+    apart = [
+        math.inf if then is None or now is None or other.status != "finished" else abs(now - then)
+        for then, now, other in zip(*losses, again, strict=True)
+    ]
+    same = max(apart) < SAME
+    words = "the recorded number" if same else "NOT the recorded number"
+    bits = ", to the bit" if not any(apart) else ""
+    print(printable(f"{row.label}: {words} to three decimals{bits}"))
+    return 0 if same else 1

@@ -1,0 +1,174 @@
+"""`nanogpt-bench sample`: text that a run's weights write, as they are and rounded to formats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.data.tokenizers import Tokenizer, tokenizer_from_meta
+from nanogpt_bench.runs.trained import choose, load, run_folder
+from nanogpt_bench.step.formats import format_summary
+from nanogpt_bench.step.runtime import runtime
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.files import write_json
+from nanogpt_bench.training.rounded import Rounded, checked_overrides, folder_of, named_formats
+
+#: columns that a text needs to stand beside another one
+_COLUMN = 36
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How the next token is chosen: of the `top_k` likeliest, by softmax(logits / temperature)."""
+
+    prompt: str = ""
+    tokens: int = 200
+    temperature: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one set of weights wrote after the prompt."""
+
+    format: str
+    text: str
+    #: how many tokens it has; fewer than were asked for where it came to an end of text
+    tokens: int
+    checkpoint: str
+
+
+def sample_run(
+    run_dir: Path, draw: Draw, checkpoint: str = "last", formats: Sequence[str] = (), overrides: Sequence[str] = ()
+) -> list[Sample]:
+    """Return the texts of a run's weights: as trained, then rounded to each format, all of the same draws.
+
+    A prompt of "" stands for an end of text, where the tokenizer has one, else for the validation text's first token.
+
+    Args:
+        run_dir: the run's folder.
+        draw: the prompt and how tokens are chosen.
+        checkpoint: last, best or step-N.
+        formats: each is that of every weight, in place of the run's; none: float weights.
+        overrides: settings of the rows in a format, and `data.dir`.
+
+    Raises:
+        BenchError: no such checkpoint, a prompt that the tokenizer can't write, or weights whose logits are not finite.
+    """
+    names = named_formats(formats)
+    trained = load(choose(run_dir, checkpoint))
+    weights = Rounded(trained, checked_overrides(overrides))
+    prepare_default(weights.own.data.dir)
+    corpus = open_corpus(weights.own)
+    weights.check_text(corpus)
+    tokenizer = tokenizer_from_meta(corpus.meta)
+    prompt = _encoded(draw.prompt, tokenizer, corpus)
+    with runtime(weights.own) as device, _progress() as progress:
+        task = progress.add_task("sample", total=(1 + len(names)) * draw.tokens)
+        found = []
+        for name, trainer in _rows(weights, names, corpus, device):
+            progress.update(task, description=name)
+            tokens = []
+            for token in _written(name, trainer, prompt.to(device), draw):
+                progress.advance(task)
+                if token == tokenizer.end_of_text:
+                    break
+                tokens.append(token)
+            found.append(Sample(name, tokenizer.decode(tokens), len(tokens), folder_of(trained.folder)))
+    return found
+
+
+def _rows(
+    weights: Rounded, names: Sequence[str], corpus: Corpus, device: torch.device
+) -> Iterator[tuple[str, Trainer]]:
+    yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
+    for name in names:
+        yield name, weights.rounded({} if name == "none" else weights.requantised(name), corpus, device)
+
+
+def _encoded(prompt: str, tokenizer: Tokenizer, corpus: Corpus) -> torch.Tensor:
+    """The prompt's tokens (1, T)."""
+    if prompt:
+        try:
+            tokens = tokenizer.encode(prompt).tolist()
+        except BenchError as error:
+            raise BenchError(f"--prompt: {error}") from None
+    else:
+        tokens = [int(corpus.val[0]) if tokenizer.end_of_text is None else tokenizer.end_of_text]
+    return torch.tensor([tokens])
+
+
+def _written(name: str, trainer: Trainer, prompt: torch.Tensor, draw: Draw) -> Iterator[int]:
+    """The tokens one after another; the same seed for every row, so that what differs comes from the weights."""
+    generator = torch.Generator().manual_seed(draw.seed)
+    options = {"temperature": draw.temperature, "top_k": draw.top_k, "generator": generator}
+    found = trainer.model.generate(prompt, draw.tokens, **options)
+    try:
+        while True:
+            with trainer.precision():  # not held open while somebody else computes
+                token = next(found, None)
+            if token is None:
+                return
+            yield int(token)
+    except FloatingPointError as error:
+        raise BenchError(f"{name}: {error}; these weights write no text") from None
+
+
+def _progress() -> Progress:
+    return Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
+def sample_command(
+    name: str,
+    draw: Draw,
+    *,
+    checkpoint: str | None = None,
+    formats: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+) -> int:
+    """Print what `sample_run` returns, write it to `out` as JSON where one is given, and return 0.
+
+    Raises:
+        BenchError: no folder of a run, and as `sample_run`.
+    """
+    run_dir = run_folder(name)
+    if run_dir is None:
+        raise BenchError(f"{name!r} is no folder of a run; give one that run has written, such as runs/e4m3")
+    found = sample_run(run_dir, draw, checkpoint or "last", formats, overrides)
+    _show(found, draw.prompt)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, [{**asdict(row), "draw": asdict(draw)} for row in found])
+    return 0
+
+
+def _show(rows: Sequence[Sample], prompt: str) -> None:
+    """Side by side on a terminal that is wide enough, else one below the other."""
+    console = Console()
+    texts = [Text.assemble((_shown(prompt), "bold"), _shown(row.text)) for row in rows]
+    if console.is_terminal and len(rows) > 1 and console.width >= _COLUMN * len(rows):
+        table = Table(*(row.format for row in rows), expand=True)
+        table.add_row(*texts)
+        console.print(table)
+        return
+    for row, text in zip(rows, texts, strict=True):
+        print(f"--- {row.format}, {row.tokens} tokens ---")
+        print(f"{text.plain}\n")
+
+
+def _shown(text: str) -> str:
+    """The text with what a terminal would take for orders shown by its number; lines stay."""
+    return "\n".join(printable(line) for line in text.split("\n"))

@@ -1,0 +1,180 @@
+"""Which figure at a tenth of the training tells the final gap: rank correlation, AUC, and what it adds to the loss."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nanogpt_bench.report.merged import identity
+from nanogpt_bench.report.results import Row, references_of
+from nanogpt_bench.report.tables import padded
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
+from nanogpt_bench.runs.metrics import SMOOTHED_LOSS, TRAIN_LOSS
+
+#: a run is behind when its final loss exceeds the reference's by more than this share
+BEHIND = 0.01
+#: of runs, fewer of which say nothing
+FEWEST = 5
+LEVEL = 0.05
+#: the trivial predictors: the loss at that time, and how far it is from the reference's at that step
+LOSS, LOSS_GAP = "training loss", "training loss less the reference's"
+HEADINGS = (
+    "figure at a tenth",
+    "runs",
+    "Spearman",
+    "loss's",
+    "AUC, > 1% behind",
+    "loss's",
+    "beyond the loss",
+    "p (Holm)",
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run: its figures at a tenth of the training, its final gap (inf where it failed) and whether it is behind."""
+
+    figures: Mapping[str, float]
+    gap: float
+    behind: bool
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What a figure tells of the final gap, over the runs that have it, and what the loss tells of the same runs.
+
+    `beyond` is the correlation of its ranks and the gap's with what the loss's ranks explain taken out of both, `p`
+    that of no such correlation, `holm` the same adjusted for the number of figures.
+    """
+
+    name: str
+    runs: int
+    spearman: float | None
+    of_loss: float | None
+    auc: float | None
+    auc_of_loss: float | None
+    beyond: float | None = None
+    p: float | None = None
+    holm: float | None = None
+
+
+def points(rows: Sequence[Row], reference: Row | None) -> dict[Hashable, Point]:
+    """Return the runs that have figures at a tenth and a run of the reference at the same seed, references left out.
+
+    Each stands under its identity, for another file may hold it too.
+    """
+    against = references_of(rows, reference)
+    found: dict[Hashable, Point] = {}
+    for row in rows:
+        other = against.get(row.label)
+        if other is None or other.label == row.label:
+            continue
+        for run in row.runs:
+            twin = next((one for one in other.runs if one.seed == run.seed and one.status == "finished"), None)
+            if twin is not None and (point := _point(run, twin)) is not None:
+                found[identity(run)] = point
+    return found
+
+
+def _point(run: Run, twin: Run) -> Point | None:
+    own, its = _at_tenth(run), _at_tenth(twin)
+    loss, base = run.number("final_val_loss"), twin.number("final_val_loss")
+    if not own or base is None or run.status not in ("finished", "failed"):
+        return None
+    gap = math.inf if loss is None or run.status == "failed" else loss - base
+    early = {LOSS: _loss(own), LOSS_GAP: None if (then := _loss(its)) is None else (_loss(own) or math.nan) - then}
+    known = {name: value for name, value in early.items() if value is not None and math.isfinite(value)}
+    return Point(own | known, gap, gap > BEHIND * base)
+
+
+def _at_tenth(run: Run) -> dict[str, float]:
+    """The figures of the look within a tenth of the run's steps; {} where there was none."""
+    limit = TENTH * (run.number("steps_planned") or 0)
+    step = max((step for step in looks_of(run) if step <= limit), default=None)
+    return {} if step is None else dict(looks_of(run)[step])
+
+
+def _loss(figures: Mapping[str, float]) -> float | None:
+    return figures.get(SMOOTHED_LOSS.name, figures.get(TRAIN_LOSS.name))
+
+
+def foretold(found: Sequence[Point]) -> list[Foretold]:
+    """Return what each figure tells that enough runs have: first the loss itself, then the others, best first."""
+    names = (name for name in FIGURES if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
+    told = [_foretold(name, found) for name in (LOSS, LOSS_GAP, *names)]
+    kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
+    trivial = [each for each in kept if each.name in (LOSS, LOSS_GAP)]
+    rest = _adjusted([each for each in kept if each not in trivial])
+    return [*trivial, *sorted(rest, key=lambda each: -abs(each.beyond or 0.0))]
+
+
+def _foretold(name: str, found: Sequence[Point]) -> Foretold:
+    """One figure beside the loss, over the runs that have both."""
+    from scipy.stats import linregress, pearsonr, rankdata
+
+    runs = [point for point in found if name in point.figures and LOSS in point.figures]
+    figure, loss = ([point.figures[key] for point in runs] for key in (name, LOSS))
+    gaps, behind = [point.gap for point in runs], [point.behind for point in runs]
+    told = Foretold(
+        name, len(runs), *(_spearman(x, gaps) for x in (figure, loss)), *(_auc(x, behind) for x in (figure, loss))
+    )
+    if len(runs) < FEWEST or told.spearman is None or told.of_loss is None or name in (LOSS, LOSS_GAP):
+        return told
+    ranks, of_gap, of_loss = (rankdata(values) for values in (figure, gaps, loss))
+    left = []
+    for each in (ranks, of_gap):
+        line = linregress(of_loss, each)
+        left.append(each - line.intercept - line.slope * of_loss)
+    if any(max(abs(values)) < 1e-9 * len(runs) for values in left):
+        return replace(told, beyond=0.0, p=1.0)  # the loss says all of it
+    test = pearsonr(*left)
+    return replace(told, beyond=float(test.statistic), p=float(test.pvalue))
+
+
+def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
+    """Rank correlation; None where one of the two is the same everywhere."""
+    if min(len(set(values)), len(set(gaps))) < 2:
+        return None
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(values, gaps).statistic)
+
+
+def _auc(values: Sequence[float], behind: Sequence[bool]) -> float | None:
+    """The probability that a run which is behind has the larger value; None where all are, or none is."""
+    late, others = ([v for v, b in zip(values, behind, strict=True) if b is wanted] for wanted in (True, False))
+    if not late or not others:
+        return None
+    from scipy.stats import mannwhitneyu
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same value everywhere
+        return float(mannwhitneyu(late, others).statistic) / (len(late) * len(others))
+
+
+def _adjusted(found: Sequence[Foretold]) -> list[Foretold]:
+    tested = [each.p for each in found if each.p is not None]
+    if not tested:
+        return list(found)
+    from statsmodels.stats.multitest import multipletests
+
+    left = iter(multipletests(tested, method="holm")[1].tolist())
+    return [each if each.p is None else replace(each, holm=next(left)) for each in found]
+
+
+def foretelling_table(found: Sequence[Foretold]) -> str:
+    """Return the table as Markdown, and a line that names the figures which add nothing to the loss."""
+    lines = [list(HEADINGS)]
+    for each in found:
+        shares = (each.spearman, each.of_loss, each.auc, each.auc_of_loss, each.beyond)
+        cells = [
+            "-" if value is None else f"{value:+z.2f}" if at in (0, 1, 4) else f"{value:.2f}"
+            for at, value in enumerate(shares)
+        ]
+        lines.append([each.name, str(each.runs), *cells, "-" if each.holm is None else f"{each.holm:.2g}"])
+    idle = [each.name for each in found if each.holm is None or each.holm >= LEVEL]
+    idle = [name for name in idle if name not in (LOSS, LOSS_GAP)]
+    return padded(lines) + (f"\nnothing found beyond the loss: {', '.join(idle)}\n" if idle else "")

@@ -1,0 +1,158 @@
+"""Sampling: the cache against whole passes, the draws, and the command over a run's weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.commands.sample import Draw, sample_run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data import prepare_text
+from nanogpt_bench.model.generation import KeyValueCache, sample
+from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
+
+SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50)
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    model = build_model(SMALL, seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # far from a uniform guess
+    return model
+
+
+def tokens(batch: int, time: int) -> Tensor:
+    return torch.randint(0, 50, (batch, time), generator=torch.Generator().manual_seed(time))
+
+
+def by_whole_passes(model: GPT, seen: Tensor, count: int, **options: object) -> Tensor:
+    """The definition: every token from a pass over the last `block_size` before it."""
+    begin = seen.shape[1]
+    model.eval()
+    for _ in range(count):
+        logits = model(seen[:, -SMALL.block_size :])[:, -1]
+        seen = torch.cat([seen, sample(logits.detach(), **options)[:, None]], 1)  # type: ignore[arg-type]
+    return seen[:, begin:]
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_cache_gives_the_logits_of_a_whole_pass(model: GPT) -> None:
+    seen, cache = tokens(3, 8), KeyValueCache(2)
+    model.eval()
+    parts = [model(part, cache) for part in seen.split((3, 1, 1, 1, 1, 1), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(seen), rtol=1e-5, atol=1e-5)
+    assert cache.length == 8
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 8, 13])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 3}, {"top_k": 99}])
+def test_tokens_are_those_of_whole_passes_within_the_window_and_beyond(
+    model: GPT, prompt: int, options: dict[str, float]
+) -> None:
+    seen = tokens(2, prompt)
+    found = torch.stack(list(model.generate(seen, 12, generator=generator(), **options)), 1)  # type: ignore[arg-type]
+    assert torch.equal(found, by_whole_passes(model, seen, 12, generator=generator(), **options))
+
+
+def test_the_mode_of_the_model_and_the_global_generator_stay(model: GPT) -> None:
+    before = torch.get_rng_state()
+    for training in (True, False):
+        model.train(training)
+        for token in model.generate(tokens(1, 2), 3, generator=generator()):
+            assert not token.requires_grad
+        assert model.training is training
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_follow_the_softmax_of_the_k_likeliest() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0]).expand(20_000, 4)
+    shares = torch.bincount(sample(logits, temperature=0.5, top_k=2, generator=generator()), minlength=4) / 20_000
+    expected = 1 / (1 + math.exp(-1 / 0.5))
+    assert shares[:2].tolist() == [0, 0]
+    assert float(shares[3]) == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / 20_000))
+    assert sample(logits[:2], top_k=1).tolist() == [3, 3]
+    assert sample(logits[:2] * 1e30, temperature=1e-30).tolist() == [3, 3]
+    for bad in (math.nan, math.inf):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            sample(torch.tensor([[0.0, bad]]))
+
+
+def test_a_run_writes_text_in_each_format_of_the_same_draws(trained: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "texts" / "a.json"
+    more = ["--prompt", "def ", "--tokens", "20", "--seed", "5", "--top-k", "9", "--temperature", "0.9"]
+    assert main(["sample", str(trained["float"]), "--formats", "e4m3,none", *more, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["format"] for row in rows] == ["none (as trained)", "E4M3", "none"]
+    assert rows[0]["text"] == rows[2]["text"] != ""
+    assert rows[0]["draw"] == {"prompt": "def ", "tokens": 20, "temperature": 0.9, "top_k": 9, "seed": 5}
+    assert all(row["tokens"] <= 20 for row in rows)
+    draw = Draw("def ", 20, 0.9, 9, 5)
+    assert sample_run(trained["float"], draw)[0].text == rows[0]["text"]
+    assert sample_run(trained["float"], Draw("def ", 20, 0.9, 9, 6))[0].text != rows[0]["text"]
+
+
+@pytest.mark.parametrize("kind", ["one byte", "master copy", "bfloat16", "tied", "untied"])
+def test_weights_of_every_kind_write(trained: dict[str, Path], kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(trained[kind]), "--checkpoint", "step-3", "--tokens", "9", "--temperature", "0"]) == 0
+    assert "(as trained), " in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose tokenizer has an end of text."""
+    folder = tmp_path_factory.mktemp("bytes")
+    (folder / "text.txt").write_text("all brown foxes are lazy. " * 99, encoding="utf-8")
+    prepare_text(folder / "text.txt", folder / "corpus", "byte")
+    run(tiny(train__max_steps=2, checkpoint__every=2, data__dir=folder / "corpus"), folder / "run")
+    return folder / "run"
+
+
+def test_an_end_of_text_ends_the_text(of_bytes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = iter([104, 105, 256, 33])
+    monkeypatch.setattr(GPT, "generate", lambda *_, **__: iter([torch.tensor([next(told)]) for _ in range(4)]))
+    (row,) = sample_run(of_bytes, Draw())
+    assert (row.text, row.tokens) == ("hi", 2)
+
+
+def test_weights_that_are_not_finite_are_refused(of_bytes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GPT, "forward", lambda *_: torch.full((1, 1, 257), math.nan))
+    with pytest.raises(BenchError, match=r"^none \(as trained\): the logits are not finite"):
+        sample_run(of_bytes, Draw())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "'nothing' is no folder of a run"),
+        (["RUN", "--formats", "E4M33"], "did you mean 'E4M3'"),
+        (["RUN", "--tokens", "0"], "'0' is not allowed; give a whole number >= 1"),
+        (["RUN", "--seed", "-1"], "give a whole number >= 0"),
+        (["RUN", "--seed", "99999999999999999999"], "give a whole number >= 0"),
+        (["RUN", "--temperature", "nan"], "give a number >= 0"),
+        (["RUN", "--temperature", "-1"], "give a number >= 0"),
+        (["RUN", "--top-k", "x"], "give a whole number >= 1"),
+        (["RUN", "--checkpoint", "step-4"], "step-4"),
+        (["RUN", "--optimizer.lr", "1"], "the weights of a run have been trained"),
+        (["RUN", "--promt", "x"], "did you mean '--prompt'"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    trained: dict[str, Path], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", *(word.replace("RUN", str(trained["float"])) for word in words)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
