@@ -341,7 +341,7 @@ class EvalConfig:
     batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
     also: str | None = setting(
         None,
-        "another prepared text, in the same tokens, to validate on as well (val/also_loss): what a fine-tuning forgets",
+        "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets",
     )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
 

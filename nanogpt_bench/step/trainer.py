@@ -203,9 +203,11 @@ class Trainer:
         """Return the loss (nats a token) of each of the fixed validation batches."""
         return self._losses(self._eval_batches)
 
-    def also_loss(self) -> float | None:
-        """Return the mean loss (nats a token) on the other text, None where there is none."""
-        return mean_and_error(self._losses(self._also_batches))[0] if self._also_batches else None
+    def also_loss(self) -> dict[str, float]:
+        """Return the mean loss (nats a token) on the other text, where there is one, as a step's record has it."""
+        if not self._also_batches:
+            return {}
+        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(self._also_batches))[0]}
 
     @torch.no_grad()
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
