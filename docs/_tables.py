@@ -67,7 +67,7 @@ def rules_table() -> str:
 
 def metrics_tables() -> str:
     """A table of the figures that are always recorded, and one for every monitor, from the registry of metrics."""
-    from nanogpt_bench.runs.metrics import METRICS
+    from nanogpt_bench.config.metrics import METRICS
 
     parts = []
     for monitor in dict.fromkeys(metric.monitor for metric in METRICS):

@@ -20,9 +20,9 @@ import pytest
 import fp8manifold as fm
 from nanogpt_bench.cli import build_parser, split_overrides
 from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.metrics import METRICS
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import parse_overrides
-from nanogpt_bench.runs.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

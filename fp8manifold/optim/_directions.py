@@ -110,17 +110,19 @@ def madam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descen
 
 
 class Direction(NamedTuple):
-    """A direction: its pure function, and the averages that it keeps, by the names that they have in the state."""
+    """A direction: its pure function, the averages that it keeps, by their names in the state, and what it refuses."""
 
     descend: Callable[..., Descent]
     averages: tuple[str, ...]
+    takes_no_error: str | None = None
+    """Why what rounding took can't be put into its first average; None where it can."""
 
 
 DIRECTIONS: Final = {
     "adam": Direction(adam, ("exp_avg", "exp_avg_sq")),
     "sgd": Direction(sgd, ("momentum_buffer",)),
-    "lion": Direction(lion, ("exp_avg",)),
-    "madam": Direction(madam, ("exp_avg_sq",)),
+    "lion": Direction(lion, ("exp_avg",), "its step is a sign, which no share of a rounding error fits"),
+    "madam": Direction(madam, ("exp_avg_sq",), "it has no first average to put a rounding error into"),
     "muon": Direction(muon, ("momentum_buffer",)),
 }
 AVERAGES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")

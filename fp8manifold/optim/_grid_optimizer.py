@@ -21,14 +21,16 @@ __all__ = ["GridOptimizer"]
 
 
 class GridOptimizer(ManifoldOptimizer):
-    """Plans steps for the engine: subclasses name the traits of the variant and give its numbers."""
+    """Plans steps for the engine: subclasses name a direction and the traits of the variant, and give its numbers."""
+
+    direction: str
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_number("damping", group["damping"], 0.0, 1.0)
         check_number("clip", group["clip"], 1.0)
         check_int("refresh_every", group["refresh_every"], 1, 2**62)
-        check_combination(type(self), group)
+        check_combination(type(self).__name__, self.direction, group)
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         """The variant's fields that follow neither from storage nor from shared options: direction, geometry, ...

@@ -15,11 +15,13 @@ from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._layout import row_view
-from fp8manifold.optim._variant import BOUNDS, MOMENTS, WRITEBACKS, Geometry, Storage, Variant
+from fp8manifold.optim._variant import BOUNDS, MOMENTS, Geometry, Storage, Variant
 
 __all__ = ["is_native", "run_native", "sum_of_squares"]
 
+#: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
+_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE, _A_ROW, _AN_ELEMENT = range(3)
@@ -28,10 +30,12 @@ _AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit"
 
 
 def is_native(job: Job, dtype: torch.dtype) -> bool:
-    """Whether native code takes this step; every step in float32 on the CPU but those that need a logarithm."""
+    """Whether native code takes this step; every known step in float32 on the CPU but those that need a logarithm."""
     variant, weight = job.variant, job.held["weight"]
     return (
-        dtype is torch.float32
+        variant.direction in _DIRECTIONS
+        and variant.writeback in _WRITEBACKS
+        and dtype is torch.float32
         and weight.device.type == "cpu"
         and weight.dtype is (torch.uint8 if variant.storage == "codes" else torch.float32)
         and variant.compiles
@@ -124,7 +128,7 @@ def _specification(variant: Variant) -> NDArray[np.void]:
     record[0] = (
         _DIRECTIONS.index(variant.direction),
         get_args(Storage).index(variant.storage),
-        list(WRITEBACKS).index(variant.writeback),
+        _WRITEBACKS.index(variant.writeback),
         MOMENTS.index(variant.moments),
         get_args(Geometry).index(variant.geometry),
         _STIFFNESSES.index(variant.stiffness),

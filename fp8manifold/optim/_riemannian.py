@@ -26,8 +26,6 @@ _LR_OWN, _LR_OTHER = 0.5, 1e-3
 class Riemannian(GridOptimizer):
     """Groups of mixed parameters, the bounded chart, and the write-back, shared by the two optimizers."""
 
-    direction: str
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""
         if not isinstance(param_group, dict) or isinstance(param_group.get("params", set()), set):

@@ -23,8 +23,6 @@ _LARGEST_POWER = 8.0
 class StiffnessOptimizer(GridOptimizer):
     """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
 
-    direction: str
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_choice("writeback", group["writeback"], WRITEBACKS)  # None is for manifolds

@@ -24,10 +24,15 @@ class WriteBack:
     """What optimizers call it."""
     rounding: Literal["nearest", "stochastic"] = "stochastic"
     """How a value goes to the grid."""
-    residual_bits: int = 0
+    residual_bits: Literal[0, 4, 8] = 0
     """Bits a weight in which the state keeps what the rounding left."""
     injects: bool = False
     """Whether what the rounding took goes into the first average."""
+
+    def __post_init__(self) -> None:
+        """Refuse a width that no state is kept in."""
+        if self.residual_bits not in (0, 4, 8):
+            raise ValueError(f"residual_bits={self.residual_bits!r} is not kept: 0, 4 (two weights a byte) or 8")
 
     @property
     def draws(self) -> bool:
@@ -87,7 +92,7 @@ WRITEBACKS: Final[dict[str, WriteBack]] = {
         WriteBack("momentum", injects=True),
     )
 }
-"""By name, in the order that native code counts them in."""
+"""By name."""
 
 
 def rule_of(group: dict[str, Any]) -> WriteBack:

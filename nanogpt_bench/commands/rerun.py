@@ -12,6 +12,7 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
@@ -20,7 +21,6 @@ from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.runs.metrics import VAL_LOSS
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedPoint

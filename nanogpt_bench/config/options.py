@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanogpt_bench.config.schema import PEERS
-
+#: optimizers of other packages, on float weights only
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
 #: of the library's own optimizers, beside those of their kind
 _OWN: dict[str, Any] = {"damping": 2.0**-8, "clip": 2.0**4, "stabilize_every": None, "reset_every": None}
 _DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
 }
+#: the library's own, each a class of fp8manifold.optim without its underscores
+OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
 #: what the options are called, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
 _UNITS = {

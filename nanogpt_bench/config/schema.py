@@ -10,24 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import section, setting
-from nanogpt_bench.config.machine import CheckpointConfig, RuntimeConfig
-from nanogpt_bench.config.watching import AlertsConfig, FailureConfig, MonitorConfig, ShadowConfig, TrackingConfig
+from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
+from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
 #: storages whose points are a format's values: a step is rounded when it is written back
 ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
-#: the library's own optimizers
-OWN_OPTIMIZERS = (
-    *("stiffness_adamw", "stiffness_muon", "stiffness_sgd", "stiffness_lion", "madam"),
-    *("riemannian_adam", "riemannian_sgd", "fisher"),
-)
-#: of these, those that step a model without a format as a peer would: their baseline on floats is their own
+#: of the library's own optimizers those that step a model without a format as a peer would: their baseline is their own
 ON_FLOATS = ("stiffness_muon",)
-#: those of other packages, on float weights only
-PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
-OPTIMIZERS = ("adamw", "sgd", *PEERS, *OWN_OPTIMIZERS)
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: those of fp8manifold.optim.WRITEBACKS, and which of them lose updates: that module brings torch, for which --help
@@ -174,7 +167,7 @@ class ModelConfig:
 class OptimizerConfig:
     """How a step is computed and written back."""
 
-    name: str | None = setting(None, "null: the rule's, or adamw", choices=OPTIMIZERS, rows_by="--rules")
+    name: str | None = setting(None, "null: the rule's, or adamw", choices=tuple(OPTIONS), rows_by="--rules")
     lr: float | None = setting(
         None,
         "peak learning rate, in value (riemannian_adam, riemannian_sgd: in ULPs a step; madam: a share of the weight); "
@@ -344,6 +337,25 @@ class EvalConfig:
         "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets",
     )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
+
+
+@dataclass
+class RuntimeConfig:
+    """The machine."""
+
+    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
+    compile: bool = setting(
+        False,
+        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
+        "monitor hooks itself run uncompiled",
+    )
+    peak_tflops: float | None = setting(
+        None,
+        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
+        above=0.0,
+        changes_numbers=False,
+    )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The sections of the configuration that say how a run is watched: monitors, shadow, alerts, trackers and failures."""
+"""The sections of the configuration that say what is told, kept and judged of a run: alerts to failures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 
 from nanogpt_bench.config.field import setting
 
-#: what a shadow's weights are copied from
-SHADOW_OF = ("dequantised", "master")
-FISHER_MATRICES = ("kfac", "diagonal")
 WANDB_MODES = ("off", "auto", "offline", "online")
 #: what an alert can be about, and how loud it is
 ALERT_KINDS = (
@@ -18,64 +15,6 @@ ALERT_KINDS = (
     *("early_divergence", "geometry_budget", "budget"),
 )
 ALERT_LEVELS = ("WARN", "ERROR", "off")
-
-
-@dataclass
-class MonitorConfig:
-    """What is watched beside the loss, each figure by layer and over all of them."""
-
-    stall: bool = setting(True, "share of weights that an update did not move, and how far the others moved")
-    ranges: bool = setting(True, "overflow, underflow, amax, kurtosis and scales of weights, activations and gradients")
-    bits: bool = setting(True, "use of codes, exponents and mantissas by what is quantised")
-    attention: bool = setting(True, "entropy of every attention head on a validation batch")
-    gradients: bool = setting(True, "norms, signal to noise, zeros and dead weights of the weights' gradients")
-    geometry: bool = setting(
-        True, "stiffness, distances in ULPs and the warp of the chart, where weights have a format"
-    )
-    trend: bool = setting(
-        True,
-        "smoothed training loss, its excess over the baseline or its own best, plateaus; without it there is no alert "
-        "of early divergence, and train.stop_on takes neither divergence nor plateau",
-    )
-    resources: bool = setting(True, "memory, and the share of the machine's speed, at every validation")
-    fisher: bool = setting(False, "trace and largest eigenvalues of the Fisher matrix (extra fisher)")
-    fisher_matrix: str = setting("kfac", "what stands for a layer's Fisher matrix", choices=FISHER_MATRICES)
-    fisher_eigenvalues: int = setting(5, "how many of each layer's largest eigenvalues are recorded", minimum=1)
-    interval: int = setting(100, "steps between two looks", minimum=1)
-    stall_interval: int | None = setting(
-        None, "steps between two looks at the stall; null: monitor.interval", minimum=1
-    )
-    turns: int = setting(
-        1,
-        "looks that share the layers: each takes one in so many, in turn, the first takes all; figures "
-        "over all layers are those of the latest figure of each; attention is looked at on one in so many sequences",
-        minimum=1,
-    )
-    histogram_interval: int = setting(
-        500, "steps between two records of distributions, in steps that are looked at; the last is one", minimum=1
-    )
-    activation_format: str | None = setting(
-        None, "format that activations are measured against where they have none; null: figures that need none only"
-    )
-    gradient_format: str | None = setting(
-        None, "format that gradients are measured against where they have none; null: figures that need none only"
-    )
-    dead_threshold: float = setting(1e-8, "a gradient below this is dead", above=0.0)
-    dead_steps: int = setting(100, "steps in a row that make a weight dead", minimum=1)
-    dead_interval: int = setting(
-        1, "steps between two looks for dead gradients, each of which stands for all of them", minimum=1, maximum=1000
-    )
-
-
-@dataclass
-class ShadowConfig:
-    """A float32 model with the run's current weights, whose gradients the run's are compared with."""
-
-    enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
-    interval: int = setting(100, "steps between two comparisons", minimum=1)
-    of: str = setting(
-        "dequantised", "the weights as the forward pass uses them, or their float32 master copy", choices=SHADOW_OF
-    )
 
 
 @dataclass
@@ -134,6 +73,27 @@ class TrackingConfig:
     )
     tags: list[str] = setting(list, "words to find the run by")
     tensorboard: bool = setting(False, "write TensorBoard's event files into the run folder")
+
+
+@dataclass
+class CheckpointConfig:
+    """When the state of a run is committed to its folder, and which of these checkpoints stay."""
+
+    every: int | None = setting(
+        500,
+        "steps between two checkpoints, best a multiple of eval.interval; null: none on the way. A signal that ends "
+        "the run is always answered with one",
+        minimum=1,
+    )
+    last: bool = setting(True, "a checkpoint where the run ends, too, unless it failed")
+    keep: int = setting(
+        2, "newest checkpoints that stay; the one with the lowest validation loss stays beside them", minimum=1
+    )
+    best: bool = setting(
+        False,
+        "one more checkpoint at every validation whose loss is the lowest so far, in best/, where it replaces the one "
+        "before; without it the lowest loss has a checkpoint only if one was due at that step",
+    )
 
 
 @dataclass

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.metric import ABOVE
+from nanogpt_bench.config.metrics import ELAPSED
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures import losses, values, weights
 from nanogpt_bench.failures.batches import batch_effect
@@ -13,7 +15,6 @@ from nanogpt_bench.failures.criteria import worst
 from nanogpt_bench.failures.evidence import Evidence, read
 from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import ABOVE, ELAPSED
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.watched import Alert
 

@@ -6,9 +6,9 @@ import statistics
 from bisect import insort
 from collections.abc import Mapping, Sequence
 
+from nanogpt_bench.config.metric import ABOVE
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import CLEAR, FOUND, NOT_JUDGED, Criterion, Finding
-from nanogpt_bench.runs.metrics import ABOVE
 
 
 def judge(

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nanogpt_bench.config.metric import ABOVE
+from nanogpt_bench.config.metrics import GRAD_HAS_NAN, GRAD_NORM, LOSS_IS_NAN, TRAIN_LOSS, VAL_LOSS
 from nanogpt_bench.failures.criteria import clear, earliest, found, judge, not_judged
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding
 from nanogpt_bench.runs.curves import smooth
-from nanogpt_bench.runs.metrics import ABOVE, GRAD_HAS_NAN, GRAD_NORM, LOSS_IS_NAN, TRAIN_LOSS, VAL_LOSS
 
 LOSS = TRAIN_LOSS.name
 #: what was not a number: the metric that says so, or the figure that then is null

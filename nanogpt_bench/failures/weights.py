@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from nanogpt_bench.config.metrics import UPDATE_LOST, UPDATE_TO_NOISE
 from nanogpt_bench.failures.batches import BatchEffect
 from nanogpt_bench.failures.criteria import clear, found, judge, not_judged
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding
-from nanogpt_bench.runs.metrics import UPDATE_LOST, UPDATE_TO_NOISE
 
 LOST, SIGNAL = UPDATE_LOST.name, UPDATE_TO_NOISE.name
 OTHER_BATCH = "a run with another batch size"

@@ -12,11 +12,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metric import ABOVE, Alarm, Metric
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.trend import TrendObserver
-from nanogpt_bench.runs import metrics
-from nanogpt_bench.runs.metrics import Alarm, Metric
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.system.errors import nearest
 
@@ -143,8 +143,8 @@ class AlertObserver(Observer):
         if not values:
             return
         limit: float = getattr(self._settings, alarm.setting)
-        at = (max if metric.bad == metrics.ABOVE else min)(values, key=values.__getitem__)
-        if values[at] > limit if metric.bad == metrics.ABOVE else values[at] < limit:
+        at = (max if metric.bad == ABOVE else min)(values, key=values.__getitem__)
+        if values[at] > limit if metric.bad == ABOVE else values[at] < limit:
             text = alarm.text.format(value=values[at], where=at.replace("/", " of "))
             yield Alert(step.number, "WARN", alarm.kind, f"{text} at step {step.number}", _number(values[at]), limit)
 

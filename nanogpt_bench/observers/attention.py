@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.metrics import ENTROPY, ENTROPY_MIN
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.gpt import Attention
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.runs.metrics import ENTROPY, ENTROPY_MIN
 from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.trainer import Trainer
+
+
+def build(config: Config, trainer: Trainer, turns: Turns) -> Observer:
+    """Return the monitor of a run."""
+    monitor = config.monitor
+    return AttentionEntropy(lambda: trainer.look(monitor.turns), monitor.interval, turns)
 
 
 class AttentionEntropy(Observer):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.model.gpt import GPT, Block, GPTShape, build_model
 from nanogpt_bench.observers.alerts import Alert, AlertObserver
 from nanogpt_bench.observers.anomaly import AnomalyObserver
-from nanogpt_bench.observers.attention import AttentionEntropy
 from nanogpt_bench.observers.bits import Bits
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.fisher import Fisher
@@ -21,7 +21,6 @@ from nanogpt_bench.observers.geometry import Geometry
 from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
 from nanogpt_bench.observers.ranges import Ranges
-from nanogpt_bench.observers.resources import Resources
 from nanogpt_bench.observers.shadow import ShadowObserver
 from nanogpt_bench.observers.stall import Stall
 from nanogpt_bench.observers.trend import TrendObserver
@@ -31,10 +30,12 @@ from nanogpt_bench.observers.zones import Zones
 from nanogpt_bench.step.layers import linear_layers
 from nanogpt_bench.step.points import Observer
 from nanogpt_bench.step.surgery import clip_residual_outputs, quantized_layers
+from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 
-if TYPE_CHECKING:
-    from nanogpt_bench.step.trainer import Trainer
+#: monitors that are put together here, as they share what they look at; of every other the module of its name builds it
+SHARING = ("stall", "ranges", "bits", "gradients", "geometry", "trend", "fisher")
+ON_THEIR_OWN = tuple(f.name for f in fields(MonitorConfig) if f.type == "bool" and f.name not in SHARING)
 
 
 @dataclass
@@ -70,19 +71,20 @@ def build_observers(
     trend = TrendObserver(config.alerts, baseline) if config.monitor.trend else None
     alerts = _alerts(config, run_dir, trend, tell)
     shadow = _shadow(config, trainer)
-    stall, monitors = _monitors(config, trainer, shadow)
+    turns = _turns(config, trainer)
+    stall, monitors = _monitors(config, trainer, turns)
+    alone = [_built(name, config, trainer, turns) for name in ON_THEIR_OWN if getattr(config.monitor, name)]
+    fisher = _fisher(config, trainer, shadow) if config.monitor.fisher else None
     # What adds to a record once it is complete comes before what writes it.
     sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    resources = Resources(trainer.model, config, trainer.device) if config.monitor.resources else None
-    ordered = [shadow, *monitors, trend, resources, *sinks, anomaly]
+    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *sinks, anomaly]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 
-def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -> tuple[Stall | None, list[Observer]]:
+def _monitors(config: Config, trainer: Trainer, turns: Turns) -> tuple[Stall | None, list[Observer]]:
     monitor, storage = config.monitor, config.model.storage or ""
     layers, quantized = linear_layers(trainer.model), quantized_layers(trainer.model)
-    turns = _turns(config, trainer)
     capture = Capture(monitor.interval, turns)
     stall = _stall(config, trainer, turns)
     ranges = Ranges(layers, capture, monitor, turns) if monitor.ranges else None
@@ -97,11 +99,13 @@ def _monitors(config: Config, trainer: Trainer, shadow: ShadowObserver | None) -
         capture if ranges or bits or zones else None,
         UpdateObserver(quantized, storage, consumers) if quantized and consumers else None,
         *(stall, ranges, bits, gradients, geometry, zones),
-        AttentionEntropy(lambda: trainer.look(monitor.turns), monitor.interval, turns) if monitor.attention else None,
-        _fisher(config, trainer, shadow) if monitor.fisher else None,
-        turns,
     ]
     return stall, [observer for observer in found if observer is not None]
+
+
+def _built(name: str, config: Config, trainer: Trainer, turns: Turns) -> Observer:
+    built: Observer = import_module(f"nanogpt_bench.observers.{name}").build(config, trainer, turns)
+    return built
 
 
 def _turns(config: Config, trainer: Trainer) -> Turns:

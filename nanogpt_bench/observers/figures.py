@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from nanogpt_bench.config.metric import OVER, Metric
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.runs.metrics import OVER, Metric
 from nanogpt_bench.step.points import Observer, Step
 
 
@@ -16,7 +16,7 @@ class Figures:
 
     Under `turns` the figure over all layers is that of the latest figure of each.
 
-    >>> from nanogpt_bench.runs.metrics import OVERFLOW
+    >>> from nanogpt_bench.config.metrics import OVERFLOW
     >>> figures = Figures()
     >>> figures.add(OVERFLOW.by("weight"), "a", 0.5, size=10)
     """

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metric import Metric
 from nanogpt_bench.observers.attention import buffers_kept
-from nanogpt_bench.runs import metrics
-from nanogpt_bench.runs.metrics import Metric
 from nanogpt_bench.step.points import Observer, Step
 
 

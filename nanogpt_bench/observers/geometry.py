@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
-from nanogpt_bench.config.watching import MonitorConfig
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.layers import forward_weight, is_rounded, plain
 from nanogpt_bench.step.points import Step
 

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.watching import MonitorConfig
+from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.capture import Capture
 
 Own = Literal["activation", "activation_gradient", "weight_gradient"]

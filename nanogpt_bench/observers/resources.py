@@ -8,10 +8,12 @@ import sys
 import torch
 from torch import nn
 
+from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.runs import metrics
+from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.step.layers import linear_layers
 from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.step.trainer import Trainer
 
 #: dense bfloat16 operations a second of GPUs by a part of their name, from their makers' data sheets
 PEAK_FLOPS = {
@@ -25,6 +27,11 @@ PEAK_FLOPS = {
     "V100": 125e12,
     "T4": 65e12,
 }
+
+
+def build(config: Config, trainer: Trainer, turns: Turns) -> Observer:
+    """Return the monitor of a run."""
+    return Resources(trainer.model, config, trainer.device)
 
 
 class Resources(Observer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.runs import metrics
+from nanogpt_bench.config import metrics
 from nanogpt_bench.step.layers import forward_weight, linear_layers, plain
 from nanogpt_bench.step.points import Observer, Step
 

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 import fp8manifold as fm
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metric import Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.runs import metrics
-from nanogpt_bench.runs.metrics import Metric
 from nanogpt_bench.step.layers import forward_weight
 from nanogpt_bench.step.points import Observer, Step
 

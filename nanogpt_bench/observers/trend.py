@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config import metrics
 from nanogpt_bench.config.watching import AlertsConfig
-from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.system.errors import BenchError
 

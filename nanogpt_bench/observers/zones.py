@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 import fp8manifold as fm
+from nanogpt_bench.config.metrics import ZERO_GRADIENT_ZONE
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.runs.metrics import ZERO_GRADIENT_ZONE
 from nanogpt_bench.step.layers import forward_weight, is_rounded
 from nanogpt_bench.step.points import Step
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from nanogpt_bench.config.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import Chart, ink, limit_line, lines, quantity
 from nanogpt_bench.report.failed import Predicted
@@ -13,7 +14,6 @@ from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row, reference_beside
 from nanogpt_bench.report.section import Section, figures
-from nanogpt_bench.runs.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
 
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Prediction

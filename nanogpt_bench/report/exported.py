@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.report.planned import PlannedRow, planned_rows
 from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.find import SWEEP
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.looks import FIGURES, looks_of
-from nanogpt_bench.runs.metrics import ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.runs.read import cleaned, finite
 from nanogpt_bench.runs.records import Records
 from nanogpt_bench.system.errors import BenchError, one_line

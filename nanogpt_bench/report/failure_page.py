@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_bench.config.metrics import TRAIN_LOSS
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import DOTTED, Chart, Spec, ink, lines, over, quantity
 from nanogpt_bench.report.classes import class_name
@@ -14,7 +15,6 @@ from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row, reference_beside
 from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import describe_ending
-from nanogpt_bench.runs.metrics import TRAIN_LOSS
 
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Diagnosis, Event, Finding

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from nanogpt_bench.config.metric import OPERANDS
+from nanogpt_bench.config.metrics import CODE_COUNTS
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.series import format_value
 from nanogpt_bench.runs.load import Histogram, Run
-from nanogpt_bench.runs.metrics import CODE_COUNTS, OPERANDS
 
 MOST_PANELS = 12  # more heat maps than these are no longer compared, and each carries a cell a code and layer
 MOST_LAYERS = 48

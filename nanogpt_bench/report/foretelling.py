@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.merged import identity
 from nanogpt_bench.report.results import Row, references_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
-from nanogpt_bench.runs.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 
 #: a run is behind when its final loss exceeds the reference's by more than this share
 BEHIND = 0.01

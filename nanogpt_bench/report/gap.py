@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from nanogpt_bench.config.metrics import TOKENS, TRAIN_LOSS
 from nanogpt_bench.runs.curves import smooth, smoothing_window
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import TOKENS, TRAIN_LOSS
 
 
 def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nanogpt_bench.config.metrics import TRAIN_LOSS, VAL_LOSS
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import Chart, Spec, category, ink, lines, names, of_row, over, quantity
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row, reference_name
 from nanogpt_bench.report.tables import format_gap
-from nanogpt_bench.runs.metrics import TRAIN_LOSS, VAL_LOSS
 
 BAR_HEIGHT = 42
 NATS = "nats per token"

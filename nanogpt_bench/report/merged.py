@@ -6,12 +6,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.planned import given_up
 from nanogpt_bench.report.results import Row, group_rows, setting_of
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import ELAPSED, VAL_LOSS
 
 
 def merged(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:

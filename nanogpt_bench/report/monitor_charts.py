@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nanogpt_bench.config.metric import LOG, SHARE, Metric
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import SHARE as PERCENT
 from nanogpt_bench.report.chart import Chart, limit_line, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
-from nanogpt_bench.runs.metrics import LOG, SHARE, Metric
 
-#: a group's title, and the namespace of its figures
-GROUPS = {
-    "gradients": ("Gradients", "grad"),
-    "updates": ("Updates", "stall"),
-    "ranges": ("Ranges", "quant"),
-    "bits": ("Bits", "bits"),
-    "attention": ("Attention", "attention"),
-    "geometry": ("Geometry", "geometry"),
-}
+#: titles of the namespaces that are not called by their own names
+TITLES = {"grad": "Gradients", "quant": "Ranges"}
 
 
 def watched_charts(

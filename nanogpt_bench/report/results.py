@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.metrics import COSINE
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import COSINE
 from nanogpt_bench.system.errors import printable, shortened
 
 REFERENCE_RULE = "bf16-mixed"

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
 from nanogpt_bench.report import fields, loss_charts, monitor_charts, sweep_charts, weight_charts
 from nanogpt_bench.report.chart import Chart
 from nanogpt_bench.report.distributions import distribution_charts
@@ -25,7 +26,6 @@ from nanogpt_bench.report.tuned import tuned_section
 from nanogpt_bench.report.verdict import Thresholds, describe_ending
 from nanogpt_bench.runs.history import history_comment
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import COSINE, UPDATE_LOST, charted
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def all_sections(page: Page) -> list[Section]:
         failure_section(failed_runs(page.results), page.references, page.looks) if ended else None,
         _studies(page),
         _stall(page),
-        *(_watched(page, name) for name in monitor_charts.GROUPS if name != "updates"),
+        *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
         _spreads(page),
         _weights(page),
         _alerts(page),
@@ -188,12 +188,12 @@ def _stall(page: Page) -> Section | None:
     return Section("stall", "Stall", f'<p class="muted">{words}</p>{page.legend(drawn)}{figures(drawn)}', drawn)
 
 
-def _watched(page: Page, name: str) -> Section | None:
-    title, namespace = monitor_charts.GROUPS[name]
+def _watched(page: Page, namespace: str) -> Section | None:
+    title = monitor_charts.TITLES.get(namespace, namespace.capitalize())
     drawn = monitor_charts.watched_charts(
         page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine}
     )
-    return Section(name, title, f"{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
+    return Section(title.lower(), title, f"{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
 
 
 def _spreads(page: Page) -> Section | None:

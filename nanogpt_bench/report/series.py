@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanogpt_bench.config.metrics import ELAPSED
 from nanogpt_bench.report.results import Result, Row
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import ELAPSED
 
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart

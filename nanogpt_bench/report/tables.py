@@ -7,10 +7,10 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from nanogpt_bench.config.metrics import CODE_UNCHANGED
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name, shortfall
-from nanogpt_bench.runs.metrics import CODE_UNCHANGED
 from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanogpt_bench.config.metrics import ARRIVED, SPEED, STALLS, VAL_LOSS
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.runs.history import history_lines
-from nanogpt_bench.runs.metrics import ARRIVED, SPEED, STALLS, VAL_LOSS
 from nanogpt_bench.runs.read import finite, mapping, numbers, records
 from nanogpt_bench.runs.records import MOST_NAMES, Records
 from nanogpt_bench.runs.watched import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nanogpt_bench.config.metric import Metric
+from nanogpt_bench.config.metrics import GRAD_NORM, METRICS, OVERHEAD, SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.metrics import GRAD_NORM, METRICS, OVERHEAD, SMOOTHED_LOSS, TRAIN_LOSS, Metric
 
 TENTH = 0.1
 #: what every record has, look or no look

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
-from nanogpt_bench.runs import metrics
+from nanogpt_bench.config import metrics
 from nanogpt_bench.step.layers import plain
 from nanogpt_bench.step.points import Anomaly, Step
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.options import OPTIONS
 from nanogpt_bench.config.schema import MANIFOLDS, Config, OptimizerConfig
 from nanogpt_bench.step.schedule import Course
 from nanogpt_bench.step.surgery import quantized_layers
@@ -26,7 +27,7 @@ def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = 
     """
     kind = _kind(config)
     try:
-        return _fisher(model, config, batches) if kind == "fisher" else _BUILDERS[kind](model, config)
+        return _fisher(model, config, batches) if kind == "fisher" else _BUILDERS.get(kind, _own)(model, config)
     except (ValueError, TypeError, ImportError) as error:
         raise BenchError(f"optimizer: {one_line(error)}") from None
 
@@ -93,25 +94,18 @@ def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_adam_groups(model, config), fused=True, **_adam_options(config))
 
 
-def _stiffness_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config.optimizer.weight_decay or 0.0)
-    return fm.optim.StiffnessAdamW(
-        groups, **_adam_options(config), stiffness=_stiffness(config), **_own_options(config)
-    )
-
-
-def _stiffness_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    groups = parameter_groups(model, settings.weight_decay or 0.0)
-    options = {"momentum": settings.momentum, "stiffness": _stiffness(config)}
-    return fm.optim.StiffnessSGD(groups, lr=settings.lr, **options, **_own_options(config))
-
-
-def _stiffness_lion(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    groups = parameter_groups(model, settings.weight_decay or 0.0)
-    options = {"betas": (settings.beta1, settings.beta2), "stiffness": _stiffness(config)}
-    return fm.optim.StiffnessLion(groups, lr=settings.lr, **options, **_own_options(config))
+def _own(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return the library's optimizer of that name, with the options that it takes."""
+    settings, name = config.optimizer, _kind(config)
+    options: dict[str, Any] = {option: getattr(settings, option) for option in _AS_THEY_ARE if option in OPTIONS[name]}
+    if "beta1" in OPTIONS[name]:
+        options["betas"] = settings.beta1, settings.beta2
+    if "stiffness" in OPTIONS[name]:
+        options["stiffness"] = _stiffness(config)
+    groups = _riemannian_groups if name.startswith("riemannian") else _adam_groups
+    kinds = {public.lower(): kind for public, kind in vars(fm.optim).items()}
+    made: torch.optim.Optimizer = kinds[name.replace("_", "")](groups(model, config), **options, **_own_options(config))
+    return made
 
 
 def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -130,23 +124,6 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
     """
     lr = settings.float_lr if group.get("direction") == "adam" else settings.lr
     return lr or 0.0
-
-
-def _madam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    groups = parameter_groups(model, settings.weight_decay or 0.0)
-    return fm.optim.Madam(groups, **_adam_options(config), float_lr=settings.float_lr, **_own_options(config))
-
-
-def _riemannian_adam(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    options = {"float_lr": config.optimizer.float_lr, **_own_options(config)}
-    return fm.optim.RiemannianAdam(_riemannian_groups(model, config), **_adam_options(config), **options)
-
-
-def _riemannian_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    settings = config.optimizer
-    options = {"momentum": settings.momentum, "float_lr": settings.float_lr, **_own_options(config)}
-    return fm.optim.RiemannianSGD(_riemannian_groups(model, config), lr=settings.lr, **options)
 
 
 def _fisher(model: nn.Module, config: Config, batches: Batches | None) -> torch.optim.Optimizer:
@@ -189,19 +166,16 @@ def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return optimizer
 
 
+#: options that the library calls what the bench calls them
+_AS_THEY_ARE = ("lr", "eps", "momentum", "float_lr")
+#: every other is an optimizer of the library that is made of groups and options
 _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "torchao_adamw8bit": _torchao,
     "torchao_adamwfp8": _torchao,
     "optimi_adamw": _optimi,
-    "stiffness_adamw": _stiffness_adamw,
-    "stiffness_sgd": _stiffness_sgd,
-    "stiffness_lion": _stiffness_lion,
     "stiffness_muon": _stiffness_muon,
-    "madam": _madam,
-    "riemannian_adam": _riemannian_adam,
-    "riemannian_sgd": _riemannian_sgd,
 }
 
 

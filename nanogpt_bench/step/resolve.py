@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, OWN_OPTIMIZERS, PEERS, unit
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
-    OWN_OPTIMIZERS,
-    PEERS,
     ROUNDED,
     Config,
     ModelConfig,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import fp8manifold as fm
+from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, batch, eval_batches, open_also
 from nanogpt_bench.model.gpt import GPT
-from nanogpt_bench.runs import metrics
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.memory import GradientPeak

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit, newest, read
+from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
@@ -22,7 +23,6 @@ from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
 from nanogpt_bench.observers.build import build_observers, check_monitors
 from nanogpt_bench.observers.trackers import check_trackers, start_trackers
 from nanogpt_bench.observers.tracking import Trackers
-from nanogpt_bench.runs import metrics
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.history import config_history, history_comment
 from nanogpt_bench.step.anomalies import Anomaly, Sentry, figure_of

@@ -13,21 +13,11 @@ from pathlib import Path
 import pytest
 
 import nanogpt_bench
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.metric import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, SMALLEST, TOGETHER, Metric
+from nanogpt_bench.config.metrics import METRICS, SPREADS, MonitorConfig
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.watching import ALERT_KINDS, AlertsConfig, MonitorConfig
-from nanogpt_bench.runs import metrics
-from nanogpt_bench.runs.metrics import (
-    ABOVE,
-    BELOW,
-    LARGEST,
-    MEAN,
-    METRICS,
-    OPERANDS,
-    SMALLEST,
-    SPREADS,
-    TOGETHER,
-    Metric,
-)
+from nanogpt_bench.config.watching import ALERT_KINDS, AlertsConfig
 from nanogpt_bench.training.train import run
 
 SOURCES = Path(nanogpt_bench.__file__).parent
@@ -130,9 +120,11 @@ def registered(key: str) -> Metric | None:
     return None
 
 
-def test_all_that_a_watched_run_writes_is_registered(tiny: Callable[..., Config], tmp_path: Path) -> None:
+def test_all_that_a_watched_run_writes_is_registered(
+    tiny: Callable[..., Config], corpus_dir: Path, tmp_path: Path
+) -> None:
     fisher = {"monitor__fisher": find_spec("nngeometry") is not None, "shadow__enabled": True, "shadow__interval": 2}
-    speed = {"runtime__peak_tflops": 1.0, "monitor__histogram_interval": 2}
+    speed = {"runtime__peak_tflops": 1.0, "monitor__histogram_interval": 2, "eval__also": str(corpus_dir)}
     formats = "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}}"
     seen: set[str] = set()
     for settings in (

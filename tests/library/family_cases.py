@@ -11,12 +11,23 @@ from optimizer_cases import ROWS, free_weight, grid_weight, muon_groups, normal,
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim._combinations import REGISTRY, is_valid
+from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
 
 Combination = tuple[str, str, str]
 
-NAMES = tuple(REGISTRY)
+NAMES = tuple(
+    name for name, kind in vars(fm.optim).items() if isinstance(kind, type) and issubclass(kind, GridOptimizer)
+)
+
+
+def is_valid(optimizer: str, writeback: str, moments: str) -> bool:
+    """Whether an optimizer has a combination: errors go into averages that take one and do not have 8 bits."""
+    takes = DIRECTIONS[getattr(fm.optim, optimizer).direction].takes_no_error is None
+    return not WRITEBACKS[writeback].injects or (takes and moments != "8bit")
+
+
 COMBINATIONS: list[Combination] = [(n, w, m) for n in NAMES for w in WRITEBACKS for m in MOMENTS]
 VALID = [c for c in COMBINATIONS if is_valid(*c)]
 INVALID = [c for c in COMBINATIONS if not is_valid(*c)]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from family_cases import is_valid
 from optimizer_cases import frozen
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient
-from fp8manifold.optim._combinations import is_valid
 from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
 
 REPRESENTATIONS = ("diagonal", "kfac", "ekfac")

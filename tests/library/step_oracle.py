@@ -20,8 +20,6 @@ from scalar_grid import F32, Chart, Codes, exp2, exponent_of, f32, root
 import fp8manifold as fm
 from fp8manifold.random_bits import word_range
 
-RESIDUAL_BITS = {"residual8": 8, "residual4": 4}
-
 
 @dataclass
 class Weight:
@@ -90,7 +88,8 @@ class Slow:
         assert not self.options.keys() - defaults.keys() - {"lr"}, self.options
         self.options = defaults | self.options
         n = len(self.stored)
-        self.extra = RESIDUAL_BITS.get(self.options["writeback"], 0) if self.rounds else 0
+        self.rule = fm.optim.WRITEBACKS[self.options["writeback"]]
+        self.extra = self.rule.residual_bits if self.rounds else 0
         self.residual = self.residual or [0] * n
         zero = 0 if self.options["moments"] == "8bit" else f32(0)
         self.averages = {name: [zero] * n for name in self.names}
@@ -177,7 +176,7 @@ class Slow:
             descent = self._descend(g, averages[i])
             target = self._move(weight, descent.direction)
             after = self._store(i, weight, target, draws[i])
-            if options["writeback"] == "momentum" and self.rounds:
+            if self.rule.injects and self.rounds:
                 self._inject(weight, descent, target, after)
             self._keep(i, descent, noise[i])
 
@@ -325,7 +324,7 @@ class Slow:
             after = min(max(target, f32(-self.fmt.max)), f32(self.fmt.max))
             self.stored[i] = self.stored[i] if after == weight.x else f32(after * weight.scale)
             return after
-        given = None if self.options["writeback"] == "nearest" else draw
+        given = draw if self.rule.draws else None
         count = Codes(self.fmt, self.extra).round(float(target), given)
         return self._put(i, count, bool(np.signbit(target)), weight.scale)
 

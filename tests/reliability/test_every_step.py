@@ -14,6 +14,7 @@ import torch
 
 from nanogpt_bench.checkpoint import newest, read
 from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.schema import MOMENTS, WRITEBACKS
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.step import run_state
@@ -23,8 +24,6 @@ from nanogpt_bench.training.train import run
 FEW, MANY = 4, 50
 OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")
 OWN = (*OWN, "riemannian_sgd", "fisher")
-WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
-MOMENTS = ("float32", "bfloat16", "8bit")
 GRANULARITIES = ("tensor", "channel", "block")
 POLICIES = ("dynamic", "static", "delayed")
 FORMATS = ("E4M3", "E5M2", "E3M4", "E7M0")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.watching import MonitorConfig
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.observers import Observer, Step, UpdateObserver
 from nanogpt_bench.observers.attention import AttentionEntropy

@@ -1,108 +1,97 @@
-"""The metrics of a run, each told once: its name on disk, title, unit, meaning, how layers make one, what is bad.
+"""The metrics of a run, each told once: name on disk, title, unit, meaning, how layers make one, and what is bad.
 
-Whoever records, judges, draws or documents a figure asks here. A name is a key of metrics.jsonl, beside `step`, or of
-histograms.jsonl: `NAMESPACE/FIGURE`, then `/OPERAND` where several are measured, then `/LAYER`.
+Whoever records, judges, draws or documents a figure asks here; what turns a monitor on and off stands beside them. A
+name is a key of metrics.jsonl, beside `step`, or of histograms.jsonl: `NAMESPACE/FIGURE`, then `/OPERAND` where several
+are measured, then `/LAYER`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
-#: what a layer multiplies, what comes back, and what the blocks add up; the last are measured for blocks
-OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "residual")
-_LAYER: Final = OPERANDS[:-1]
-#: the side on which a figure is bad
-ABOVE, BELOW = "above", "below"
-#: how the figures of all layers make one; TOGETHER: as one layer, which its observer sees to
-MEAN, LARGEST, SMALLEST, TOGETHER = "mean", "largest", "smallest", "together"
-#: scale of a chart
-LINEAR, LOG = "linear", "log"
-SHARE, NATS, ULPS, RATIO = "share", "nats", "ULPs", "ratio"
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """The alert that a figure raises: its kind, the setting of `alerts` that is its limit, and what is said."""
-
-    kind: str
-    setting: str
-    #: with the `value`, and `where` it is of: a layer, or an operand of one
-    text: str
-    leaves_out: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A figure of a run's records.
-
-    >>> UPDATE_LOST.of("lm_head"), OVERFLOW.by("weight").of("lm_head"), EXPONENT_BIT.number(3).name
-    ('stall/update_lost/lm_head', 'quant/overflow/weight/lm_head', 'bits/exponent_bit_3')
-    """
-
-    name: str
-    title: str
-    unit: str
-    #: one sentence; with the title it is the caption of its chart and its row in the documentation
-    meaning: str
-    #: the monitor that has to be on; none where it is always recorded
-    monitor: str = ""
-    #: how the figures of all layers make one; none where there is no figure of a layer
-    over: str = ""
-    operands: tuple[str, ...] = ()
-    #: ABOVE or BELOW; neither where no side is
-    bad: str = ""
-    alarm: Alarm | None = None
-    #: budget beyond which an alert is raised, unless `alerts.at_most` says otherwise
-    at_most: float | None = None
-    #: LINEAR or LOG where the report has a chart of it; none where it has not, or where it stands in another one
-    chart: str = ""
-
-    def of(self, layer: str) -> str:
-        """Return the key of one layer's figure."""
-        return f"{self.name}/{layer}"
-
-    def by(self, operand: str) -> Metric:
-        """Return the metric of one operand."""
-        title = f"{self.title}, {operand.replace('_', ' ')}s"
-        return replace(self, name=f"{self.name}/{operand}", title=title, operands=())
-
-    def number(self, index: int) -> Metric:
-        """Return the metric that the `I` at the end of the name counts."""
-        return replace(self, name=f"{self.name.removesuffix('I')}{index}")
-
-    @property
-    def namespace(self) -> str:
-        """The first part of the name."""
-        return self.name.partition("/")[0]
-
-    @property
-    def figure(self) -> str:
-        """The second part of the name: what `fp8manifold.monitor` calls it."""
-        return self.name.split("/")[1]
-
-    @property
-    def each(self) -> tuple[Metric, ...]:
-        """The metric by operand, or itself where there is one only."""
-        return tuple(map(self.by, self.operands)) or (self,)
-
-    def in_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the figures of one record that an alarm is about: of every layer, of operands as `OPERAND/LAYER`."""
-        if not self.over:
-            return {"": record[self.name]} if self.name in record else {}
-        start, depth = f"{self.name}/", self.name.count("/") + 1 + bool(self.operands)
-        found = {key: value for key, value in record.items() if key.startswith(start) and key.count("/") == depth}
-        return {key.removeprefix(start): value for key, value in found.items()}
+from nanogpt_bench.config.field import setting
+from nanogpt_bench.config.metric import (
+    ABOVE,
+    BELOW,
+    LARGEST,
+    LINEAR,
+    LOG,
+    MEAN,
+    NATS,
+    OF_LAYERS,
+    OPERANDS,
+    RATIO,
+    SHARE,
+    SMALLEST,
+    TOGETHER,
+    ULPS,
+    Alarm,
+    Metric,
+    Spread,
+)
 
 
-@dataclass(frozen=True)
-class Spread(Metric):
-    """A distribution of histograms.jsonl, by layer; the unit is its axis's."""
+@dataclass
+class MonitorConfig:
+    """What is watched beside the loss, each figure by layer and over all of them."""
+
+    stall: bool = setting(True, "share of weights that an update did not move, and how far the others moved")
+    ranges: bool = setting(True, "overflow, underflow, amax, kurtosis and scales of weights, activations and gradients")
+    bits: bool = setting(True, "use of codes, exponents and mantissas by what is quantised")
+    attention: bool = setting(True, "entropy of every attention head on a validation batch")
+    gradients: bool = setting(True, "norms, signal to noise, zeros and dead weights of the weights' gradients")
+    geometry: bool = setting(
+        True, "stiffness, distances in ULPs and the warp of the chart, where weights have a format"
+    )
+    trend: bool = setting(
+        True,
+        "smoothed training loss, its excess over the baseline or its own best, plateaus; without it there is no alert "
+        "of early divergence, and train.stop_on takes neither divergence nor plateau",
+    )
+    resources: bool = setting(True, "memory, and the share of the machine's speed, at every validation")
+    fisher: bool = setting(False, "trace and largest eigenvalues of the Fisher matrix (extra fisher)")
+    fisher_matrix: str = setting("kfac", "what stands for a layer's Fisher matrix", choices=("kfac", "diagonal"))
+    fisher_eigenvalues: int = setting(5, "how many of each layer's largest eigenvalues are recorded", minimum=1)
+    interval: int = setting(100, "steps between two looks", minimum=1)
+    stall_interval: int | None = setting(
+        None, "steps between two looks at the stall; null: monitor.interval", minimum=1
+    )
+    turns: int = setting(
+        1,
+        "looks that share the layers: each takes one in so many, in turn, the first takes all; figures "
+        "over all layers are those of the latest figure of each; attention is looked at on one in so many sequences",
+        minimum=1,
+    )
+    histogram_interval: int = setting(
+        500, "steps between two records of distributions, in steps that are looked at; the last is one", minimum=1
+    )
+    activation_format: str | None = setting(
+        None, "format that activations are measured against where they have none; null: figures that need none only"
+    )
+    gradient_format: str | None = setting(
+        None, "format that gradients are measured against where they have none; null: figures that need none only"
+    )
+    dead_threshold: float = setting(1e-8, "a gradient below this is dead", above=0.0)
+    dead_steps: int = setting(100, "steps in a row that make a weight dead", minimum=1)
+    dead_interval: int = setting(
+        1, "steps between two looks for dead gradients, each of which stands for all of them", minimum=1, maximum=1000
+    )
 
 
-OVER: Final[Mapping[str, Callable[[Iterable[float]], float]]] = {LARGEST: max, SMALLEST: min}
+@dataclass
+class ShadowConfig:
+    """A float32 model with the run's current weights, whose gradients the run's are compared with."""
+
+    enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
+    interval: int = setting(100, "steps between two comparisons", minimum=1)
+    of: str = setting(
+        "dequantised",
+        "the weights as the forward pass uses them, or their float32 master copy",
+        choices=("dequantised", "master"),
+    )
+
 
 LOSS_IS_NAN = Metric("loss_is_nan", "Loss not finite", "0 or 1", "Whether the training loss is NaN or Inf.", bad=ABOVE)
 GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether the gradient's norm is.", bad=ABOVE)
@@ -266,9 +255,9 @@ AMAX_OVER_STD = _ranges(
 SUBNORMAL = _ranges("quant/subnormal", "Subnormals", SHARE, "Values that become subnormal.")
 CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the largest at all, rounded there.", bad=ABOVE)
 AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite ones.", over=LARGEST)
-SCALE = _ranges("quant/scale", "Scale", "value", "Geometric mean of an operand's scales.", operands=_LAYER)
+SCALE = _ranges("quant/scale", "Scale", "value", "Geometric mean of an operand's scales.", operands=OF_LAYERS)
 SCALE_CHANGES = _ranges(
-    "quant/scale_changes", "Scales changed", SHARE, "Scales that changed since the last look.", operands=_LAYER
+    "quant/scale_changes", "Scales changed", SHARE, "Scales that changed since the last look.", operands=OF_LAYERS
 )
 
 _bits = partial(Metric, monitor="bits", over=MEAN, operands=OPERANDS)
@@ -393,6 +382,8 @@ _ALL = [value for value in list(globals().values()) if isinstance(value, Metric)
 #: every figure and every distribution, in the order in which they are shown
 METRICS: Final = tuple(metric for metric in _ALL if not isinstance(metric, Spread))
 SPREADS: Final = tuple(metric for metric in _ALL if isinstance(metric, Spread))
+#: namespaces of figures that get charts
+CHARTED: Final = tuple(dict.fromkeys(metric.namespace for metric in METRICS if metric.chart))
 
 
 def charted(namespace: str) -> tuple[Metric, ...]:

@@ -1,0 +1,103 @@
+"""The guide to extending: its changes are applied to a copy of the checkout, which then has all that they add."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "docs" / "extending.md"
+#: what the guide adds, and how many files each may touch
+ADDED = ("A format", "An optimizer", "An optimizer of the bench", "A setting of the bench", "A write-back", "A monitor")
+ADDED = (*ADDED, "A chart")
+MOST_FILES = 2
+#: lines, as everywhere
+LONGEST_FILE = 400
+#: run in the copy: trains with everything that was added, writes the report, and looks where each should be told of
+CHECK = """
+import json, sys
+from pathlib import Path
+
+import fp8manifold as fm
+from nanogpt_bench.cli import main
+from nanogpt_bench.config import schema
+from nanogpt_bench.config.options import OPTIONS
+
+assert Path(fm.__file__).is_relative_to(Path.cwd()), fm.__file__
+sys.path.insert(0, "docs")
+import _tables
+
+assert _tables.formats_table() in Path("README.md").read_text(encoding="utf-8")
+assert fm.NAMED_FORMATS["E3M3"].max == 30
+assert tuple(fm.optim.WRITEBACKS) == schema.WRITEBACKS
+assert "`zeros/weight`" in _tables.metrics_tables()
+assert all(f"`{key}`" in _tables.settings_sections() for key in ("monitor.zeros", "runtime.matmul"))
+
+Path("text.txt").write_text("the quick brown fox jumps over the lazy dogs\\n" * 300, encoding="utf-8")
+assert main(["prepare", "text", "--input", "text.txt", "--tokenizer", "char", "--out", "corpus"]) == 0
+settings = {
+    "data.dir": "corpus", "model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16,
+    "train.max_steps": 6, "train.batch_size": 4, "eval.interval": 3, "eval.batches": 2, "optimizer.warmup_steps": 2,
+    "monitor.interval": 2, "model.format": "E3M3", "optimizer.name": "stiffness_signum",
+    "optimizer.writeback": "carry8", "monitor.zeros": "true", "runtime.matmul": "high",
+}
+Path("one.yaml").write_text("seed: 1\\n", encoding="utf-8")
+assert main(["run", "one.yaml", "--name", "one", *(f"--{key}={value}" for key, value in settings.items())]) == 0
+records = [json.loads(line) for line in Path("runs/one/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+assert [record["step"] for record in records if "zeros/weight" in record] == [2, 4, 6]
+assert main(["report", "runs/one", "--out", "page"]) == 0
+page = Path("page/report.html").read_text(encoding="utf-8")
+assert all(title in page for title in ("Zero weights", "Perplexity by step"))
+print("everything is there")
+"""
+
+
+def changes() -> dict[str, list[str]]:
+    """The changes that the guide shows, by the section that they stand in."""
+    sections = re.split(r"^## (.+)$", GUIDE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    pairs = zip(sections[::2], sections[1::2], strict=True)
+    return {title: re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for title, text in pairs}
+
+
+def apply(change: str, folder: Path) -> str:
+    """Make a change, its file's name in the first line, its places apart by @@; each is found once. Return the file."""
+    name, _, text = change.partition("\n")
+    path = folder / name
+    whole = path.read_text(encoding="utf-8") if path.exists() else ""
+    for place in text.split("@@\n"):
+        lines = place.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        new = "".join(line[1:] for line in lines if line[0] != "-")
+        assert whole.count(old) == 1 if old else not path.exists(), f"{name} has this not once:\n{old}"
+        whole = whole.replace(old, new) if old else new
+    path.write_text(whole, encoding="utf-8")
+    return name
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the guide changes and what it says follows."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("fp8manifold", "nanogpt_bench", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "_build", "measured"))
+    shutil.copy(ROOT / "README.md", folder)
+    return folder
+
+
+def test_the_changes_of_the_guide_do_what_it_says(copy: Path) -> None:
+    told = changes()
+    files = {title: {apply(change, copy) for change in told[title]} for title in ADDED}
+    assert {title: names for title, names in files.items() if not 0 < len(names) <= MOST_FILES} == {}
+    lengths = {
+        name: len((copy / name).read_text(encoding="utf-8").splitlines()) for name in set().union(*files.values())
+    }
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK], cwd=copy, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.endswith("everything is there\n"), done.stdout + done.stderr
