@@ -30,8 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a matrix that asks for it, leave a covering sample to the default run, and the rest to the slow one."""
+    if config.getoption("--full"):
+        return
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         asked = item.get_closest_marker("covering") and not item.get_closest_marker("slow")

@@ -5,13 +5,17 @@ import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,11 +30,32 @@ NAMES = ("_forms", "_timing", "_contenders", "optimizer_step", "linear_forward",
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
     """What a benchmark prints in a process without the compiler; fail unless it ends with ``code`` (None: 0 or 1)."""
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | environment
-    command = [sys.executable, str(FOLDER / script), *arguments]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout + done.stderr
+    settings = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} | environment
+    done = forked_run([sys.executable, str(FOLDER / script), *arguments], env=settings)
+    assert done.returncode in ((0, 1) if code is None else (code,)), done.stdout
     return done.stdout
+
+
+def forked_run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+    """What ``subprocess.run`` is to a benchmark, in processes that are forked from here and need not import torch."""
+
+    def benchmark() -> int:
+        os.environ.update(env)
+        sys.path.insert(0, str(FOLDER))
+        sys.argv = command[1:]
+        warnings.resetwarnings()
+        if "PYTHONPATH" not in env:  # what a process imports from there, this one may have imported from elsewhere
+            subprocess.run = forked_run
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return 0
+
+    with tempfile.TemporaryDirectory() as folder:
+        code = forked.finish(forked.start(Path(folder), benchmark))
+        printed = forked.said(Path(folder))
+        return subprocess.CompletedProcess(command, code, printed, printed)
 
 
 @pytest.fixture

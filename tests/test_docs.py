@@ -1,21 +1,24 @@
 """The documentation builds without a warning, its examples run, and what it says about the code is so."""
 
+import contextlib
 import doctest
 import html
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote
 
 import pytest
+import torch
 
 import fp8manifold as fm
 from nanogpt_bench.cli import build_parser, split_overrides
@@ -36,17 +39,6 @@ PAGES = [
 MATHEMATICAL = [ROOT / "docs" / "geometry.md", ROOT / "docs" / "optimizers.md"]
 MAIN_JOB = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[bench]" && nanogpt-bench compare'
 TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest -n auto'
-# geoopt scripts one helper at import: the one warning that is let through.
-STRICT = ("-W", "error", "-W", "ignore:`torch.jit.script`")
-
-
-def run_python(arguments: Sequence[str | Path], cwd: Path) -> str:
-    """Run Python with warnings as errors, and return what it printed; fail with its output otherwise."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, *STRICT, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -197,21 +189,31 @@ def test_the_doctests_of_the_page_writers_pass(module: str) -> None:
     assert result.failed == 0
 
 
-def test_readme_code_trains(tmp_path: Path) -> None:
+@pytest.fixture
+def run_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Return a function that runs a program, warnings being errors, and returns what it printed."""
+
+    def run(code: str) -> str:
+        script = tmp_path / "script.py"
+        script.write_text(code, encoding="utf-8")
+        with contextlib.chdir(tmp_path), torch.random.fork_rng():
+            runpy.run_path(str(script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_readme_code_trains(run_code: Callable[[str], str]) -> None:
     geoopt_block, model_block = blocks(README, "python")
-    script = tmp_path / "readme.py"
     check = "assert loss.item() < {bound}, loss\nprint('trained')\n"
     first = "import torch\ntorch.manual_seed(0)\n" + geoopt_block + check.format(bound=1.0)
-    second = model_block + check.format(bound=0.5)
-    script.write_text(first + second, encoding="utf-8")
-    assert run_python([script], tmp_path).split() == ["trained", "trained"]
+    assert run_code(first + model_block + check.format(bound=0.5)).split() == ["trained", "trained"]
 
 
-def test_start_page_code_runs(tmp_path: Path) -> None:
-    script = tmp_path / "start.py"
+def test_start_page_code_runs(run_code: Callable[[str], str]) -> None:
     step = "\nmodel(torch.ones(4, 16)).sum().backward()\noptimizer.step()\nprint(type(model[0]).__name__)\n"
-    script.write_text("\n".join(blocks(ROOT / "docs" / "start.md", "python")) + step, encoding="utf-8")
-    assert run_python([script], tmp_path).strip() == "QuantizedLinear"
+    code = "\n".join(blocks(ROOT / "docs" / "start.md", "python")) + step
+    assert run_code(code).strip() == "QuantizedLinear"
 
 
 def test_readme_has_the_two_commands() -> None:

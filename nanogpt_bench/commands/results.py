@@ -15,16 +15,20 @@ from nanogpt_bench.report.length import by_length, length_cells
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.tuned import tuning_table
+from nanogpt_bench.runs.looks import TENTH
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.words import counted
 
 TABLES = {"markdown": to_markdown, "latex": to_latex, "csv": to_csv}
+#: when figures are taken, as a share of a run's steps
+TIMES = {"tenth": TENTH, "end": 1.0}
 #: options, and the words that they go with
 GO_WITH = {
     "out": ("export", "rerun"),
     "reference": ("show", "monitors"),
     "table": ("show",),
+    **dict.fromkeys(("at", "over"), ("monitors",)),
     **dict.fromkeys(("row", "seed", "data_dir", "anyway"), ("rerun",)),
 }
 
@@ -40,7 +44,7 @@ def main_results(args: argparse.Namespace) -> int:
             told = "; show prints, and report FILE.json --out DIR draws" * (option == "out")
             raise BenchError(f"--{option.replace('_', '.')} goes with results {' and '.join(words)}{told}")
     if args.word == "monitors":
-        return monitors(args.paths, args.reference)
+        return monitors(args.paths, args.reference, at=args.at or "tenth", over=args.over or "row")
     path, *more = args.paths
     if more:
         raise BenchError(f"results {args.word} takes one path, not {len(args.paths)}: {str(more[0])!r} is one too many")
@@ -89,8 +93,8 @@ def _show(content: Exported, reference: str | None, table: str | None) -> int:
     return 0
 
 
-def monitors(paths: Sequence[Path], reference: str | None = None) -> int:
-    """Print what each figure at a tenth of the training told of the final gap, over the runs of all files.
+def monitors(paths: Sequence[Path], reference: str | None = None, *, at: str = "tenth", over: str = "row") -> int:
+    """Print what each figure at a tenth of the training, or at its end, tells of the final gap, over all runs.
 
     Raises:
         BenchError: a file that holds no results, no such row, or too few runs with figures and a reference.
@@ -98,14 +102,14 @@ def monitors(paths: Sequence[Path], reference: str | None = None) -> int:
     found: dict[Hashable, Point] = {}
     for file in map(read_export, paths):
         baseline = file.baseline if reference is None else baseline_of(reference, file.rows)
-        found |= points(file.rows, find_reference(file.rows, baseline))
+        found |= points(file.rows, find_reference(file.rows, baseline), at=TIMES[at], over=over)
     told = foretold(list(found.values()))
     if not told:
         raise BenchError(
-            f"too few runs: {len(found)} have figures at a tenth of their steps and a reference, at least {FEWEST} are "
-            "needed; monitor.interval says when monitors look"
+            f"too few runs: {len(found)} have figures at the {at} of their steps and a reference, {FEWEST} are "
+            "needed at least; monitor.interval says when monitors look"
         )
-    print(foretelling_table(told), end="")
+    print(foretelling_table(told, f"at {'a tenth' if at == 'tenth' else 'the end'}"), end="")
     return 0
 
 

@@ -205,7 +205,7 @@ def add_results(commands: Any) -> Any:
         usage="nanogpt-bench results export SWEEP --out FILE.json\n"
         "       nanogpt-bench results show FILE.json [--reference ROW] [--table markdown|latex|csv]\n"
         "       nanogpt-bench results rerun FILE.json --row ROW [--seed N] [--data.dir DIR] [--anyway] [--out DIR]\n"
-        "       nanogpt-bench results monitors FILE.json ... [--reference ROW]",
+        "       nanogpt-bench results monitors FILE.json ... [--reference ROW] [--at tenth|end] [--over row|format]",
         description="export: write what the runs of a sweep or a comparison have come to, their settings, their\n"
         "environments and what was tuned into one JSON file. show: print the tables of such a file, whose page\n"
         "report draws. rerun: train a row of it again, and print the recorded losses, those found and their\n"
@@ -230,6 +230,8 @@ def add_results(commands: Any) -> Any:
     parser.add_argument("--seed", type=int, metavar="N", help="rerun: this seed alone (default: all of the row's)")
     parser.add_argument("--data.dir", dest="data_dir", type=Path, metavar="DIR", help="rerun: where its text lies here")
     parser.add_argument("--anyway", action="store_true", help="rerun: though torch, GPU or text differ")
+    parser.add_argument("--at", choices=("tenth", "end"), help="monitors: which look of a run (default: tenth)")
+    parser.add_argument("--over", choices=("row", "format"), help="monitors: what intervals draw from (default: row)")
     parser.set_defaults(handler=_results)
     return parser
 

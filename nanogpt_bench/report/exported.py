@@ -70,14 +70,13 @@ def export(folder: Path) -> dict[str, Any]:
     looks = {id(run): looks_of(run) for run in runs}
     seen = {name for of_run in looks.values() for look in of_run.values() for name in look}
     columns = _Columns([name for name in FIGURES if name in seen])
-    missing = sum(len(row.runs) for row in planned) - len(runs)
     return {
         "kind": KIND,
         "version": VERSION,
         "command": manifest.get("command"),
         "mode": manifest.get("mode", "compare"),
         "baseline": manifest.get("baseline"),
-        "runs": {"ended": len(runs), "planned": len(runs) + missing},
+        "runs": {"ended": len(runs), "planned": sum(len(row.runs) for row in planned)},
         "settings": _nested(shared),
         "rows": [_row(row, of_row, shared, columns) for row, of_row in zip(planned, loaded, strict=True)],
         "environments": columns.environments,

@@ -18,13 +18,15 @@ from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
 BEHIND = 0.01
 #: of runs, fewer of which say nothing
 FEWEST = 5
+#: of the bootstrap
+RESAMPLES = 999
 LEVEL = 0.05
 #: the trivial predictors: the loss at that time, and how far it is from the reference's at that step
-LOSS, LOSS_GAP = "training loss", "training loss less the reference's"
+LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss less the reference's")
 HEADINGS = (
-    "figure at a tenth",
     "runs",
     "Spearman",
+    "95%",
     "loss's",
     "AUC, > 1% behind",
     "loss's",
@@ -35,19 +37,24 @@ HEADINGS = (
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its figures at a tenth of the training, its final gap (inf where it failed) and whether it is behind."""
+    """A run: its figures at one time, its final gap (inf where it failed), whether it is behind, and what it is one of.
+
+    `of` is the row, or the format, whose runs are no draws of their own.
+    """
 
     figures: Mapping[str, float]
     gap: float
     behind: bool
+    of: str = ""
 
 
 @dataclass(frozen=True)
 class Foretold:
     """What a figure tells of the final gap, over the runs that have it, and what the loss tells of the same runs.
 
-    `beyond` is the correlation of its ranks and the gap's with what the loss's ranks explain taken out of both, `p`
-    that of no such correlation, `holm` the same adjusted for the number of figures.
+    `low` and `high` are the ends of the 95% interval of `spearman`, by bootstrap over rows or formats. `beyond` is the
+    correlation of its ranks and the gap's with what the loss's ranks explain taken out of both, `p` that of no such
+    correlation, `holm` the same adjusted for the number of figures.
     """
 
     name: str
@@ -56,15 +63,20 @@ class Foretold:
     of_loss: float | None
     auc: float | None
     auc_of_loss: float | None
+    low: float | None = None
+    high: float | None = None
     beyond: float | None = None
     p: float | None = None
     holm: float | None = None
 
 
-def points(rows: Sequence[Row], reference: Row | None) -> dict[Hashable, Point]:
-    """Return the runs that have figures at a tenth and a run of the reference at the same seed, references left out.
+def points(
+    rows: Sequence[Row], reference: Row | None, *, at: float = TENTH, over: str = "row"
+) -> dict[Hashable, Point]:
+    """Return the runs that have figures and a run of the reference at the same seed, references left out.
 
-    Each stands under its identity, for another file may hold it too.
+    The figures are those of the last look within the share `at` of a run's steps. Each stands under its identity, for
+    another file may hold it too.
     """
     against = references_of(rows, reference)
     found: dict[Hashable, Point] = {}
@@ -74,13 +86,13 @@ def points(rows: Sequence[Row], reference: Row | None) -> dict[Hashable, Point]:
             continue
         for run in row.runs:
             twin = next((one for one in other.runs if one.seed == run.seed and one.status == "finished"), None)
-            if twin is not None and (point := _point(run, twin)) is not None:
-                found[identity(run)] = point
+            if twin is not None and (point := _point(run, twin, at)) is not None:
+                found[identity(run)] = replace(point, of=row.label if over == "row" else row.format)
     return found
 
 
-def _point(run: Run, twin: Run) -> Point | None:
-    own, its = _at_tenth(run), _at_tenth(twin)
+def _point(run: Run, twin: Run, at: float) -> Point | None:
+    own, its = _figures(run, at), _figures(twin, at)
     loss, base = run.number("final_val_loss"), twin.number("final_val_loss")
     if not own or base is None or run.status not in ("finished", "failed"):
         return None
@@ -90,9 +102,9 @@ def _point(run: Run, twin: Run) -> Point | None:
     return Point(own | known, gap, gap > BEHIND * base)
 
 
-def _at_tenth(run: Run) -> dict[str, float]:
-    """The figures of the look within a tenth of the run's steps; {} where there was none."""
-    limit = TENTH * (run.number("steps_planned") or 0)
+def _figures(run: Run, at: float) -> dict[str, float]:
+    """The figures of the last look within that share of the run's steps; {} where there was none."""
+    limit = at * (run.number("steps_planned") or 0)
     step = max((step for step in looks_of(run) if step <= limit), default=None)
     return {} if step is None else dict(looks_of(run)[step])
 
@@ -104,9 +116,9 @@ def _loss(figures: Mapping[str, float]) -> float | None:
 def foretold(found: Sequence[Point]) -> list[Foretold]:
     """Return what each figure tells that enough runs have: first the loss itself, then the others, best first."""
     names = (name for name in FIGURES if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
-    told = [_foretold(name, found) for name in (LOSS, LOSS_GAP, *names)]
+    told = [_foretold(name, found) for name in (*TRIVIAL, *names)]
     kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
-    trivial = [each for each in kept if each.name in (LOSS, LOSS_GAP)]
+    trivial = [each for each in kept if each.name in TRIVIAL]
     rest = _adjusted([each for each in kept if each not in trivial])
     return [*trivial, *sorted(rest, key=lambda each: -abs(each.beyond or 0.0))]
 
@@ -121,13 +133,14 @@ def _foretold(name: str, found: Sequence[Point]) -> Foretold:
     told = Foretold(
         name, len(runs), *(_spearman(x, gaps) for x in (figure, loss)), *(_auc(x, behind) for x in (figure, loss))
     )
-    if len(runs) < FEWEST or told.spearman is None or told.of_loss is None or name in (LOSS, LOSS_GAP):
-        return told
+    if len(runs) < FEWEST or told.spearman is None or told.of_loss is None or name in TRIVIAL:
+        return replace(told, **_interval(runs, figure, gaps)) if told.spearman is not None else told
     ranks, of_gap, of_loss = (rankdata(values) for values in (figure, gaps, loss))
     left = []
     for each in (ranks, of_gap):
         line = linregress(of_loss, each)
         left.append(each - line.intercept - line.slope * of_loss)
+    told = replace(told, **_interval(runs, figure, gaps))
     if any(max(abs(values)) < 1e-9 * len(runs) for values in left):
         return replace(told, beyond=0.0, p=1.0)  # the loss says all of it
     test = pearsonr(*left)
@@ -141,6 +154,29 @@ def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
     from scipy.stats import spearmanr
 
     return float(spearmanr(values, gaps).statistic)
+
+
+def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]) -> dict[str, float]:
+    """The 95% interval of the rank correlation, by bootstrap over what the runs are of; {} where these are too few."""
+    from scipy.stats import bootstrap, rankdata
+
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        groups.setdefault(run.of, []).append(place)
+    if len(groups) < FEWEST:
+        return {}
+    places, pairs = list(groups.values()), list(zip(values, gaps, strict=True))
+
+    def correlation(drawn: Sequence[float]) -> float:
+        x, y = zip(*(pairs[place] for group in drawn for place in places[int(group)]), strict=True)
+        ranks = [each - (len(x) + 1) / 2 for each in (rankdata(x), rankdata(y))]
+        power = math.sqrt(float((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
+        return float((ranks[0] * ranks[1]).sum()) / power if power else 0.0  # the same everywhere: no order is told
+
+    found = bootstrap(
+        (list(range(len(groups))),), correlation, n_resamples=RESAMPLES, vectorized=False, method="percentile", rng=0
+    ).confidence_interval
+    return {"low": float(found.low), "high": float(found.high)}
 
 
 def _auc(values: Sequence[float], behind: Sequence[bool]) -> float | None:
@@ -165,16 +201,25 @@ def _adjusted(found: Sequence[Foretold]) -> list[Foretold]:
     return [each if each.p is None else replace(each, holm=next(left)) for each in found]
 
 
-def foretelling_table(found: Sequence[Foretold]) -> str:
+def foretelling_table(found: Sequence[Foretold], when: str = "at a tenth") -> str:
     """Return the table as Markdown, and a line that names the figures which add nothing to the loss."""
-    lines = [list(HEADINGS)]
-    for each in found:
-        shares = (each.spearman, each.of_loss, each.auc, each.auc_of_loss, each.beyond)
-        cells = [
-            "-" if value is None else f"{value:+z.2f}" if at in (0, 1, 4) else f"{value:.2f}"
-            for at, value in enumerate(shares)
-        ]
-        lines.append([each.name, str(each.runs), *cells, "-" if each.holm is None else f"{each.holm:.2g}"])
-    idle = [each.name for each in found if each.holm is None or each.holm >= LEVEL]
-    idle = [name for name in idle if name not in (LOSS, LOSS_GAP)]
+    lines = [[f"figure {when}", *HEADINGS], *(_cells(each) for each in found)]
+    idle = [each.name for each in found if (each.holm is None or each.holm >= LEVEL) and each.name not in TRIVIAL]
     return padded(lines) + (f"\nnothing found beyond the loss: {', '.join(idle)}\n" if idle else "")
+
+
+def _cells(told: Foretold) -> list[str]:
+    interval = "-" if told.low is None or told.high is None else f"[{told.low:+z.2f}, {told.high:+z.2f}]"
+    holm = "-" if told.holm is None else f"{told.holm:.2g}"
+    return [
+        *(told.name, str(told.runs), _signed(told.spearman), interval, _signed(told.of_loss)),
+        *(_plain(told.auc), _plain(told.auc_of_loss), _signed(told.beyond), holm),
+    ]
+
+
+def _signed(value: float | None) -> str:
+    return "-" if value is None else f"{value:+z.2f}"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

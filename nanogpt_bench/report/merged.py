@@ -21,19 +21,22 @@ def merged(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
     rows = group_rows(distinct(every))
-    place = {identity(run): at for at, row in enumerate(rows) for run in row.runs}
-    labels = {row.label for file in files for row in file.rows if row.runs}
-    there = {(row.label, run.seed) for file in files for row in file.rows for run in row.runs}
-    for row in (row for file in files for row in file.rows):
-        missing = tuple(seed for seed in row.missing if (row.label, seed) not in there)
+    places = {identity(run): at for at, row in enumerate(rows) for run in row.runs}
+    labels = {row.label: at for at, row in enumerate(rows)}
+    of_files = [row for file in files for row in file.rows]
+    labels |= {row.label: places[identity(row.runs[0])] for row in of_files if row.runs}
+    there = {(row.label, run.seed) for row in of_files for run in row.runs}
+    for row in of_files:
+        at = labels.get(row.label)
+        known = set() if at is None else {run.seed for run in rows[at].runs}  # those of run folders among them
+        missing = tuple(
+            seed for seed in row.missing if (row.label, seed) not in there and (seed is None or seed not in known)
+        )
         there |= {(row.label, seed) for seed in missing}  # another file may miss it too
-        if row.runs:
-            whole = rows[place[identity(row.runs[0])]]
-            there_now = {run.seed for run in whole.runs}  # those of a run folder among them
-            missing = tuple(seed for seed in missing if seed is None or seed not in there_now)
-            rows[place[identity(row.runs[0])]] = replace(whole, missing=(*whole.missing, *missing))
-        elif (missing or row.why) and row.label not in labels:
-            labels.add(row.label)
+        if at is not None:
+            rows[at] = replace(rows[at], missing=(*rows[at].missing, *missing))
+        elif missing or row.why:
+            labels[row.label] = len(rows)
             rows.append(replace(row, missing=missing))
     return rows
 
@@ -60,11 +63,13 @@ def with_given_up(
     rows: Sequence[Row], tunings: Iterable[Iterable[Mapping[str, Any]]], order: Sequence[str] = ()
 ) -> list[Row]:
     """Return the rows, and those of a tuning none of whose trials came to its end, in the order of their labels."""
-    found = {row.label: row for row in rows}
+    found, labels = list(rows), {row.label for row in rows}
     for search in (search for tuning in tunings for search in tuning):
-        labels = search.get("rows")
-        for label in labels if isinstance(labels, list) and (why := given_up(search)) else ():
-            told = (str(search.get(key) or "none") for key in ("rule", "format"))
-            found.setdefault(str(label), Row(str(label), *told, (), why=why))
+        named = search.get("rows")
+        for label in map(str, named if isinstance(named, list) and (why := given_up(search)) else ()):
+            if label not in labels:
+                labels.add(label)
+                told = (str(search.get(key) or "none") for key in ("rule", "format"))
+                found.append(Row(label, *told, (), why=why))
     places = {label: at for at, label in enumerate(order)}
-    return sorted(found.values(), key=lambda row: places.get(row.label, len(places)))
+    return sorted(found, key=lambda row: places.get(row.label, len(places)))

@@ -255,7 +255,7 @@ def _endings(page: Page) -> Section | None:
     runs = [run for row in page.rows for run in row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]
-    items += [f"{row.label}: not run" for row in page.rows if not row.runs]
+    items += [f"{row.label}: {row.why or 'not run'}" for row in page.rows if not row.runs]
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None
 

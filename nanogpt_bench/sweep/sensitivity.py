@@ -160,9 +160,22 @@ def write_gaps(study: Study, record: SweepRecord) -> Path:
 
 
 def gaps_table(content: Mapping[str, Any]) -> str:
-    """Return the gaps as a Markdown table."""
+    """Return the gaps as a Markdown table, and below it the settings of the mixture that they foretell."""
     lines = [f"| quantised alone | {' | '.join(content['formats'])} |", "|---|" + "---:|" * len(content["formats"])]
     for pattern, gaps, ends in zip(content["patterns"], content["gap"], content["status"], strict=True):
         cells = [end or "-" if gap is None else f"{gap:+.3f}" for gap, end in zip(gaps, ends, strict=True)]
         lines.append(f"| {'all layers' if pattern == '*' else pattern} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    found = mixture(content) if content["operand"] == "weight" else {}
+    told = " ".join(f"--model.formats.{pattern} {name}" for pattern, name in found.items())
+    return "\n".join(lines) + "\n" + (f"\nlowest gaps: {told}\n" if told else "")
+
+
+def mixture(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return the format of the lowest gap by layer pattern; single blocks and all layers at once are left out."""
+    patterns = [name for name in content["patterns"] if name != "*" and not name.startswith("blocks.")]
+    rows = dict(zip(content["patterns"], content["gap"], strict=True))
+    known = {
+        pattern: [(gap, name) for gap, name in zip(rows[pattern], content["formats"], strict=True) if gap is not None]
+        for pattern in patterns
+    }
+    return {pattern: min(cells)[1] for pattern, cells in known.items() if cells}

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_worker
 import pytest
 
+from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
@@ -56,6 +58,14 @@ def tiny(corpus_dir: Path) -> Callable[..., Config]:
         return load_config(None, [f"--{key}={value}" for key, value in settings.items()])
 
     return config
+
+
+@pytest.fixture
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that find torch imported."""
+    import torch._dynamo  # noqa: F401  (which every optimizer imports: here once, rather than in each worker)
+
+    monkeypatch.setattr(pool_module, "subprocess", forked_worker)
 
 
 #: what a run may store its weights as

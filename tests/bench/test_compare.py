@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 
 from nanogpt_bench.cli import main
@@ -21,6 +20,7 @@ from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
@@ -184,8 +184,12 @@ def test_a_worker_killed_in_the_middle_of_a_word_is_noticed():
 # The command
 
 
-def test_a_comparison_from_start_to_report(run_cli, tmp_path, monkeypatch, capsys):
-    code, printed, errors = run_cli("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
+@pytest.mark.usefixtures("_forked_workers")
+def test_a_comparison_from_start_to_report(run_cli, tmp_path, text_file, monkeypatch):
+    monkeypatch.setattr("nanogpt_bench.data.prepare_stdlib", lambda folder: prepare_text(text_file, folder, "byte"))
+    small = ("--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
+    options = ("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", "out")
+    code, printed, errors = run_cli(*options, *small)
     assert code == 0, errors
     lines = printed.strip().splitlines()
     assert lines[-1] == str(Path("out") / "report.html")
@@ -205,7 +209,7 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, monkeypatch, capsy
     assert table[0]["verdict"] == "reference"
     assert 0 <= float(table[2]["stall"]) <= 1
     held = [float(line["bytes_per_parameter"]) for line in table]
-    assert held == pytest.approx([12.0, 12.0, 9.17], abs=0.01)  # measured; embeddings and norms stay floats
+    assert held == pytest.approx([12.0, 12.0, 9.99], abs=0.01)  # measured; embeddings and norms stay floats
     manifest = json.loads((out / "compare.json").read_text(encoding="utf-8"))
     assert manifest["baseline"] == "bf16-mixed"
     assert [row["label"] for row in manifest["rows"]] == ["bf16-mixed", "fp32", "E4M3 nearest"]
@@ -215,10 +219,9 @@ def test_a_comparison_from_start_to_report(run_cli, tmp_path, monkeypatch, capsy
     assert (tmp_path / "again" / "results.csv").read_bytes() == (out / "results.csv").read_bytes()
     # And against another row: nothing is trained again.
     monkeypatch.setattr(build, "write_figures", lambda *_: None)
-    command = ["compare", *("--rules", "fp32,nearest", "--max-steps", "6", "--seeds", "2", "--out", str(out))]
-    assert main([*command, "--reference", "fp23"]) == 2
-    assert "did you mean 'fp32'" in capsys.readouterr().err
-    assert main([*command, "--reference", "fp32"]) == 0
+    code, _, errors = run_cli(*options, *small, "--reference", "fp23")
+    assert (code, "did you mean 'fp32'" in errors) == (2, True)
+    assert run_cli(*options, *small, "--reference", "fp32")[0] == 0
     bf16, fp32, nearest = read_table(out)
     assert (fp32["verdict"], fp32["gap"], bf16["difference_seeds"]) == ("reference", "0.0", "2")
     losses = [float(row["final_val_loss"]) for row in (nearest, fp32)]
@@ -255,36 +258,26 @@ def test_an_output_folder_in_use_is_left_alone(run_cli, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_ctrl_c_stops_the_workers_and_reports_what_there_is(tmp_path, corpus_dir):
     small = ("--data.dir", str(corpus_dir), "--model.n_layer", "1", "--model.n_embd", "32", "--model.block_size", "16")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanogpt_bench.cli", "compare", *small, "--max-steps", "100000", "--out", "out"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Tests that run in the background ignore Ctrl-C, and their children would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    line = ["compare", *small, "--max-steps", "100000", "--out", "out"]
+    group = forked.start(tmp_path, lambda: main(line), own_group=True)
     try:
         metrics = tmp_path / "out" / "01-bf16-mixed" / "metrics.jsonl"
         _wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-        stdout, stderr = process.communicate(timeout=240)
-        assert process.returncode == 75, stderr
-        assert stdout.strip().splitlines()[-1] == str(Path("out") / "report.html")
+        os.killpg(group, signal.SIGINT)  # as a terminal does: to the whole group
+        assert forked.finish(group) == 75, forked.said(tmp_path)
+        assert str(Path("out") / "report.html") in forked.said(tmp_path).strip().splitlines()[-2:]
         summary = json.loads((tmp_path / "out" / "01-bf16-mixed" / "summary.json").read_text())
         assert summary["status"] == "stopped"
         table = {line["run"]: line for line in read_table(tmp_path / "out")}
         assert table["bf16-mixed"]["verdict"].startswith("stopped at step")
         assert table["E7M0 stochastic"]["verdict"] == "not run"
         with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)  # nobody of the group is left
+            os.killpg(group, 0)  # nobody of the group is left
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        forked.kill_group(group)
 
 
 def _wait_until(condition, seconds: float = 240.0) -> None:

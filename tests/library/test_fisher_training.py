@@ -39,6 +39,7 @@ def resumes(storage: str, steps: int, **options: Any) -> None:
         assert frozen(optimizer.state_dict()) == frozen(again.state_dict()), f"after step {step}"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("writeback", "moments"), COMBINATIONS)
 def test_resume_is_bit_exact_after_every_step(writeback: str, moments: str) -> None:
     resumes("fp8", 50, writeback=writeback, moments=moments, refresh=6, reset_every=17)

@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from grid_inputs import (
     NAMED,
     ODD,
@@ -33,6 +34,13 @@ pytestmark = pytest.mark.covering(2)
 DETERMINISTIC = ROUNDINGS[:4]
 named = pytest.mark.parametrize("fmt", NAMED.values(), ids=NAMED)
 odd = pytest.mark.parametrize("fmt", ODD.values(), ids=ODD)
+COVERING = covering([{"e": f.exponent_bits, "m": f.mantissa_bits, "layout": f.layout} for f in ODD.values()], 2)
+#: every two of these together in the default run: a table of every way of rounding is made by asking the oracle
+odd_in_turn = pytest.mark.parametrize(
+    "fmt",
+    [pytest.param(f, marks=[] if place in COVERING else pytest.mark.slow) for place, f in enumerate(ODD.values())],
+    ids=ODD,
+)
 rounding = pytest.mark.parametrize("rounding", DETERMINISTIC)
 overflow = pytest.mark.parametrize("overflow", OVERFLOWS)
 
@@ -139,7 +147,7 @@ def test_a_million_random_float32_patterns(fmt, rounding, overflow, compare_bits
     compare_bits(fm.round_to_grid(x, fmt, rounding, overflow), expected, x, fmt.name)
 
 
-@odd
+@odd_in_turn
 def test_any_other_format(fmt, compare_bits) -> None:
     """Every ExMy up to eight bits in every layout."""
     x64 = torch.from_numpy(critical64(fmt))
@@ -149,7 +157,7 @@ def test_any_other_format(fmt, compare_bits) -> None:
         compare_bits(fm.round_to_grid(x, fmt, mode, policy), expected, x, f"{fmt.name} {mode} {policy}")
 
 
-@odd
+@odd_in_turn
 def test_any_other_format_in_16_bit_dtypes(fmt, compare_bits) -> None:
     for dtype in (torch.bfloat16, torch.float16)[: 2 if float16_holds(fmt) else 1]:
         x = every_16_bit(dtype)

@@ -163,6 +163,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @by_name
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_runs_with_schedules_groups_and_resets_resume(name: str, schedule: str) -> None:

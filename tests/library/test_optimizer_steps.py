@@ -232,10 +232,10 @@ def test_a_parameter_keeps_its_stream(kind: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- resume
 @everyone
 def test_resume_is_exact_after_every_step(make: Any) -> None:
-    """20 steps, the optimizer saved, dropped and made anew after each, against one that runs through."""
+    """12 steps, the optimizer saved, dropped and made anew after each, against one that runs through."""
     straight, relay = mixed_parameters(), mixed_parameters()
     whole, runner = make(straight), make(relay)
-    for t in range(20):
+    for t in range(12):
         for parameters, optimizer in ((straight, whole), (relay, runner)):
             put_gradients(parameters, t)
             if t == 9 and not hasattr(optimizer, "optimizer"):

@@ -88,6 +88,7 @@ def follow(name: str, scale: Any, ours: Any, theirs: Any, steps: int = 200) -> t
     return worst, crossings
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_adam_is_adam_on_codes(name: str, scale: str) -> None:
@@ -119,6 +120,7 @@ def test_adam_with_an_epsilon_of_reference_ulps(name: str, amsgrad: bool) -> Non
     assert crossings >= 1 or name == "E7M0"  # this epsilon outweighs the gradients of codes near its zero
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.7, "dampening": 0.4}],

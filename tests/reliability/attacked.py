@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 #: audit events that mean a program is run, or a class looked up by what a file says
@@ -24,6 +25,7 @@ DRIVER = ("ctypes.dlopen", ("libnvidia-ml.so.1",))
 
 def serve() -> None:
     """Warm up with the command lines of the first line, then answer one after the other."""
+    sys.path.append(str(Path(__file__).parent.parent))
     import torch
     from forked import without_drawing
 

@@ -21,7 +21,7 @@ from small_runs import KINDS, STEPS, differences, traces, words
 
 from nanogpt_bench.checkpoint import newest, verify
 
-QUICK, FULL = 100, 2000
+QUICK, SLOW, FULL = 40, 100, 2000
 CHILDREN = 2
 MOST_KILLS = 5
 #: of the seconds a whole run takes, the share that its steps take; the rest is its start
@@ -97,10 +97,11 @@ def test_a_run_killed_before_its_summary_writes_the_same(undisturbed: dict[str, 
         assert differences(whole.traces, traces(folder / "runs" / "r")) == [], kind
 
 
+@pytest.mark.parametrize("enough", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_killed_runs_end_as_if_nothing_had_happened(
-    undisturbed: dict[str, Undisturbed], tmp_path: Path, full: bool, tally: Callable[..., None]
+    undisturbed: dict[str, Undisturbed], tmp_path: Path, full: bool, tally: Callable[..., None], enough: int
 ) -> None:
-    wanted, kills, runs = FULL if full else QUICK, [], 0
+    wanted, kills, runs = FULL if full else enough, [], 0
     with ThreadPoolExecutor(CHILDREN) as pool:
         for seeds in _batches(8):
             for found in pool.map(lambda seed: _survive(undisturbed, seed, tmp_path / f"run-{seed}"), seeds):

@@ -15,11 +15,12 @@ from signal import SIGKILL
 from typing import Any
 
 import children
+import pytest
 from bench_child import append, below_checkpoints
 from small_runs import differences, traces, words
 
 #: steps, and kills spread over them
-QUICK, FULL = (2000, 10), (20_000, 100)
+QUICK, SLOW, FULL = (800, 2), (2000, 10), (20_000, 100)
 SETTINGS = {"eval.interval": 50, "monitor.interval": 50, "shadow.interval": 50, "checkpoint.every": 20}
 #: a process that has committed so many checkpoints has done everything a run does
 WARM = 5
@@ -72,10 +73,11 @@ def read_samples(folder: Path) -> list[Sample]:
     return [Sample(*map(int, line.split())) for line in lines]
 
 
+@pytest.mark.parametrize("long", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)])
 def test_a_long_run_leaks_nothing_and_survives_its_kills(
-    small_corpus: Path, tmp_path: Path, full: bool, tally: Callable[..., None]
+    small_corpus: Path, tmp_path: Path, full: bool, tally: Callable[..., None], long: tuple[int, int]
 ) -> None:
-    steps, kills = FULL if full else QUICK
+    steps, kills = FULL if full else long
     line = words("fp8 stochastic", small_corpus, {**SETTINGS, "train.max_steps": steps})
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with ThreadPoolExecutor(2) as pool:

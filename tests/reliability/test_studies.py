@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_worker
 import pytest
 import yaml
 from forked import finish, said, start
@@ -19,6 +20,7 @@ from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.compare import compare
+from nanogpt_bench.compare import pool
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.config.settings import build_config
@@ -44,10 +46,11 @@ SMALL = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_pictures() -> Iterator[None]:
-    """Reports without their pictures, which take most of the time and no part in this."""
+def _quick() -> Iterator[None]:
+    """Reports without their pictures and workers that find torch imported: most of the time, and no part in this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "write_figures", lambda *_: None)
+        patch.setattr(pool, "subprocess", forked_worker)
         yield
 
 

@@ -1,9 +1,49 @@
-"""What sweeps have left in the current folder."""
+"""What sweeps have left in the current folder, and sweeps that train in the test's own process."""
 
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.compare.pool import Event
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.report import build
+from nanogpt_bench.sweep import session
+from nanogpt_bench.training.train import run
+
+
+class PoolOfNone:
+    """Does the jobs itself, one after another: what a worker process takes to import torch is more than a tiny run."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> PoolOfNone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def kill(self) -> None:
+        pass
+
+    def run(self, jobs: list[dict], order: deque[int]) -> Iterator[Event]:
+        while order:
+            job = order.popleft()
+            yield Event(job, "started")
+            content = json.loads(json.dumps(jobs[job]))
+            run(build_config(content["settings"]), Path(content["run_dir"]), resume=content["resume"])
+            yield Event(job, "done")
+
+
+def train_here(patch: pytest.MonkeyPatch) -> None:
+    """Have sweeps train in this process, and leave out the pictures of their reports."""
+    patch.setattr(session, "Pool", PoolOfNone)
+    patch.setattr(build, "write_figures", lambda *_: None)
 
 
 def read_json(path: Path) -> dict:

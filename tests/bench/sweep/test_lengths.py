@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report import build
 from nanogpt_bench.report.length import by_length, length_cells, length_chart
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import chosen
@@ -35,7 +35,7 @@ def swept(tmp_path_factory, corpus_dir):
     axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
     path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": "fp32"}))
     patch = pytest.MonkeyPatch()
-    patch.setattr(build, "write_figures", lambda *_: None)
+    train_here(patch)
     assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1"]) == 0
     patch.undo()
     return folder / "out"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from scipy.stats import spearmanr
+from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
+from nanogpt_bench.report.exported import read_export
 from nanogpt_bench.runs.environment import commit
+from nanogpt_bench.runs.load import Run
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def study(tmp_path_factory, corpus_dir):
     }
     (folder / "my.yaml").write_text(json.dumps(content))
     patch = pytest.MonkeyPatch()
-    patch.setattr(build, "write_figures", lambda *_: None)
+    train_here(patch)
     assert main(["sweep", str(folder / "my.yaml"), "--out", str(folder / "out"), "--workers", "1"]) == 0
     assert main(["results", "export", str(folder / "out"), "--out", str(folder / "my.json")]) == 0
     tables = {name: (folder / "out" / name).read_text() for name in ("table.md", "table.tex", "results.csv")}
@@ -134,11 +139,13 @@ def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monk
     losses = [3.0, 3.2, 3.1, 3.4, 3.3, 3.0, 3.2, 3.1]
     content["monitors"] = names
     content["rows"][0]["runs"] = [made(reference, seed, [3.0, 1.0, 3.0, None], final_val_loss=2.0) for seed in range(8)]
-    content["rows"][1]["runs"] = [
+    runs = [
         made(other, seed, [loss, float(seed % 3), seed + 3.0, 0.5], final_val_loss=2.0 + 0.015 * (seed - 2))
         for seed, loss in enumerate(losses)
     ]
-    content["rows"][1]["runs"][-1] |= {"status": "failed", "final_val_loss": None}
+    runs[-1] |= {"status": "failed", "final_val_loss": None}
+    row = content["rows"][1]
+    content["rows"][1:] = [{**row, "label": f"row {at}", "runs": [run]} for at, run in enumerate(runs)]
     (path := tmp_path / "many.json").write_text(json.dumps(content))
     assert main(["results", "monitors", str(path), str(path)]) == 0  # what both hold counts once
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
@@ -146,7 +153,8 @@ def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monk
     order = [*range(7), 8]  # of the gaps, the failed run's last
     of_loss = f"{spearmanr(losses, order).statistic:+.2f}"
     pairs = [(late > early) + (late == early) / 2 for late in losses[4:] for early in losses[:4]]
-    assert rows["quant/kurtosis/weight"][:5] == ["8", "+1.00", of_loss, "1.00", f"{sum(pairs) / len(pairs):.2f}"]
+    assert rows["quant/kurtosis/weight"][:4] == ["8", "+1.00", "[+1.00, +1.00]", of_loss]
+    assert rows["quant/kurtosis/weight"][4:6] == ["1.00", f"{sum(pairs) / len(pairs):.2f}"]
     assert float(rows["quant/kurtosis/weight"][-1]) < 0.05 < float(rows["grad/norm"][-1])
     assert "stall/arrived" not in rows  # the same everywhere
     assert rows["training loss"][:2] == ["8", of_loss]
@@ -213,3 +221,28 @@ def test_the_commit_is_that_of_the_checkout():
         pytest.skip("not a checkout")
     assert re.fullmatch(r"[0-9a-f]{40}\+?", commit())
     assert commit().rstrip("+") == said.stdout.strip()
+
+
+STUDY = Path(__file__).parents[3] / "docs" / "measured" / "study"
+
+
+@pytest.mark.slow
+def test_a_row_of_the_study_is_made_again(tmp_path, monkeypatch, capsys):
+    """Of the study's results the shortest run that was trained with this torch on the standard library's prose."""
+    monkeypatch.chdir(tmp_path)
+    files = sorted(STUDY.glob("*.json"))
+    there = [(file, row, run) for file in files for row in read_export(file).rows for run in row.runs]
+    same = [found for found in there if _could_be_made_here(found[2])]
+    if not same:
+        pytest.skip(f"of {len(there)} runs of the study none is of torch {torch.__version__} and this Python's prose")
+    file, row, run = min(same, key=lambda found: found[2].number("steps"))
+    train_here(monkeypatch)
+    assert main(["results", "rerun", str(file), "--row", row.label, "--seed", str(run.seed), "--out", "again"]) == 0
+    assert "the recorded number to three decimals" in capsys.readouterr().out
+
+
+def _could_be_made_here(run: Run) -> bool:
+    source = run.environment["corpus"]["source"]
+    here = (torch.__version__, "stdlib", platform.python_version())
+    of_run = (run.environment["libraries"]["torch"], source["kind"], source.get("python"))
+    return run.status == "finished" and run.environment["gpu"] is None and of_run == here

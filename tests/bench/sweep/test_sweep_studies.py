@@ -70,6 +70,7 @@ def vocabulary(run: Path) -> int:
     return read_json(Path(config["data"]["dir"]) / "meta.json")["vocab_size"]
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_sensitivity_of_patterns_and_blocks(write, capsys):
     options = {"patterns": ["mlp.fc", "lm_head", "*"]}
     settings = {"rule": "nearest", "train.max_steps": 12, "eval.interval": 6, "optimizer.lr": 0.02}
@@ -98,6 +99,8 @@ def test_sensitivity_of_patterns_and_blocks(write, capsys):
     table = capsys.readouterr().out
     assert "| quantised alone | E3M4 | E7M0 |" in table
     assert "| all layers | " in table
+    best = {p: found["formats"][row.index(min(row))] for p, row in zip(found["patterns"], found["gap"], strict=True)}
+    assert f"lowest gaps: --model.formats.mlp.fc {best['mlp.fc']} --model.formats.lm_head {best['lm_head']}\n" in table
 
 
 @pytest.mark.parametrize("operand", ["activation", "gradient"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,19 +17,25 @@ import torch.distributed.tensor
 from nanogpt_bench.report import engine
 
 
-def start(folder: Path, command: Callable[[], int]) -> int:
-    """Run a command in a forked process, its output in output.txt, and return the process's id."""
+def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) -> int:
+    """Run a command in a forked process, its output in output.txt, and return the process's id, or its group's.
+
+    In a group of its own Ctrl-C raises KeyboardInterrupt, which tests that run in the background ignore.
+    """
     folder.mkdir(exist_ok=True)
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
             os.chdir(folder)
+            if own_group:
+                os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
             # Not the test session's own capture, which would take what is printed.
-            sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+            sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in (1, 2))  # noqa: SIM115
             torch.set_num_threads(1)
             without_drawing()
             code = command()
@@ -48,6 +56,14 @@ def without_drawing() -> None:
 def finish(pid: int) -> int:
     """Wait for a process's end and return its exit code, -N if signal N ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_group(group: int) -> None:
+    """End whoever is left of a group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        finish(group)
 
 
 def said(folder: Path) -> str:

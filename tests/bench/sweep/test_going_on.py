@@ -1,0 +1,178 @@
+"""A sweep that goes on: what is left when it is started again, or was interrupted, and what it shows meanwhile."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import forked
+import pytest
+from rich.console import Console
+from sweep_runs import read_json, runs_of, trained
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare import pool as pool_module
+from nanogpt_bench.compare.board import Board
+from nanogpt_bench.compare.cores import cores
+from nanogpt_bench.sweep.record import SweepRecord
+
+# Sessions, with workers that only write what a training would have found
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_failures_are_recorded_and_only_what_is_left_is_done_again(write, capsys, monkeypatch):
+    monkeypatch.setenv("STUB_MEMORY", "too little")
+    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4]}, settings={"rule": "sgd"})
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
+    out = Path("out")
+    names = [f"sgd-lr={lr}-seed=42" for lr in ("0.1", "0.2", "13", "0.4")]
+    assert [name for name in names if name != names[2]] == trained()
+    runs = runs_of(out)
+    assert list(runs) == names
+    assert [runs[name]["status"] for name in names] == ["finished", "finished", "failed", "failed"]
+    assert [runs[name]["failure"] for name in names] == [None, None, "crash", "nan"]
+    assert runs[names[3]]["failures"] == ["divergence", "nan"]
+    assert "out of memory" in read_json(out / names[2] / "summary.json")["failure"]["message"]
+    table = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
+    assert [line["optimizer.lr"] for line in table] == ["0.1", "0.2", "13.0", "0.4"]
+    assert [line["failure"] for line in table] == ["", "", "crash", "nan"]
+    assert [line["failures"] for line in table] == ["", "", "", "divergence nan"]
+    output = capsys.readouterr()
+    assert output.out.strip().splitlines()[-1] == str(out / "report.html")
+    assert "runs not brought to their end: 1; the same command goes on" in output.err
+
+    # A failure of the training stays, a crash is tried again.
+    path = write(axes={"optimizer.lr": [0.1, 0.2, 0.4]}, settings={"rule": "sgd"})
+    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert trained() == []
+    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4]}, settings={"rule": "sgd"})
+    monkeypatch.setenv("STUB_MEMORY", "enough")
+    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert trained() == [names[2]]
+    assert f"{names[2]} is trained again: worker process ended with exit code 9: out of memory" in (
+        capsys.readouterr().err
+    )
+    assert runs_of(out)[names[2]]["status"] == "finished"
+
+    # One run was cut off, and the axis has grown: these two are done, the others left as they are.
+    (out / names[1] / "summary.json").unlink()
+    path = write(axes={"optimizer.lr": [0.1, 0.2, 13, 0.4, 0.05]}, settings={"rule": "sgd"})
+    assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
+    assert sorted(trained()) == ["sgd-lr=0.05-seed=42", names[1]]
+    assert len(runs_of(out)) == 5
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_run_whose_folder_was_deleted_is_trained_again_and_its_figures_stay(write, capsys, monkeypatch):
+    axes = {"optimizer.lr": [0.1, 0.2], "seed": [1, 2]}
+    command = ["sweep", str(write(axes=axes, settings={"rule": "sgd"})), "--out", "out", "--workers", "1"]
+    assert main(command) == 0
+    trained()
+    before, gone = Path("out/runs.csv").read_text(), "sgd-lr=0.2-seed=2"
+    shutil.rmtree(Path("out") / gone)
+    with monkeypatch.context() as patch:  # until it has been trained again, what was found is not forgotten
+        patch.setattr(pool_module, "WORKER", (sys.executable, "-c", "import sys; sys.exit(1)"))
+        assert main(command) == 1
+        assert Path("out/runs.csv").read_text() == before
+        assert [run["ended"] for run in runs_of(Path("out")).values()] == [True, True, True, False]
+        assert f"{gone} is trained again: its results are gone" in capsys.readouterr().err
+    assert main(command) == 0
+    assert trained() == [gone]
+    assert Path("out/runs.csv").read_text() == before
+    assert {row["seeds"] for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())} == {"2"}
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_a_folder_deleted_while_the_sweep_goes_on_is_said(write, capsys, monkeypatch):
+    path = write(axes={"optimizer.lr": [0.1, 0.2]}, settings={"rule": "sgd"})
+    whole = SweepRecord.end
+
+    def losing(record, run, error=None):
+        whole(record, run, error)
+        if run.axes["optimizer.lr"] == 0.1:
+            shutil.rmtree(record.run_dir(run))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepRecord, "end", losing)
+        assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 1
+    assert "runs not brought to their end: 1; the same command goes on" in capsys.readouterr().err
+    table = {line["name"]: line for line in csv.DictReader(Path("out/runs.csv").read_text().splitlines())}
+    assert table["sgd-lr=0.1-seed=42"]["final_val_loss"] == "2.01"
+    trained()
+    assert main(["sweep", str(path), "--out", "out"]) == 0
+    assert trained() == ["sgd-lr=0.1-seed=42"]
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_other_settings_under_the_same_names_are_refused(write, capsys):
+    axes = {"optimizer.lr": [0.1]}
+    assert main(["sweep", str(write(axes=axes)), "--out", "out"]) == 0
+    before = (Path("out") / "sweep.json").read_bytes()
+    assert main(["sweep", str(write(axes=axes)), "--out", "out", "--train.max_steps", "5"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "train.max_steps 4, now 5" in error
+    assert main(["sweep", str(write(axes={"seed": [1]}, search="random")), "--out", "out"]) == 2
+    assert "mode 'grid'" in capsys.readouterr().err.splitlines()[-1]
+    assert (Path("out") / "sweep.json").read_bytes() == before
+    Path("other").mkdir()
+    (Path("other") / "mine.txt").write_text("x")
+    assert main(["sweep", str(write(axes=axes)), "--out", "other"]) == 2
+    assert [path.name for path in Path("other").iterdir()] == ["mine.txt"]
+
+
+def test_the_board_of_a_large_sweep_fits_on_the_terminal():
+    board = Board([], Console(height=12, width=100, force_terminal=True, file=io.StringIO()))
+    for number in range(30):
+        board.add(f"run {number}")
+    board.entries[29].state, board.entries[28].state = "running", "failed"
+    table = board.table()
+    assert table.row_count == 8
+    shown = list(table.columns[0].cells)
+    assert [str(name) for name in shown[-2:]] == ["run 28", "run 29"]
+    assert table.caption == "and 22 runs more"
+    del board.entries[8:]
+    assert (board.table().row_count, board.table().caption) == (8, None)
+
+
+@pytest.mark.usefixtures("_forked_workers")
+@pytest.mark.skipif(cores() < 2, reason="two runs at a time need two cores")
+def test_an_interrupted_sweep_goes_on_and_past_a_run_that_fails(write, tmp_path):
+    axes = {"train.max_steps": [3, 100_000], "optimizer.lr": [0.1]}
+    settings = {"rule": "sgd", "optimizer.grad_clip": 0.0, "optimizer.warmup_steps": 0}
+    line = ["sweep", str(write(settings=settings, axes=axes)), "--out", "out", "--workers", "2"]
+    group = forked.start(tmp_path, lambda: main(line), own_group=True)
+    short, endless = (f"sgd-max_steps={steps}-lr=0.1-seed=42" for steps in (3, 100_000))
+    try:
+        end = time.monotonic() + 240
+        while not (Path("out") / short / "summary.json").exists() or not _begun(Path("out") / endless):
+            assert time.monotonic() < end, "nothing happened in time"
+            time.sleep(0.1)
+        os.killpg(group, signal.SIGINT)
+        assert forked.finish(group) == 75, forked.said(tmp_path)
+    finally:
+        forked.kill_group(group)
+    assert forked.said(tmp_path).strip().splitlines()[-1] == str(Path("out") / "report.html")
+    runs = runs_of(Path("out"))
+    assert (runs[short]["ended"], runs[short]["status"]) == (True, "finished")
+    assert runs[endless]["ended"] is False
+    assert read_json(Path("out") / endless / "summary.json")["status"] == "stopped"
+    kept = (Path("out") / short / "summary.json").stat().st_mtime_ns
+    # Started again, with the endless run taken out of the plan: the one that had ended is not trained again.
+    path = write(settings=settings, axes={"train.max_steps": [3], "optimizer.lr": [0.1, 1e30]})
+    assert main(["sweep", str(path), "--out", "out"]) == 0
+    runs = runs_of(Path("out"))
+    assert (Path("out") / short / "summary.json").stat().st_mtime_ns == kept
+    wild = runs["sgd-max_steps=3-lr=1e+30-seed=42"]
+    assert (wild["status"], wild["failure"], wild["final_val_loss"]) == ("failed", "nan", None)
+    assert endless in runs
+
+
+def _begun(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return metrics.exists() and len(metrics.read_text().splitlines()) > 3
