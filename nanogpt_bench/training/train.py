@@ -336,8 +336,7 @@ class _Run:
     def _validate(self, step: Step) -> None:
         loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
         step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
-        if (also := self.trainer.also_loss()) is not None:
-            step.record[metrics.VAL_ALSO_LOSS.name] = also
+        step.record |= self.trainer.also_loss()
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
             asked = "nan" in self.config.train.stop_on or self.config.train.on_anomaly == "rollback"
