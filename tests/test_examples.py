@@ -29,6 +29,7 @@ CLAIMS: dict[str, Claim] = {
     "fisher_nngeometry": lambda n: n[5] < 0.4 and n[5] < n[3],
     "accelerate_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
     "finetune_per_layer": lambda n: abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1,
+    "finetune_llm": lambda n: abs(n[1] - n[0]) < 0.05 and n[2] < n[1] - 0.1 and n[3] < 3.3,
 }
 # packages of extras that an example needs
 NEEDS = {
@@ -37,6 +38,7 @@ NEEDS = {
     "fisher_nngeometry": ["sklearn", "nngeometry"],
     "accelerate_digits": ["accelerate", "sklearn"],
     "finetune_per_layer": ["transformers"],
+    "finetune_llm": ["transformers"],
     "read_run_folder": ["pandas"],
 }
 

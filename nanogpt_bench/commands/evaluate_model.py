@@ -182,11 +182,11 @@ def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: i
         raise BenchError(f"model.block_size: {block} is more than the {found.positions} positions of {args.model!r}")
     if folder is not None:
         corpus = load_corpus(Path(folder), block or 1)
-        check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder)
+        check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, int(corpus.val.max()))
         return corpus
     text, tokenizer = read_text(args.input), own_tokenizer(args.model)
-    check_tokens(tokenizer.name, args.model, found.vocab_size, str(args.input))
     tokens = tokenizer.encode(text)
+    check_tokens(tokenizer.name, args.model, found.vocab_size, str(args.input), int(tokens.max(initial=0)))
     if len(tokens) <= (block or 1):
         raise BenchError(f"--input {str(args.input)!r} has {len(tokens)} tokens, a window needs {(block or 1) + 1}")
     counts = {"tokens": len(tokens), "bytes": len(text.encode("utf-8"))}

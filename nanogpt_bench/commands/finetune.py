@@ -34,6 +34,8 @@ def main_finetune(args: argparse.Namespace) -> int:
     """
     if args.save is not None and not is_unused(args.save):
         raise BenchError(f"--save {str(args.save)!r} is in use; give a new folder")
+    if args.save is not None and any(word.startswith("--model.lora_rank") for word in args.overrides):
+        raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     overrides = [*args.overrides, "--model.pretrained", args.model]
     summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
     print(memory_line(summary))

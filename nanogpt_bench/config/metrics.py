@@ -108,9 +108,7 @@ FLAGS = (LOSS_IS_NAN, GRAD_HAS_NAN, WEIGHT_HAS_NAN, STATE_HAS_NAN)
 # validations
 VAL_LOSS = Metric("val/loss", "Validation loss", NATS, "On the same held-out batches, a token.", bad=ABOVE)
 VAL_LOSS_SE = Metric("val/loss_se", "Standard error of the validation loss", NATS, "Over its batches.", bad=ABOVE)
-VAL_ALSO_LOSS = Metric(
-    "val/also_loss", "Validation loss on the other text", NATS, "On batches of `eval.also`, a token.", bad=ABOVE
-)
+VAL_ALSO_LOSS = Metric("val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, a token.", bad=ABOVE)
 VAL_PERPLEXITY = Metric("val/perplexity", "Perplexity", "", "exp of the validation loss.", bad=ABOVE)
 VAL_BITS_PER_BYTE = Metric("val/bits_per_byte", "Bits a byte", "bits", "Validation loss a byte of text.", bad=ABOVE)
 

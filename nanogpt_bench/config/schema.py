@@ -77,6 +77,13 @@ class ModelConfig:
         "a .gguf file, or an id on the hub; its layers have its own names; null: the GPT",
         of_task=True,
     )
+    lora_rank: int | None = setting(
+        None,
+        "model.pretrained: train adapters of this rank beside every linear layer, which is frozen (extra lora); null: "
+        "train all weights",
+        minimum=1,
+        rows_by="--rules",
+    )
     n_layer: int | None = setting(None, "transformer blocks; null: the size's", minimum=1, of_task=True)
     n_head: int | None = setting(None, "attention heads; null: the size's", minimum=1, of_task=True)
     n_embd: int | None = setting(None, "width, a multiple of n_head; null: the size's", minimum=1, of_task=True)

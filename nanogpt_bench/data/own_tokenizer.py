@@ -75,20 +75,22 @@ def from_meta(meta: dict[str, Any]) -> OwnTokenizer:
     return made
 
 
-def check_tokens(tokenizer: str, model: str, rows: int, corpus: str) -> None:
+def check_tokens(tokenizer: str, model: str, rows: int, corpus: str, largest: int) -> None:
     """Refuse a text whose tokens mean something else to a model, by the name of the tokenizer that wrote it.
 
+    `rows` are the model's embeddings, `largest` is the largest token of the text.
+
     Raises:
-        BenchError: another tokenizer, or one with more tokens than the model has rows for.
+        BenchError: another tokenizer, or tokens that the model has no embeddings for.
     """
     own = own_tokenizer(model)
-    if own.vocab_size > rows:
-        raise BenchError(f"model {model!r} has {rows} token embeddings, its tokenizer {own.vocab_size} tokens")
     if tokenizer != own.name:
         raise BenchError(
             f"{corpus!r} was written by the tokenizer {tokenizer!r}, which is not that of model {model!r}; prepare the "
             f"text with --tokenizer {model}"
         )
+    if largest >= rows:
+        raise BenchError(f"model {model!r} has {rows} token embeddings, its tokenizer makes {largest} of {corpus!r}")
 
 
 @functools.lru_cache(maxsize=4)

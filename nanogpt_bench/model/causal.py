@@ -74,9 +74,9 @@ def find_model(name: str) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": name}
 
 
-def _require(package: str) -> None:
+def _require(package: str, extra: str = "hf") -> None:
     if find_spec(package) is None:
-        raise BenchError(f"models of transformers need the package {package}; pip install 'fp8manifold[hf]'")
+        raise BenchError(f"models of transformers need the package {package}; pip install 'fp8manifold[{extra}]'")
 
 
 def _check_gguf(path: Path) -> None:
@@ -214,6 +214,26 @@ def recompute_activations(model: Any) -> None:
     # the second name is that of transformers before 5
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
+
+
+def add_adapters(model: Any, rank: int, seed: int) -> None:
+    """Put low-rank adapters (LoRA) beside every linear layer but the head, and freeze all else.
+
+    Raises:
+        BenchError: the package peft is missing.
+    """
+    _require("peft", "lora")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    names = [name for name, module in model.named_modules() if _is_linear(module)]
+    names = [name for name in names if model.get_submodule(name) is not model.get_output_embeddings()]
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
 
 
 class _WithLoss:

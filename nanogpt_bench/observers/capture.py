@@ -71,7 +71,8 @@ class Capture(Observer):
         def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             self.inputs[name] = inputs[0].detach()
             self.output_dtypes[name] = output.dtype
-            output.register_hook(keep_gradient)
+            if output.requires_grad:  # of layers below all that is trained nobody asks
+                output.register_hook(keep_gradient)
 
         def keep_gradient(gradient: Tensor) -> None:
             self.gradients[name] = gradient.detach()

@@ -170,6 +170,11 @@ def trained_shape(folder: Path) -> GPTShape:
         BenchError: settings that name no size, or weights of another one.
     """
     settings, path = load(folder, weights=False).config.model, folder / "model.safetensors"
+    if settings.pretrained:
+        raise BenchError(
+            f"checkpoint {str(folder)!r} is of the pretrained model {settings.pretrained!r}; finetune --resume --save "
+            "DIR writes it as a model, which evaluate --model DIR and finetune --model DIR take"
+        )
     sizes = {key: getattr(settings, key) for key in ("n_layer", "n_head", "n_embd", "block_size")}
     try:
         check_header(path)

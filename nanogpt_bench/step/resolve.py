@@ -289,6 +289,13 @@ def _check_pretrained(config: Config) -> None:
     for key, value in needs_gpt.items():
         if config.model.pretrained and value:
             raise BenchError(f"{key}: {value!r} can't be used with model.pretrained; leave it out")
+    rank = config.model.lora_rank
+    if rank is not None and (not config.model.pretrained or config.optimizer.name not in ("adamw", "sgd")):
+        raise BenchError(f"model.lora_rank: {rank} needs model.pretrained, and adamw or sgd to step it")
+    if rank is not None and config.model.storage != "float32":
+        raise BenchError(
+            f"model.lora_rank: {rank} can't be used with formats: what they round would be frozen; --rule fp32"
+        )
     if config.train.recompute and not config.model.pretrained:
         raise BenchError("train.recompute: true needs model.pretrained; the GPT here keeps its activations")
 

@@ -13,7 +13,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.data.own_tokenizer import check_tokens
 from nanogpt_bench.model import pretrained
-from nanogpt_bench.model.causal import load_causal, outline, recompute_activations
+from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -132,11 +132,14 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
 
 def _pretrained(config: Config, corpus: Corpus) -> Any:
     name = config.model.pretrained or ""
-    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder))
+    largest = max(int(corpus.train.max()), int(corpus.val.max()))
+    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder), largest)
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     weights = 4 if config.model.storage in ("float32", "master") else 1
     gradients = 0 if config.train.step_in_backward else 4
     model = load_causal(name, bytes_each=max(5, weights + state + gradients))
+    if config.model.lora_rank:
+        add_adapters(model, config.model.lora_rank, config.model.seed or 0)
     if config.train.recompute:
         recompute_activations(model)
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -91,13 +92,16 @@ class Trainer:
         lr = self._set_lr(step.number - 1)
         self._set_decay(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
+        skipped = self._left_out()
         loss = self._accumulate(step, observers)
         norm, clipped = self._clipping.finish()
-        finite = math.isfinite(loss) and (norm is None or math.isfinite(norm))
+        # Steps in the backward pass leave out those parameters whose gradient is not finite, and count them.
+        whole = self._left_out() == skipped if norm is None else math.isfinite(norm)
+        finite = math.isfinite(loss) and whole
         step.record.update(
             {
                 metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
-                metrics.GRAD_HAS_NAN.name: int(norm is not None and not math.isfinite(norm)),
+                metrics.GRAD_HAS_NAN.name: int(not whole),
                 metrics.TRAIN_LOSS.name: loss,
                 metrics.LR.name: lr,
             }
@@ -154,9 +158,13 @@ class Trainer:
         elif bool(loss.isfinite()):
             for observer in observers:
                 observer.before_step(step)
-            loss.backward()
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # the record says it
+                loss.backward()
             self.optimizer.zero_grad(set_to_none=True)  # stand-ins for gradients that have been used
         self.gradient_peak.known()
+
+    def _left_out(self) -> int:
+        return int(getattr(self.optimizer, "skipped_steps", 0))
 
     def _update(self, step: Step, observers: list[Observer]) -> None:
         if not self.config.train.step_in_backward:
@@ -195,9 +203,11 @@ class Trainer:
         """Return the loss (nats a token) of each of the fixed validation batches."""
         return self._losses(self._eval_batches)
 
-    def also_loss(self) -> float | None:
-        """Return the mean loss (nats a token) on the other text, None where there is none."""
-        return mean_and_error(self._losses(self._also_batches))[0] if self._also_batches else None
+    def also_loss(self) -> dict[str, float]:
+        """Return the mean loss (nats a token) on the other text, where there is one, as a step's record has it."""
+        if not self._also_batches:
+            return {}
+        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(self._also_batches))[0]}
 
     @torch.no_grad()
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:

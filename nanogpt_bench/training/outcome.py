@@ -48,6 +48,8 @@ class Outcome:
     training_seconds: float = 0.0
     #: bytes of model and optimizer after the last step
     held_bytes: int | None = None
+    #: the most that the gradients of a backward pass took at once
+    gradient_peak_bytes: int | None = None
     #: steps in a row with a loss or gradient that was not finite, and where they began
     anomalies: int = 0
     first_anomaly: int = 0

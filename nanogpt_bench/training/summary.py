@@ -47,7 +47,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "first_val_loss": outcome.first_val_loss,
         "bytes_per_parameter": _ratio(outcome.held_bytes, count(model.parameters())),
         "held_bytes": outcome.held_bytes,
-        "gradient_peak_bytes": trainer.gradient_peak.bytes,
+        "gradient_peak_bytes": outcome.gradient_peak_bytes,
         "bytes_per_quantized_parameter": _ratio(of_weights, count(weights)),
         "stall": stall.mean if stall else None,
         "stall_metric": stall.metric if stall else None,

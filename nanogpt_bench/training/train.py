@@ -114,8 +114,7 @@ class _Run:
     ) -> None:
         self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
         self.stop, self.environment = stop, environment
-        self.outcome = Outcome()
-        self.trackers = Trackers([])
+        self.outcome, self.trackers = Outcome(), Trackers([])
         self.raised: list[Alert] = []
         self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
         self.observers: list[Observer] = [*self.watch.all]
@@ -186,6 +185,7 @@ class _Run:
         """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
         if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
             self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
+            self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
 
     def _save_if_due(self, step: Step) -> None:
         settings, status = self.config.checkpoint, self.outcome.status
@@ -336,8 +336,7 @@ class _Run:
     def _validate(self, step: Step) -> None:
         loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
         step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
-        if (also := self.trainer.also_loss()) is not None:
-            step.record[metrics.VAL_ALSO_LOSS.name] = also
+        step.record |= self.trainer.also_loss()
         if not math.isfinite(loss):
             self.outcome.final_val_loss = None
             asked = "nan" in self.config.train.stop_on or self.config.train.on_anomaly == "rollback"

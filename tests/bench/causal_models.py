@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanogpt_bench.model.causal import reading
@@ -44,3 +45,33 @@ def write_tokenizer(folder: Path, words: int = len(WORDS)) -> Path:
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unknown>")
         fast.save_pretrained(folder)
     return folder
+
+
+def write_gguf(path: Path, gguf: Any) -> None:
+    """Write a Llama of one layer, and a tokenizer of letters and one pair of them, as a GGUF file."""
+    draw, width, inner = np.random.default_rng(0), 32, 48
+    made = gguf.GGUFWriter(str(path), "llama")
+    made.add_context_length(64)
+    made.add_embedding_length(width)
+    made.add_block_count(1)
+    made.add_feed_forward_length(inner)
+    made.add_head_count(2)
+    made.add_head_count_kv(2)
+    made.add_layer_norm_rms_eps(1e-5)
+    made.add_vocab_size(width)
+    made.add_tokenizer_model("gpt2")
+    made.add_tokenizer_pre("smollm")
+    made.add_token_list(["<end>", "<unknown>", *"abcdefghijklmnopqrst", "Ġ", "ab"])
+    made.add_token_merges(["a b"])
+    made.add_eos_token_id(0)
+    made.add_unk_token_id(1)
+    square = dict.fromkeys(("blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_v", "blk.0.attn_output"), (width, width))
+    sizes = {"token_embd": (width, width), **square, "blk.0.ffn_gate": (inner, width), "blk.0.ffn_up": (inner, width)}
+    for name, size in {**sizes, "blk.0.ffn_down": (width, inner)}.items():
+        made.add_tensor(f"{name}.weight", draw.normal(0, 0.02, size).astype(np.float32))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        made.add_tensor(f"{name}.weight", np.ones(width, np.float32))
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()

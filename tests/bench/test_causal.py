@@ -17,6 +17,7 @@ import causal_models
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.own_tokenizer import own_tokenizer
 from nanogpt_bench.model import causal
 from nanogpt_bench.model.causal import load_causal, outline, window_losses
 from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
@@ -141,18 +142,12 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(
     for _ in range(2):  # the second replaces the first
         assert main([*words, "--formats", "E4M3", "--embeddings", "--model.block_size=16"]) == 0
     rows = json.loads((tmp_path / "runs" / "evaluate-llama" / "evaluation.json").read_text())["rows"]
-    tokens = causal_models_tokens(models["llama"], text_file)
+    tokens = torch.from_numpy(own_tokenizer(str(models["llama"])).encode(text_file.read_text()).astype("int64"))
     starts = [0, (len(tokens) - 17) // 4, (len(tokens) - 17) // 2, 3 * (len(tokens) - 17) // 4, len(tokens) - 17]
     windows = torch.stack([tokens[start : start + 17] for start in starts])
     losses = window_losses(load_causal(str(models["llama"])), windows, 4)
     assert rows[0]["val_loss"] == sum(losses) / 5
     assert rows[1]["quantized_parameters"] == 17408 + 2048
-
-
-def causal_models_tokens(model: Path, text: Path) -> torch.Tensor:
-    from nanogpt_bench.data.own_tokenizer import own_tokenizer
-
-    return torch.from_numpy(own_tokenizer(str(model)).encode(text.read_text()).astype("int64"))
 
 
 def test_a_prepared_text_says_whose_tokens_it_has(text_in_tokens: Path, text_file: Path) -> None:
@@ -161,6 +156,19 @@ def test_a_prepared_text_says_whose_tokens_it_has(text_in_tokens: Path, text_fil
     assert corpus.vocab_size == 23
     meta = json.loads((text_in_tokens / "meta.json").read_text())
     assert meta["splits"]["val"]["bytes"] < len(text_file.read_text())
+
+
+def test_a_gguf_is_floats_from_then_on(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    causal_models.write_gguf(path, gguf)
+    model = load_causal(str(tmp_path))
+    assert outline(str(path)).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    assert own_tokenizer(str(path)).encode("ab ba").tolist() == [23, 22, 3, 2]
+    model.save_pretrained(tmp_path / "saved")
+    again, tokens = load_causal(str(tmp_path / "saved")), torch.arange(20)[None]
+    assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
 def broken(folder: Path, kind: str) -> Path:
@@ -213,7 +221,7 @@ def change(folder: Path, **settings: object) -> None:
         ("sequence to sequence", "is T5ForConditionalGeneration, no causal language model"),
         ("masked", "is BertForMaskedLM, no causal language model"),
         ("without tokenizer", "tokenizer"),
-        ("small", "has 16 token embeddings, its tokenizer 23 tokens"),
+        ("small", "has 16 token embeddings, its tokenizer makes 22 of"),
         ("cut", "can't be read"),
         ("other layers", "missing weight 'model.layers.2."),
         ("pickle", "can't be read"),

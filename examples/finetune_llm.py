@@ -1,0 +1,85 @@
+"""
+Fine-tuning all of a language model
+===================================
+
+All weights of a model of transformers learn from a text: those of the linear layers live in one byte each, Adam's two
+averages of them in another byte each, and a gradient is used and freed before the next is there.  Without arguments a
+small Llama that has read the Python reference goes on with Python code; with a folder that ``save_pretrained`` wrote
+and a text file, that model with that text.  ``nanogpt-bench finetune`` adds checkpoints, monitors and a report.
+
+Needs transformers (``pip install 'fp8manifold[hf]'``).  Expected output::
+
+    as it was                  2.724
+    in one byte a weight       2.721
+    fine-tuned                 2.485
+    bytes a weight with state  3.14
+"""
+
+import difflib
+import inspect
+import sys
+from pathlib import Path
+from pydoc_data import topics
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import fp8manifold as fm
+
+BATCH, LENGTH, STEPS = 8, 64, 100
+
+
+def text_bytes(text: str) -> Tensor:
+    """One token a byte."""
+    return torch.tensor(list(text.encode("ascii", "replace")))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, steps: int) -> None:
+    """Train on random stretches of the text, at a rate that falls to zero."""
+    generator, peak = torch.Generator().manual_seed(1), optimizer.param_groups[0]["lr"]
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * (1 - step / steps)
+        batch = text[torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator) + torch.arange(LENGTH)]
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def report(name: str, model: nn.Module, text: Tensor) -> None:
+    """Print the loss on text that was not trained on, in nats a token."""
+    batch = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)[:64]
+    print(f"{name:<27}{model(input_ids=batch, labels=batch).loss.item():.3f}")
+
+
+def finetune(model: nn.Module, text: Tensor, lr: float) -> None:
+    """Round the linear layers to E4M3 and train everything."""
+    learnt, held_out = text[: -len(text) // 5], text[-len(text) // 5 :]
+    report("as it was", model, held_out)
+    fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
+    report("in one byte a weight", model, held_out)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr, stiffness=0.0, writeback="stochastic", moments="8bit")
+    fm.optim.step_in_backward(optimizer)
+    train(model, optimizer, learnt, STEPS)
+    report("fine-tuned", model, held_out)
+    layer = next(module for module in model.modules() if isinstance(module, fm.QuantizedLinear))
+    state = [value for value in optimizer.state[layer.weight].values() if isinstance(value, Tensor)]
+    held = layer.weight.codes.nbytes + sum(value.nbytes for value in state)
+    print(f"{'bytes a weight with state':<27}{held / layer.weight.numel():.2f}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        folder, path = sys.argv[1:]
+        words = AutoTokenizer.from_pretrained(folder)(Path(path).read_text(encoding="utf-8"))["input_ids"]
+        finetune(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), torch.tensor(words), lr=5e-5)
+    else:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+        llama = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=128, max_position_embeddings=LENGTH, **sizes))
+        prose = text_bytes("\n".join(topics.topics.values())[:200_000])
+        train(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3), prose, steps=150)
+        finetune(llama, text_bytes(inspect.getsource(difflib)), lr=1e-3)
