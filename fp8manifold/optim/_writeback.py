@@ -15,9 +15,29 @@ __all__ = ["WRITEBACKS", "WriteBack", "joined_codes", "rule_of", "split_codes", 
 
 @dataclass(frozen=True)
 class WriteBack:
-    """One way from the value that a step asks for to what is stored of it.
+    r"""One way from the value that a step asks for to what is stored of it.
 
     An update is lost where rounding undoes it and nothing of it is kept, put into an average or returned on average.
+    With :math:`t` asked for, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at random too,
+    to :math:`2^{-b}` ULP:
+
+    .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
+        w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
+
+    A weight that is NaN or infinite stays so, -0 is a value like others, and an empty tensor stays empty.
+
+    Args:
+        name: what optimizers call it.
+        rounding: how a value goes to the grid, ``"nearest"`` or ``"stochastic"``.
+        residual_bits: bits a weight in which the state keeps what the rounding left: 0, 4 or 8.
+        injects: whether what the rounding took goes into the first average.
+
+    Raises:
+        ValueError: another number of residual bits.
+
+    Example:
+        >>> WriteBack("residual8", residual_bits=8).bytes_per_weight
+        2.0
     """
 
     name: str
