@@ -75,6 +75,7 @@ def small(modules: dict[str, ModuleType]) -> Any:
     return modules["_contenders"].Workload.sized("10M", 0.001, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_optimizer_step_from_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "optimi.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
     options = ("--elements", "0.001", "--pairs", "2", "--processes", "1", "--markdown")
@@ -326,6 +327,7 @@ def test_gpt2_takes_less_than_two_and_a_half_bytes_a_weight() -> None:
     assert rows["the same, gradients in bfloat16"]["peak"] < 3.0
 
 
+@pytest.mark.slow
 def test_harness_overhead_from_end_to_end(
     modules: dict[str, ModuleType],
     monkeypatch: pytest.MonkeyPatch,

@@ -18,13 +18,13 @@ class WriteBack:
     r"""One way from the value that a step asks for to what is stored of it.
 
     An update is lost where rounding undoes it and nothing of it is kept, put into an average or returned on average.
-    With :math:`t` asked for, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at random too,
-    to :math:`2^{-b}` ULP:
+    With :math:`t` asked for, :math:`u` uniform in one ULP, :math:`r` the remainder, and :math:`\rho_b` rounding, at
+    random too, to :math:`2^{-b}` ULP:
 
     .. math:: w = \lfloor t + u \rfloor \qquad\text{or, with } b \text{ bits,}\quad
         w = \operatorname{round}\rho_b(t + r), \quad r' = \rho_b(t + r) - w
 
-    A weight that is NaN or infinite stays so, -0 is a value like others, and an empty tensor stays empty.
+    A weight that is NaN stays so; infinite ones are never asked for; -0 is a value like others; empty stays empty.
 
     Args:
         name: what optimizers call it.

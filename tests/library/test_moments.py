@@ -123,6 +123,7 @@ def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
     assert falling == 64.0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
 @pytest.mark.parametrize("kind", [StiffnessSGD, StiffnessLion])
 def test_a_single_average_follows(kind: Any, moments: str) -> None:

@@ -21,7 +21,7 @@ from small_runs import KINDS, STEPS, differences, traces, words
 
 from nanogpt_bench.checkpoint import newest, verify
 
-QUICK, SLOW, FULL = 40, 100, 2000
+QUICK, SLOW, FULL = 24, 100, 2000
 CHILDREN = 2
 MOST_KILLS = 5
 #: of the seconds a whole run takes, the share that its steps take; the rest is its start
