@@ -166,6 +166,9 @@ def trained(net: dict[str, Any], options: dict[str, Any], *, nested: bool = True
     return losses
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 9), reason="products of torch 2.8 depend in their last bit on where a tensor lies"
+)
 @pytest.mark.parametrize(
     "case",
     [
