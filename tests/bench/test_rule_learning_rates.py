@@ -58,6 +58,7 @@ def test_the_grid_grows_where_the_best_is_at_an_end(search: ModuleType, losses: 
     assert search.wanted(losses, 3) == grown
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_and_a_finished_one_trains_nothing(
     search: ModuleType, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
