@@ -11,7 +11,7 @@ from torch import Tensor
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._encoded.adoption import adopt_parts, checked_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, EncodedTensor
-from fp8manifold._encoded.refusals import guard_memory
+from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
 from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
 from fp8manifold._encoded.storage import (
     checked_codes,
@@ -247,6 +247,8 @@ class FP8Tensor(EncodedTensor):
 
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
+        if self.requires_grad:
+            check_not_unwrapped()
         return ["codes", "scale", "counter"], self._traits().flat
 
     @classmethod

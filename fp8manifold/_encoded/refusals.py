@@ -9,6 +9,7 @@ from torch import Tensor
 __all__ = [
     "NoStorage",
     "check_not_distributed",
+    "check_not_unwrapped",
     "guard_memory",
     "is_sharded_by_torch",
     "is_staged",
@@ -88,6 +89,15 @@ def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
     if name.startswith(_SHARDING):
         way = next((way for start, way in _OTHER_WAYS.items() if name.startswith(start)), "shard")
         raise RuntimeError(f"{name} {_WHY}: {_WAYS[way]}")
+
+
+def check_not_unwrapped() -> None:
+    """Raise RuntimeError where an exported program makes a parameter that is trained of each part: codes can't be."""
+    if _caller().startswith("torch._functorch._aot_autograd.subclass_parametrization."):
+        raise RuntimeError(
+            "an exported program whose FP8Parameters require gradients can't be decomposed, as codes take no gradient: "
+            "call requires_grad_(False) on the model before torch.export.export"
+        )
 
 
 def refuse_collective(func: Any) -> NoReturn:

@@ -23,6 +23,7 @@ from nanogpt_bench.compare.overrides import as_typed, check_given, put_into, rea
 from nanogpt_bench.compare.plan import PlannedRun, baseline_of, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.runs.earlier import (
     PASSING,
     check_same,
@@ -38,9 +39,6 @@ from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
 DEFAULTS = Demonstration()
-SECONDS_BETWEEN_PAGES = 20.0
-# The largest share of one core that goes into rewriting the page: with many long runs it takes seconds.
-PAGE_SHARE = 0.05
 
 
 def main_compare(args: argparse.Namespace) -> int:

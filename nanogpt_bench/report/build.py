@@ -25,6 +25,10 @@ from nanogpt_bench.system.errors import BenchError, unknown
 from nanogpt_bench.system.files import write_text
 
 PAGE = "report.html"
+#: of a page that is drawn again and again
+SECONDS_BETWEEN_PAGES = 20.0
+#: the largest share of one core that goes into it: with many long runs it takes seconds
+PAGE_SHARE = 0.05
 THRESHOLDS = tuple(field.name for field in fields(Thresholds))
 
 

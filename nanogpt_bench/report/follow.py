@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanogpt_bench.report.build import PAGE, report
+from nanogpt_bench.report.build import PAGE, PAGE_SHARE, SECONDS_BETWEEN_PAGES, report
 from nanogpt_bench.system.errors import BenchError
 
 #: of a run's folder, where its page and figures go
 FOLDER = "report"
-SECONDS_BETWEEN_PAGES = 20.0
-#: a page may take this share of the time at most
-PAGE_SHARE = 0.05
 #: how long the last page may take after the run's end
 _PATIENCE = 120.0
 
@@ -43,9 +40,9 @@ def followed(run_dir: Path) -> Iterator[Path]:
             drawing.wait()
 
 
-def follow(run_dir: Path, pause: float = SECONDS_BETWEEN_PAGES) -> None:
+def follow(run_dir: Path, least: float = SECONDS_BETWEEN_PAGES) -> None:
     """Draw the page of a run again and again until standard input ends, and then once more."""
-    drawn, ended = None, threading.Event()
+    drawn, ended, pause = None, threading.Event(), least
     threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
     while not ended.wait(pause):
         records = run_dir / "metrics.jsonl"
@@ -53,7 +50,7 @@ def follow(run_dir: Path, pause: float = SECONDS_BETWEEN_PAGES) -> None:
         if size and size != drawn:
             begun, drawn = time.monotonic(), size
             _draw(run_dir, running=True)
-            pause = max(pause, (time.monotonic() - begun) / PAGE_SHARE)
+            pause = max(least, (time.monotonic() - begun) / PAGE_SHARE)
     _draw(run_dir, running=False)
 
 

@@ -14,15 +14,12 @@ from rich.console import Console
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.cores import divide, threads_asked
 from nanogpt_bench.compare.pool import Event, Pool
+from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.system.signals import StopRequest, stop_requests
 from nanogpt_bench.system.words import counted
-
-SECONDS_BETWEEN_PAGES = 20.0
-#: a page may take this share of the time at most: that of a large sweep takes seconds
-PAGE_SHARE = 0.05
 
 #: told of a run that has ended, gives the runs that follow from it
 OnEnd = Callable[[PlannedPoint], Iterable[PlannedPoint]]

@@ -28,6 +28,13 @@ def test_an_exported_program_can_be_decomposed() -> None:
     assert not any("fp8manifold" in str(node.target) for node in program.graph.nodes)
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+def test_an_exported_program_that_trains_is_not_decomposed() -> None:
+    program = torch.export.export(quantized(), (INPUT,))
+    with pytest.raises(RuntimeError, match=r"codes take no gradient: call requires_grad_\(False\) on the model"):
+        program.run_decompositions()
+
+
 @every_granularity
 def test_fake_tensors_are_quantized(granularity: Any) -> None:
     """Shapes and dtypes are those of the model with values."""
