@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,3 +69,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for group, count in sorted(COMPARED.items()):
             terminalreporter.write_line(f"{count:>12,}  {group}")
         terminalreporter.write_line(f"{sum(COMPARED.values()):>12,}  in all")
+
+
+def ranks(size: int, folder: Path) -> Iterator[Any]:
+    from rank_pool import Pool  # only where there are such cases: it makes torch.distributed ready
+
+    made = Pool(size, folder)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Three processes of one group, for the cases of a module."""
+    yield from ranks(3, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two of them, whose sums and halves are exact."""
+    yield from ranks(2, tmp_path_factory.mktemp("ranks"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,20 +19,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8manifold as fm
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(3, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.end()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(2, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.end()
 
 
 def equal_everywhere(each: list[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,20 +18,6 @@ from torch.distributed.tensor import DTensor
 
 import fp8manifold as fm
 from fp8manifold._shards import FP8Shard
-
-
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(3, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.end()
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(2, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.end()
 
 
 def sharded(net: Any, *, nested: bool = True, **options: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8manifold as fm
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    ranks = Pool(2, tmp_path_factory.mktemp("ranks"))
-    yield ranks
-    ranks.end()
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
