@@ -247,8 +247,7 @@ class FP8Tensor(EncodedTensor):
 
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
-        if self.requires_grad:
-            check_not_unwrapped()
+        check_not_unwrapped(self)
         return ["codes", "scale", "counter"], self._traits().flat
 
     @classmethod

@@ -91,9 +91,9 @@ def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
         raise RuntimeError(f"{name} {_WHY}: {_WAYS[way]}")
 
 
-def check_not_unwrapped() -> None:
+def check_not_unwrapped(x: Tensor) -> None:
     """Raise RuntimeError where an exported program makes a parameter that is trained of each part: codes can't be."""
-    if _caller().startswith("torch._functorch._aot_autograd.subclass_parametrization."):
+    if x.requires_grad and _caller().startswith("torch._functorch._aot_autograd.subclass_parametrization."):
         raise RuntimeError(
             "an exported program whose FP8Parameters require gradients can't be decomposed, as codes take no gradient: "
             "call requires_grad_(False) on the model before torch.export.export"
