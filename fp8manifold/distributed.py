@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._ranks import Ranks, Replicas, share_of
+from fp8manifold._ranks import Ranks, Replicas, share_of, spread
+from fp8manifold._shards import rows_between
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import Scaler, SharedAmax
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["sync"]
+__all__ = ["in_rows_of", "rows_of", "sync"]
 
 
 def sync(model: nn.Module, group: Any = None) -> None:
@@ -58,6 +59,49 @@ def sync(model: nn.Module, group: Any = None) -> None:
     for module in model.modules():
         if isinstance(module, Scaler | SharedAmax):
             module.ranks = ranks
+
+
+@torch.no_grad()
+def rows_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of a whole tensor that this process holds, as a DTensor: what ``load_state_dict`` of shards takes.
+
+    Args:
+        whole: the same in every process, with as many rows as ``like``; codes, scales, counter, seed and what the
+            first rounding left go with them.  NaN, Inf and -0 are kept, no rows are an empty tensor.
+        like: a parameter after ``fully_shard``; of any other the whole is returned as it is.
+
+    Raises:
+        ValueError: another number of rows.
+
+    Example:
+        >>> weight = torch.zeros(4, 2)
+        >>> rows_of(weight, nn.Parameter(torch.zeros(4, 2))) is weight
+        True
+
+    Source: Zhao et al. 2023 (PyTorch FSDP, arXiv 2304.11277).
+    """
+    share = share_of(like)
+    if share is None:
+        return whole
+    if whole.shape[:1] != share.shape[:1]:
+        raise ValueError(f"whole has shape {tuple(whole.shape)}: {share.shape[0]} rows are needed")
+    first = min(share.ranks.rank * share.rows, share.shape[0])
+    own = rows_between(whole, first, share.local.shape[0]) if isinstance(whole, FP8Tensor) else share.own(whole).clone()
+    return spread(like, own.to(share.local.device))
+
+
+def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
+    """Something with a row for each that this process holds of a parameter, as a DTensor of all of them.
+
+    Args:
+        parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
+        own: of any dtype, with any values; no rows are an empty tensor.
+
+    Example:
+        >>> in_rows_of(nn.Parameter(torch.zeros(2, 2)), torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
+    return spread(parameter, own)
 
 
 @torch.no_grad()

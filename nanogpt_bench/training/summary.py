@@ -77,7 +77,21 @@ def count(parameters: Iterable[Tensor]) -> int:
 @torch.no_grad()
 def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
     """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
-    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
+    return {name: _whole_histogram(model, name, layer) for name, layer in _layers(model, config).items()}
+
+
+def _whole_histogram(model: nn.Module, name: str, layer: fm.QuantizedLinear) -> dict[str, Any]:
+    """Of a layer that is sharded once all processes have its weight, for as long as that takes."""
+    parts = name.split(".")
+    above = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
+    sharded: Any = next((module for module in above if hasattr(module, "unshard")), None)
+    if sharded is None:
+        return _histogram(layer)
+    sharded.unshard()
+    try:
+        return _histogram(layer)
+    finally:
+        sharded.reshard()
 
 
 def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:
