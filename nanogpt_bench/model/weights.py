@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ def tensors_of(model: nn.Module, *, kept: bool = True) -> tuple[dict[str, Tensor
     return fm.flatten_state_dict(state) if kept else ({}, {})
 
 
+@torch.no_grad()
 def gathered(value: Any, *, kept: bool = True) -> Any:
     """Return the whole of a tensor that is sharded, on the CPU, and anything else as it is.
 
@@ -44,7 +46,9 @@ def gathered(value: Any, *, kept: bool = True) -> Any:
     """
     if not hasattr(value, "full_tensor"):
         return value
-    whole = value.full_tensor()
+    from torch.distributed.tensor import Replicate
+
+    whole = value.redistribute(placements=[Replicate()]).to_local()
     return whole.cpu() if kept else None
 
 
