@@ -46,6 +46,8 @@ class GradientPeak:
         """Called after a backward pass."""
         for hook in self._hooks:
             hook.remove()
+        if not self._most and self.bytes is None:  # of shards nobody calls hooks
+            self._most = memory_of([parameter.grad for parameter in self._own if parameter.grad is not None])
         self._hooks, self.bytes = [], self.bytes or self._most or None
 
 

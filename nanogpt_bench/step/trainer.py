@@ -27,6 +27,7 @@ from nanogpt_bench.step.schedule import decay_course, lr_factor
 from nanogpt_bench.step.start import model_shape, start_model
 from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.torchao_float8 import train_in_float8
+from nanogpt_bench.step.wire import Wire
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
@@ -82,6 +83,7 @@ class Trainer:
         self._clipping = clipping_of(self.model, self.optimizer, config, ranks)
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)
+        self.wire = Wire(ranks.size)
         if config.train.step_in_backward:
             fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
@@ -110,7 +112,10 @@ class Trainer:
 
         The weights stay as they are when the loss or the gradient is not finite.
         """
-        observers = list(observers)
+        with self.wire.step():
+            return self._train_step(step, list(observers))
+
+    def _train_step(self, step: Step, observers: list[Observer]) -> float:
         if self.ranks.size > 1:
             torch.manual_seed(self._seed_of_step(step.number))
         lr = self._set_lr(step.number - 1)

@@ -96,4 +96,5 @@ def _leave(store: Any, size: int, code: int) -> None:
         if code and time.monotonic() > deadline:
             return
         time.sleep(0.02)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first to be gone has torchrun end the others, which are going
     distributed.destroy_process_group()

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.observers.resources import peak_bytes
 from nanogpt_bench.step.formats import format_summary
-from nanogpt_bench.step.memory import bytes_of
+from nanogpt_bench.step.memory import bytes_of, held_bytes
 from nanogpt_bench.step.resolve import rule_name
 from nanogpt_bench.step.surgery import quantized_layers
 
@@ -26,6 +27,8 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = [layer.weight for layer in _layers(model, config).values()]
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
+    if trainer.in_rows and of_weights is not None:
+        of_weights = int(sum(trainer.ranks.each(of_weights)))
     return {
         "name": name,
         "rule": rule_name(config),
@@ -58,6 +61,25 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
         "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+        **_processes(trainer),
+    }
+
+
+def _processes(trainer: Trainer) -> dict[str, Any]:
+    """What each of several processes holds and sends; nothing of one. All of them have to ask."""
+    ranks = trainer.ranks
+    if ranks.size == 1:
+        return {}
+    held = ranks.each(held_bytes(trainer.model, trainer.optimizer))
+    peak = ranks.each(peak_bytes(trainer.device))
+    return {
+        "processes": {
+            "parallel": trainer.config.train.parallel,
+            "count": ranks.size,
+            "held_bytes": [int(size) for size in held],
+            "peak_bytes": [int(size) for size in peak],
+            "sent_bytes": trainer.wire.bytes,
+        }
     }
 
 
