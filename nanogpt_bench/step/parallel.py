@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.ranks import Ranks
+from nanogpt_bench.system.ranks import ALONE, Ranks
 
 #: what compares gradients, or measures them, in passes of one process
 _OF_ONE_PROCESS = ("shadow.enabled", "monitor.fisher", "train.step_in_backward")
@@ -58,25 +59,30 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         BenchError: says what to give.
     """
     size = ranks.size
+    if ranks is ALONE:
+        refuse_parallel(config.train.parallel, "this")
     if config.train.batch_size % size:
         raise BenchError(
             f"train.batch_size: {config.train.batch_size} sequences can't be divided among {size} processes; "
             f"give a multiple of {size}"
         )
-    if ranks.size > 1 and config.runtime.device == "cuda" and torch.cuda.device_count() < size:
-        raise BenchError(f"runtime.device: {size} processes need a GPU each, and there are {torch.cuda.device_count()}")
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
+    if size > 1 and config.runtime.device != "cpu" and 0 < gpus < here:
+        raise BenchError(
+            f"runtime.device: {here} processes need a GPU each, and {gpus} are here; start fewer, or give "
+            "--runtime.device cpu"
+        )
 
 
-def refuse_parallel(config: Config, who: str) -> None:
+def refuse_parallel(mode: str | None, who: str) -> None:
     """Refuse `train.parallel` where runs are trained in one process.
 
     Raises:
         BenchError: says so.
     """
-    if config.train.parallel is not None:
+    if mode is not None:
         raise BenchError(
-            f"train.parallel: {config.train.parallel!r} is for torchrun -m nanogpt_bench run; {who} trains in one "
-            "process; leave it out"
+            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; leave it out"
         )
 
 

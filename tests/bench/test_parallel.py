@@ -14,11 +14,14 @@ import torch.distributed as dist
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
+from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.run_state import capture, restore
 from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
@@ -270,3 +273,28 @@ def test_what_would_be_wrong_is_refused(tiny: Tiny, overrides: dict[str, Any], s
     with pytest.raises(BenchError) as refused:
         resolve(tiny(**({"monitor__stall": False} | overrides)))
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--rules", "fp32", "--train.parallel", "ddp"],
+        ["profile", "e4m3.yaml", "--train.parallel", "ddp", "--shadow.enabled", "false"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_of_one_process_refuse_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run" in line
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_sweep_refuses_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n", encoding="utf-8")
+    with pytest.raises(BenchError, match="'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep"):
+        plan_sweep(read_sweep(path))
