@@ -97,6 +97,16 @@ def wait_for_step(child: subprocess.Popen[bytes], run_dir: Path, step: int) -> N
         time.sleep(0.02)
 
 
+#: memory as it is counted: that of a last row's padding, which FSDP keeps and a resumed run does not have
+COUNTED = ("held_bytes", "bytes_per_parameter", "bytes_per_quantized_parameter", "peak_bytes")
+
+
+def without_counts(left: Any) -> Any:
+    if isinstance(left, dict):
+        return {key: without_counts(value) for key, value in left.items() if key not in COUNTED}
+    return [without_counts(value) for value in left] if isinstance(left, list) else left
+
+
 def losses(run_dir: Path) -> list[Any]:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(r["step"], r.get("train/loss"), r.get("val/loss")) for r in records]
@@ -111,7 +121,7 @@ def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
         folder = tmp_path_factory.mktemp(mode)
         assert finished(folder, words(small_corpus, mode), 2) == 0, (folder / "output.txt").read_text()
         assert verify_command([folder / "runs" / "r"]) == 0
-        return small_runs.traces(folder / "runs" / "r")
+        return without_counts(small_runs.traces(folder / "runs" / "r"))
 
     return left
 
@@ -146,7 +156,7 @@ def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
     assert to == "torchrun" or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
     assert verify_command([run_dir]) == 0
     assert finished(tmp_path, words(small_corpus, mode), 2) == 0
-    left = small_runs.traces(run_dir)
+    left = without_counts(small_runs.traces(run_dir))
     gone = [name for name in small_runs.differences(left, whole(mode)) if not name.startswith("config")]
     assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, gone  # the stop's own, and what it displaced
     assert left["checkpoints/step-24/model.safetensors"] == whole(mode)["checkpoints/step-24/model.safetensors"]
