@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
@@ -73,16 +74,33 @@ def count_points(sweep: SweepFile) -> int:
     Raises:
         BenchError: a range of a grid that does not say how many.
     """
+    sizes = max(1, len(sweep.data_sizes))
     if sweep.search == "random":
-        return sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
-    return math.prod(axis.size for axis in sweep.axes)
+        return sizes * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
+    return sizes * math.prod(axis.size for axis in sweep.axes)
 
 
 def points_of(sweep: SweepFile) -> Iterable[Point]:
-    """Return the points of the axes: every combination, or random ones."""
+    """Return the points of the axes: every combination, or random ones; each at every size of the data.
+
+    Raises:
+        BenchError: a size that is not a step's worth of tokens.
+    """
     if sweep.search == "random":
-        return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
-    return grid_points(sweep.axes)
+        points = random_points(sweep.axes, sweep.samples, sweep.sample_seed)
+    else:
+        points = grid_points(sweep.axes)
+    return chain.from_iterable(_at_sizes(sweep, point) for point in points) if sweep.data_sizes else points
+
+
+def _at_sizes(sweep: SweepFile, point: Point) -> Iterator[Point]:
+    """The point trained on the first tokens of the text, once through: as many steps as they fill."""
+    config = resolve(build_config(plan_point(sweep.base, point).settings))
+    tokens = config.train.batch_size * config.train.accumulation * (config.model.block_size or 0)
+    for size in sweep.data_sizes:
+        if size < tokens:
+            raise BenchError(f"--data-sizes: {size} tokens are less than a step takes, which is {tokens}")
+        yield {**point, "data.train_tokens": size, "train.max_steps": size // tokens}
 
 
 def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoint]:
