@@ -25,6 +25,7 @@ from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable
 
 LONGEST_NAME = 120
+FLOAT_LR = "optimizer.float_lr"
 #: settings that a label says through its first words, or leaves to the name
 _SAID = ("rule", "model.format", "seed")
 
@@ -123,10 +124,9 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     Raises:
         BenchError: settings that don't go together; it says at which point.
     """
-    axes = _without_formats(base, point)
-    settings = assemble(base, axes)
-    if "rule" in point and _keeps_floats(base, point):  # what the other rules of the axis share
-        settings = {key: value for key, value in settings.items() if key not in keys_where("of_formats")}
+    idle = _idle(base, point)
+    axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle & {FLOAT_LR}}
+    settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
     try:
         built = build_config(settings)
         config = resolve(built)
@@ -140,6 +140,15 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
     return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
+
+
+def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
+    """Settings that the other rules of the axis share, and that this one has no use for."""
+    rule = RULES.get(str(point.get("rule")))
+    if rule is None:
+        return frozenset()
+    found = keys_where("of_formats") if _keeps_floats(base, point) else ()
+    return frozenset((*found, *((FLOAT_LR,) if rule.float_lr is None else ())))
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:
