@@ -16,7 +16,7 @@ from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
-from nanogpt_bench.report.length import length_section
+from nanogpt_bench.report.length import LADDERS, ladder_section
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.processes import processes_section
 from nanogpt_bench.report.results import Result, Row, findings
@@ -60,7 +60,7 @@ def all_sections(page: Page) -> list[Section]:
         _what(page),
         _results(page),
         processes_section(page.rows),
-        length_section(page.results, page.looks),
+        *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),
         e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,
