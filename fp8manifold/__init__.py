@@ -4,6 +4,7 @@ from fp8manifold import _geoopt_import, _shards, distributed, monitor, ops, opti
 from fp8manifold._encoded.stalled_average import StalledAverageWarning
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
+from fp8manifold.exchange import export_model, exported_state_dict
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
@@ -44,6 +45,8 @@ __all__ = [
     "dequantize_model",
     "distributed",
     "encode",
+    "export_model",
+    "exported_state_dict",
     "fake_quantize",
     "flatten_state_dict",
     "from_chart",

@@ -19,7 +19,7 @@ LIBRARY = (
     ("parameter",),
     ("_shards",),
     ("nn", "export"),
-    ("ops", "averages", "distributed", "_fisher"),
+    ("ops", "averages", "distributed", "exchange", "_fisher"),
     ("monitor", "optim"),
 )
 BENCH = (
