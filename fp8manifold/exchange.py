@@ -14,6 +14,7 @@ from fp8manifold._encoded.float8 import FLOAT8
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
+from fp8manifold.grid import decode
 from fp8manifold.nn._candidates import is_linear
 from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._linear import QuantizedLinear
@@ -64,7 +65,7 @@ def exported_state_dict(
         ImportError: torchao is missing.
         TypeError: no module, or one that several processes hold a part of each.
         ValueError: an unknown layout, a format that it has no dtype for, a layer that it does not take (transformers'
-            ``Conv1D``), a block scale that is no E8M0, or a model without a quantised weight.
+            ``Conv1D``), values between those of the format, a block scale that is no E8M0, or no quantised weight.
 
     Example:
         >>> from fp8manifold import quantize_model
@@ -207,6 +208,8 @@ def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
             codes, scale = weight.codes, weight.scale
         else:
             codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
+            if not torch.equal(decode(codes, fmt) * layer.weight_scale(), layer.quantized_weight().float()):
+                raise ValueError(f"layer {name!r} holds values between those of {fmt.name}: quantise it first")
         yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype)
 
 
@@ -242,7 +245,7 @@ def _is_for_training(name: str, layers: dict[str, QuantizedLinear]) -> bool:
 
 def _compressed(weight: _Weight) -> dict[str, Tensor]:
     scale = weight.scale.reshape(1) if weight.shares == "tensor" else weight.scale
-    if weight.shares == "block":
+    if weight.shares == "block" and not scale.is_meta:
         exponents = torch.frexp(scale).exponent - 1 + _E8M0_BIAS
         if bool((torch.ldexp(torch.ones_like(scale), exponents - _E8M0_BIAS) != scale).any() | (exponents < 0).any()):
             raise ValueError(f"{weight.name!r} has a block scale that is no E8M0: a power of two, 2^-127 at least")
