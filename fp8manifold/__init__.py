@@ -12,6 +12,7 @@ from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
 from fp8manifold.nn._operands import OperandSpec
+from fp8manifold.nn._plain_state import use_plain_state
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import LayerSpec
@@ -63,5 +64,6 @@ __all__ = [
     "to_chart",
     "ulp",
     "unflatten_state_dict",
+    "use_plain_state",
     "widened_scale",
 ]

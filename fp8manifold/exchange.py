@@ -18,6 +18,7 @@ from fp8manifold.grid import decode
 from fp8manifold.nn._candidates import is_linear
 from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._parts import PARTS
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
@@ -34,6 +35,7 @@ _STRATEGIES: Final[dict[str, dict[str, Any]]] = {
     "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
 }
 _E8M0_BIAS: Final = 127
+_OF_WEIGHT: Final = frozenset(f"weight{suffix}" for suffix in PARTS if suffix)
 _PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
 
 
@@ -239,7 +241,7 @@ def _is_for_training(name: str, layers: dict[str, QuantizedLinear]) -> bool:
     for prefix, layer in layers.items():
         start = f"{prefix}." if prefix else ""
         if name.startswith(start):
-            return name.removeprefix(start).partition(".")[0] in layer._own_names
+            return name.removeprefix(start).partition(".")[0] in layer._own_names | _OF_WEIGHT
     return False
 
 
