@@ -1,6 +1,6 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import _geoopt_import, _shards, distributed, monitor, ops, optim, reference  # noqa: F401
+from fp8manifold import _geoopt_import, _shards, distributed, huggingface, monitor, ops, optim, reference  # noqa: F401
 from fp8manifold._encoded.stalled_average import StalledAverageWarning
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
@@ -51,6 +51,7 @@ __all__ = [
     "fake_quantize",
     "flatten_state_dict",
     "from_chart",
+    "huggingface",
     "monitor",
     "ops",
     "optim",

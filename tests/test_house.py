@@ -20,6 +20,7 @@ LIBRARY = (
     ("_shards",),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange", "_fisher"),
+    ("huggingface",),
     ("monitor", "optim"),
 )
 BENCH = (
