@@ -292,11 +292,9 @@ def test_a_folder_that_was_tampered_with_is_refused(changes: dict[str, Any], mes
 
 def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(transformers, "__version__", "4.57.1")
+        patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
         with pytest.raises(ImportError, match=r"needs transformers 5 or newer, not 4\.57\.1"):
             huggingface._classes.__wrapped__()
     monkeypatch.setitem(sys.modules, "transformers.quantizers.auto", None)
-    with pytest.raises(
-        ImportError, match=r"fp8manifold\.huggingface needs transformers: pip install 'fp8manifold\[hf\]'"
-    ):
+    with pytest.raises(ImportError, match=r"needs transformers: pip install 'fp8manifold\[hf\]'"):
         huggingface.register()
