@@ -2,9 +2,9 @@
 
 import copy
 import importlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -105,7 +105,7 @@ def exported_state_dict(
     return tensors, described(list(weights.values()), left)
 
 
-def export_model(model: Any, folder: str | os.PathLike[str], layout: ExchangeLayout = "compressed-tensors") -> None:
+def export_model(model: Any, folder: str | Path, layout: ExchangeLayout = "compressed-tensors") -> None:
     """Write a model of transformers as a folder that ``from_pretrained`` reads as another library's.
 
     Written is what :func:`exported_state_dict` gives, in safetensors, beside a ``config.json`` that says so; the model
@@ -122,10 +122,13 @@ def export_model(model: Any, folder: str | os.PathLike[str], layout: ExchangeLay
         ValueError: as :func:`exported_state_dict`.
 
     Example:
-        >>> import transformers, fp8manifold as fm  # doctest: +SKIP
-        >>> model = transformers.AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
-        >>> fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
-        >>> fm.export_model(model, "my_model-fp8")  # doctest: +SKIP
+        >>> model = AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
+        >>> quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
+        >>> export_model(model, "my_model-fp8")  # doctest: +SKIP
+        >>> export_model(nn.Linear(4, 2), "my_model-fp8")
+        Traceback (most recent call last):
+        TypeError: model is a Linear, no model of transformers: write what exported_state_dict gives with \
+safetensors.torch.save_file
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise TypeError(

@@ -51,7 +51,7 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
     """Give what ``from_pretrained(..., quantization_config=...)`` quantises a float model by while it loads it.
 
     Args:
-        formats, storage, options: of :func:`quantize_model`; here one byte a weight unless told otherwise.
+        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte a weight unless told otherwise.
 
     Returns:
         A configuration of transformers.  The model has all its weights as floats for a moment.
@@ -68,9 +68,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
 
 
 def attach(model: Any) -> Any:
-    """Let a model that :func:`quantize_model` has changed be saved by transformers, and trained by its ``Trainer``.
+    """Let a model that :func:`fp8manifold.quantize_model` has changed be saved by transformers, and trained by its ``Trainer``.
 
-    ``save_pretrained`` then writes codes, scales, counts and seeds as :func:`use_plain_state` names them, and says in
+    ``save_pretrained`` then writes codes, scales, counts and seeds as :func:`fp8manifold.use_plain_state` names them, and says in
     ``config.json`` what each layer is; ``from_pretrained`` gives the model back to the bit, and so does ``Trainer``
     with ``resume_from_checkpoint``, optimizer state included.  NaN and -0 are kept.  What ``from_pretrained`` has read
     or quantised is attached already.
@@ -90,6 +90,9 @@ def attach(model: Any) -> Any:
     Example:
         >>> fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
         >>> fm.huggingface.attach(model).save_pretrained("saved")  # doctest: +SKIP
+        >>> attach(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        TypeError: model is a Linear, no model of transformers: use_plain_state is for others
 
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
