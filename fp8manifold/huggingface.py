@@ -68,12 +68,12 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
 
 
 def attach(model: Any) -> Any:
-    """Let a model that :func:`fp8manifold.quantize_model` has changed be saved by transformers, and trained by its ``Trainer``.
+    """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
 
-    ``save_pretrained`` then writes codes, scales, counts and seeds as :func:`fp8manifold.use_plain_state` names them, and says in
-    ``config.json`` what each layer is; ``from_pretrained`` gives the model back to the bit, and so does ``Trainer``
-    with ``resume_from_checkpoint``, optimizer state included.  NaN and -0 are kept.  What ``from_pretrained`` has read
-    or quantised is attached already.
+    ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.use_plain_state` names them,
+    and ``config.json`` says what each layer is.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
+    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  What
+    ``from_pretrained`` has read or quantised is attached already.
 
     Args:
         model: of transformers; changed in place, with its ``config``, which says that an output layer that was untied
@@ -162,6 +162,10 @@ class _Quantizer:
         """Whether a tensor may be of another shape than the model has: a measured scale, that of what it has seen."""
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        """Bytes of a parameter's element, for those who place layers on devices."""
+        return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """Codes and counts stay what they are."""

@@ -245,6 +245,18 @@ def test_a_model_in_several_files_comes_back(tmp_path: Path) -> None:
     assert bits(read(tmp_path)) == bits(model)
 
 
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
+def test_layers_are_placed_by_accelerate(device_map: Any, tmp_path: Path) -> None:
+    """Whose estimates count a byte for each of these weights."""
+    pytest.importorskip("accelerate")
+    model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
+    model.save_pretrained(tmp_path)
+    assert bits(read(tmp_path, device_map=device_map)) == bits(model)
+    sizes = {name: model.hf_quantizer.param_element_size(model, name, x) for name, x in model.named_parameters()}
+    assert {size for name, size in sizes.items() if "_proj" in name} == {1}
+    assert sizes["model.embed_tokens.weight"] == 4
+
+
 def test_what_is_saved_is_what_the_model_is_now(tmp_path: Path) -> None:
     """Layers that were dequantised or quantised after it was attached."""
     model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
