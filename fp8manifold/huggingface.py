@@ -36,9 +36,11 @@ def register() -> None:
         ImportError: transformers is missing, or older than version 5.
 
     Example:
-        >>> import fp8manifold as fm  # doctest: +SKIP
-        >>> fm.huggingface.register()  # doctest: +SKIP
-        >>> model = transformers.AutoModelForCausalLM.from_pretrained("saved")  # doctest: +SKIP
+        >>> register()
+        >>> from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+        >>> AUTO_QUANTIZER_MAPPING["fp8manifold"].__name__
+        'Fp8ManifoldQuantizer'
+        >>> model = AutoModelForCausalLM.from_pretrained("saved")  # doctest: +SKIP
     """
     config, quantizer = _classes()
     auto = needed("transformers.quantizers.auto", "hf", _BY)
@@ -60,7 +62,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         ImportError: as :func:`register`.
 
     Example:
-        >>> config = fm.huggingface.quantization_config({"*": "E4M3"}, tied="leave")  # doctest: +SKIP
+        >>> config = quantization_config({"*": "E4M3", "lm_head": "none"}, tied="leave")
+        >>> config.formats, config.storage, config.options
+        ({'*': 'E4M3', 'lm_head': 'none'}, 'fp8', {'tied': 'leave'})
         >>> AutoModelForCausalLM.from_pretrained("my_model", quantization_config=config)  # doctest: +SKIP
     """
     register()
@@ -88,11 +92,12 @@ def attach(model: Any) -> Any:
         ValueError: no quantised layer, or one on the continuous manifold.
 
     Example:
-        >>> fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
-        >>> fm.huggingface.attach(model).save_pretrained("saved")  # doctest: +SKIP
-        >>> attach(nn.Linear(2, 2))
-        Traceback (most recent call last):
-        TypeError: model is a Linear, no model of transformers: use_plain_state is for others
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=20))
+        >>> model = attach(quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave"))
+        >>> [(group["storage"], len(group["seeds"])) for group in model.config.quantization_config.layers]
+        [('fp8', 4)]
+        >>> model.save_pretrained("saved")  # doctest: +SKIP
 
     Source: the interface of transformers 5 for quantisers (``register_quantizer``).
     """
