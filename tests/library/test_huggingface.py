@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
+from fp8manifold.nn._recipe import spec_as_json
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
@@ -111,6 +112,25 @@ def test_every_format_and_scale_comes_back(name: str, granularity: Any, tmp_path
     )
     huggingface.attach(model).save_pretrained(tmp_path)
     assert bits(read(tmp_path)) == bits(model)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        DELAYED,
+        LayerSpec(),
+        LayerSpec("P3109_8P4", granularity="block", rounding="stochastic"),
+        LayerSpec(
+            {"format": "E4M3", "ste": "clipped", "scale": 0.25}, activation={"format": "E5M2", "granularity": "channel"}
+        ),
+        LayerSpec(gradient={"weight": {"format": "E5M2", "scale": "global"}}),
+        LayerSpec("E3M4", policy="static", ste="relu", gradient={"activation": "E5M2_B14"}),
+        LayerSpec(activation="E4M3", policy="delayed", history=32),
+    ],
+    ids=str,
+)
+def test_a_specification_survives_json(spec: LayerSpec) -> None:
+    assert LayerSpec(**json.loads(json.dumps(spec_as_json(spec)))) == spec
 
 
 @MAKERS
