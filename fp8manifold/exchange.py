@@ -149,20 +149,20 @@ safetensors.torch.save_file
     }
     kept = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
     try:
-        model.config, model.hf_quantizer = config_as_tied(model), type("Exported", (base,), methods)()
+        model.config, model.hf_quantizer = copy.deepcopy(model.config), type("Exported", (base,), methods)()
         model.config.quantization_config = described
+        if has_own_head(model):
+            model.config.tie_word_embeddings = False
         model.save_pretrained(folder)
     finally:
         vars(model).pop("hf_quantizer", None)
         vars(model).update(kept)
 
 
-def config_as_tied(model: Any) -> Any:
-    """A copy of a model's settings that say whether its output layer shares the embedding, which may have changed."""
-    settings, head = copy.deepcopy(model.config), model.get_output_embeddings()
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
-        settings.tie_word_embeddings = False
-    return settings
+def has_own_head(model: Any) -> bool:
+    """Whether a model's output layer is there and does not share the embedding, whatever its settings say."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is not model.get_input_embeddings().weight
 
 
 def needed(module: str, extra: str, by: str) -> Any:

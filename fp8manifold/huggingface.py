@@ -8,7 +8,7 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from fp8manifold.exchange import config_as_tied, needed
+from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._linear import QuantizedLinear
@@ -17,7 +17,7 @@ from fp8manifold.nn._plain_state import use_plain_state
 from fp8manifold.nn._recipe import put_layers, recipe_of, spec_as_json
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
-from fp8manifold.nn._surgery import quantize_model
+from fp8manifold.nn._surgery import dequantize_model, quantize_model
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["attach", "quantization_config", "register"]
@@ -188,7 +188,7 @@ class _Quantizer:
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
             try:
                 torch.set_default_dtype(torch.float32)
-                put_layers(model, self.quantization_config.layers)
+                put_layers(model, [_named_here(model, group) for group in self.quantization_config.layers])
             finally:
                 torch.set_default_dtype(dtype)
 
@@ -200,10 +200,30 @@ class _Quantizer:
         model._weight_conversions = [each for each in conversions if not _is_ours(each)]
         attach(model)
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """What ``model.dequantize()`` does: ordinary layers that hold the values."""
+        return dequantize_model(model).to(dtype)  # None leaves what it is
+
     def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What is saved, of the model as it is now; its settings are written after that."""
         _describe(model)
         return use_plain_state(model).state_dict(), {}
+
+
+def _named_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of layers by the names in this model, which may be the base of the one that was saved, or have it as one.
+
+    What the base does not have, such as an output layer, is left out, as transformers leaves out its weights.
+    """
+    start, modules = f"{model.base_model_prefix}.", dict(model.named_modules())
+    seeds: dict[str, Any] = group.get("seeds", {})
+    is_base = any(name.startswith(start) and name.removeprefix(start) in modules for name in seeds)
+    named = {}
+    for name, seed in seeds.items():
+        here = next((each for each in (name, name.removeprefix(start), start + name) if each in modules), name)
+        if here in modules or not is_base:
+            named[here] = seed
+    return {**group, "seeds": named}
 
 
 def _is_ours(conversion: Any) -> bool:
@@ -212,7 +232,8 @@ def _is_ours(conversion: Any) -> bool:
 
 def _describe(model: Any) -> None:
     """Let a model's settings say what its layers are, and whether its output layer is the embedding still."""
-    model.config.tie_word_embeddings = config_as_tied(model).tie_word_embeddings
+    if has_own_head(model):
+        model.config.tie_word_embeddings = False
     if layers := recipe_of(model):
         model.config.quantization_config = _classes()[0](layers=layers)
     else:

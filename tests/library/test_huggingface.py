@@ -288,6 +288,32 @@ def test_what_is_saved_is_what_the_model_is_now(tmp_path: Path) -> None:
     assert torch.equal(logits(read(tmp_path / "floats")), logits(model))
 
 
+def test_the_base_of_a_model_is_read_and_written(tmp_path: Path) -> None:
+    model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="untie")
+    huggingface.attach(model).save_pretrained(tmp_path / "whole")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "whole")
+    assert bits(base) == bits(model.model)  # type: ignore[arg-type]
+    base.save_pretrained(tmp_path / "base")
+    huggingface.register()
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # its output layer is drawn
+    assert bits(other.model) == bits(base)
+    assert type(other.lm_head) is nn.Linear
+
+
+@MAKERS
+def test_a_model_is_dequantised_and_exported(maker: Any, tmp_path: Path) -> None:
+    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
+    quantizer, expected = model.hf_quantizer, logits(model)
+    if maker is llama:
+        fm.export_model(model, tmp_path)
+        assert model.hf_quantizer is quantizer
+        assert model.config.quantization_config.quant_method == "fp8manifold"
+    floats = model.dequantize()
+    assert not any(isinstance(module, QuantizedLinear) for module in floats.modules())
+    assert not hasattr(floats, "hf_quantizer")
+    torch.testing.assert_close(logits(floats), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_what_can_not_be_attached_is_refused() -> None:
     with pytest.raises(TypeError, match="Linear, no model of transformers: use_plain_state is for others"):
         huggingface.attach(nn.Linear(2, 2))
