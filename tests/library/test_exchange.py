@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from fp8manifold import LayerSpec, QuantizedLinear, export_model, exported_state
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 safetensors = pytest.importorskip("safetensors.torch")
+COMPRESSED, TORCHAO = (importlib.util.find_spec(name) is not None for name in ("compressed_tensors", "torchao"))
+compressed = pytest.mark.skipif(not COMPRESSED, reason="needs the package compressed-tensors")
+torchao = pytest.mark.skipif(not TORCHAO, reason="needs the package torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
 TOKENS = torch.arange(10).view(2, 5)
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 48}
@@ -26,8 +30,6 @@ stored = pytest.mark.parametrize(("storage", "granularity"), STORED, ids="-".joi
 
 @pytest.fixture(autouse=True)
 def quiet() -> None:
-    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
-    pytest.importorskip("torchao", reason="needs the package torchao")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
@@ -68,6 +70,7 @@ def assert_same_weights(model: Any, other: Any) -> None:
             assert torch.equal(theirs.view(torch.int32), ours.contiguous().view(torch.int32)), name
 
 
+@compressed
 @stored
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_transformers_reads_compressed_tensors(
@@ -86,6 +89,7 @@ def test_transformers_reads_compressed_tensors(
         assert_same(model, read(tmp_path, **options))
 
 
+@torchao
 @stored
 def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -> None:
     for fmt in ("E4M3", "E5M2"):
@@ -98,6 +102,8 @@ def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -
         assert_same(model, read(tmp_path / fmt))
 
 
+@compressed
+@torchao
 def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
     model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
     tensors, _ = exported_state_dict(model)
@@ -108,6 +114,8 @@ def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
         assert_same_weights(quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave"), other)
 
 
+@compressed
+@torchao
 def test_granularities_and_layers_are_mixed(tmp_path: Path) -> None:
     """Float layers, scales of three kinds, an untied output layer, activations that only training quantises."""
     formats = {
@@ -152,8 +160,9 @@ def test_a_layer_by_itself_and_special_codes() -> None:
     assert torch.equal(tensors["weight"].view(torch.uint8), codes)
     assert torch.equal(tensors["weight_scale"], layer.weight.scale)
     assert described["ignore"] == []
-    values = exported_state_dict(layer, "torchao")[0]["weight"].dequantize()
-    assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
+    if TORCHAO:
+        values = exported_state_dict(layer, "torchao")[0]["weight"].dequantize()
+        assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
@@ -162,6 +171,8 @@ def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> 
     allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[layout]
     model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
     if name in allowed:
+        if layout == "torchao":
+            pytest.importorskip("torchao", reason="needs the package torchao")
         tensors, _ = exported_state_dict(model, layout)
         weight = tensors["0.weight"]
         values = weight.dequantize() if layout == "torchao" else weight.float() * tensors["0.weight_scale"]
