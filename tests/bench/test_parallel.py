@@ -153,8 +153,10 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
     for trainer in (again, alone):
         step_on_equal_gradients(trainer, range(begun, begun + 2))
     found, whole = captured(again, begun), captured(alone, begun)
-    check_close(found, whole)
-    assert kind in OF_TORCH or bits(found, ("model",)) == bits(whole, ("model",))
+    if kind in OF_TORCH:
+        check_close(found, whole)
+    else:
+        assert bits(found, ("model",)) == bits(whole, ("model",))
 
 
 # ------------------------------------------------------------------------------------------ real gradients
