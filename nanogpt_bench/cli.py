@@ -171,7 +171,7 @@ def _is_setting(command: str, word: str) -> bool:
         return option not in RUN_OPTIONS
     if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
         return False
-    return "." in option or (option in ("--rule", "--seed") and command != "sample")
+    return "." in option or (option in ("--rule", "--seed", "--task") and command != "sample")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:

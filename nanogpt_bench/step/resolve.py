@@ -22,6 +22,7 @@ from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
+from nanogpt_bench.step.task_keys import check_task, fill_task
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from
@@ -41,6 +42,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         raise TypeError("a resolved configuration can't be resolved again")
     config = Resolved.filling(config, start)
     preset = _preset(config.rule)
+    fill_task(config)
     _fill_sizes(config.model, start)
     _fill_seeds(config)
     formats = fill_formats(config.model)
@@ -50,6 +52,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
+    check_task(config)
     _check_monitors(config)
     _check_pretrained(config)
     _check_in_backward(config)
