@@ -9,7 +9,7 @@ from html import escape
 from nanogpt_bench.report.chart import Chart, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Result, reference_name
+from nanogpt_bench.report.results import Result, loss_unit, reference_name
 from nanogpt_bench.report.section import Section, figures, legend
 from nanogpt_bench.report.tables import run_heading
 from nanogpt_bench.system.errors import one_line
@@ -75,7 +75,7 @@ def length_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart 
     lengths = sorted({steps for row in found.values() for steps in row})
     ends = (lengths[0] / 1.25, lengths[-1] * 1.25)
     x = quantity("x", "steps", ends, log=True, values=lengths, format=",", labelOverlap=False, grid=False)
-    y = quantity("y", "nats per token", zero=True)
+    y = quantity("y", loss_unit(result.row for result in results), zero=True)
     spec = curves(values, places, x, y)
     bar, colour = {"type": "rule", "strokeWidth": 1.5, "clip": True}, of_row("color", places)
     drawn = {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}, "color": colour, "tooltip": {"field": "text"}}
@@ -92,7 +92,7 @@ def length_section(results: Sequence[Result], looks: Mapping[str, Look]) -> Sect
         return None
     head, *lines = length_cells(found)
     words = (
-        "Final validation loss less that of the reference at the same seed and length, in nats a token, with its 95% "
+        "Final validation loss less that of the reference at the same seed and length, in nats, with its 95% "
         "t-interval. Every length was trained on its own, with the whole of its schedules."
     )
     body = "".join(f"<tr>{_line('td', line)}</tr>" for line in lines)
