@@ -1,10 +1,10 @@
 """A step of Muon: of its momentum, and then of the weights along the orthogonal factor of that, by products alone."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fp8manifold.optim._geometry import stiffness_factor
 from fp8manifold.optim._hyper import HYPER, Hyper
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._moments import store_averages
-from fp8manifold.optim._run import run
+from fp8manifold.optim._run import run_all
 from fp8manifold.optim._step import Outcome
 from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.optim._weights import load_weights, reciprocal_scale
@@ -32,7 +32,11 @@ __all__ = [
     "ratio_of",
     "take_along",
     "take_muon_step",
+    "take_muon_steps",
 ]
+
+FactorOf = Callable[[dict[str, Any], Tensor, Tensor], Tensor]
+"""Of group, parameter and what has the layout of its step: the orthogonal factor, in that layout."""
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
@@ -46,18 +50,11 @@ SHAPES: Final = ("auto", "flatten", "batch")
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
 _RATE: Final = HYPER.index("rate")
+_TOGETHER: Final = 2**20  # weights
 
 
-def take_muon_step(
-    job: Job,
-    numbers: Tensor,
-    keys: Tensor,
-    orthogonal: Callable[[Tensor], Tensor],
-    *,
-    compile: bool | None,  # noqa: A002  # torch's word
-    observed: bool = False,
-) -> list[Outcome]:
-    """Take the step in place.
+def take_muon_steps(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> None:
+    """Take steps in place.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
               d = F \\, \\mathrm{factor}(F u), \\quad F = (S / S_{ref})^k
@@ -65,80 +62,101 @@ def take_muon_step(
     where ``u = m`` without Nesterov, and all that follows is that of any other direction ``d``.
 
     Args:
-        job: what to step, its variant's direction ``muon``.
-        numbers: a row of hyperparameters, in the dtype that is computed in.
-        keys: a row of round keys.
-        orthogonal: from ``F u``, in the dims of the job's layout, to its orthogonal factor in the same.
-        compile: True, False, or None for what pays.
-        observed: whether to return what each part asked for, for which the step is taken eagerly.
+        jobs: what to step, their variants' direction ``muon``; none injects errors.
+        numbers: a row of hyperparameters each, in the dtype that is computed in.
+        keys: a row of round keys each.
+        factor_of: from ``F u``, in the dims of a job's layout, to its orthogonal factor in the same.
     """
-    average, mixed = mixed_of(job, numbers, keys, compile)
-    factor = orthogonal(mixed).to(numbers.dtype, memory_format=torch.contiguous_format)
-    ratio = ratio_of(mixed, factor) if job.variant.injects else 1.0
-    return take_along(job, numbers, keys, average, factor, ratio, compile=compile, observed=observed)
+    for some in _in_turn(jobs):
+        part, rows, words = jobs[some], numbers[some], keys[some]
+        mixed = [mixed for _, mixed in mixed_of(part, rows, words)]
+        steps = [
+            along(job, _as_gradient(factor_of(job.group, job.parameter, each), numbers))
+            for job, each in zip(part, mixed, strict=True)
+        ]
+        run_all(steps, rows, words, [job.group["compile"] for job in part])
 
 
-def mixed_of(job: Job, numbers: Tensor, keys: Tensor, compile: bool | None) -> tuple[Tensor, Tensor]:  # noqa: A002
-    """Advance the momentum; it, as floats where it is to be kept beside the state, and what is orthogonalised."""
-    average, mixed = _averaged(job, numbers, keys, compile, keep=job.variant.injects)
-    if job.variant.stiffness != "none":
-        mixed = torch.cat([part * _stiffness(job, arrays, numbers) for arrays, part, _ in _parts(job, mixed)])
-    return average, mixed
+def take_muon_step(job: Job, numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> list[Outcome]:
+    """Take one such step eagerly, injecting errors or not: what each part of it asked for."""
+    ((average, mixed),) = mixed_of([job], numbers[None], keys[None])
+    factor = factor_of(job.group, job.parameter, mixed)
+    return take_along(job, numbers, average, factor, ratio_of(mixed, factor) if job.variant.injects else 1.0)
 
 
-def take_along(
-    job: Job,
-    numbers: Tensor,
-    keys: Tensor,
-    average: Tensor,
-    factor: Tensor,
-    ratio: float,
-    *,
-    compile: bool | None,  # noqa: A002
-    observed: bool = False,
-) -> list[Outcome]:
-    """Take the weights along an orthogonal factor.
+def mixed_of(jobs: Sequence[Job], numbers: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Advance each momentum; it, as floats where it is to be kept beside the state, and what is orthogonalised.
+
+    It is a step of a float weight of 0 by -1 along ``u``.
+    """
+    averaging = [None if _is_as_torch(job) else _averaging(job, numbers.dtype) for job in jobs]
+    steps = [i for i, step in enumerate(averaging) if step is not None]
+    if steps:
+        rows = numbers[steps]
+        rows[:, _RATE] = -1
+        run_all(
+            [step for step in averaging if step is not None],
+            rows,
+            keys[steps],
+            [jobs[i].group["compile"] for i in steps],
+        )
+    found = []
+    for job, step, row in zip(jobs, averaging, numbers, strict=True):
+        if step is None:
+            average, mixed = _averaged_as_torch(job, row)
+        else:
+            mixed = step.held["weight"]
+            average = step.held.get(_BUFFER, mixed).view(job.layout.dims)
+        if job.variant.stiffness != "none":
+            mixed = torch.cat([part * _stiffness(job, arrays, row) for arrays, part, _ in _parts(job, mixed)])
+        found.append((average, mixed))
+    return found
+
+
+def take_along(job: Job, numbers: Tensor, average: Tensor, factor: Tensor, ratio: float) -> list[Outcome]:
+    """Take the weights along an orthogonal factor, eagerly, and give the momentum what the rounding took.
 
     Args:
-        job, numbers, keys, compile, observed: as in :func:`take_muon_step`.
+        job, numbers: as in :func:`take_muon_step`.
         average: what :func:`mixed_of` gave.
         factor: in the dims of the job's layout.
         ratio: :func:`ratio_of` the whole matrix, where an error is injected.
     """
-    factor = factor.to(numbers.dtype, memory_format=torch.contiguous_format)
-    if not (observed or job.variant.injects):
-        run(along(job, factor), numbers, keys, compile=compile)
-        return []
-    outcomes = run_eager(along(job, factor), numbers, observed=True)
+    outcomes = run_eager(along(job, _as_gradient(factor, numbers)), numbers, observed=True)
     if job.variant.injects:
         _inject(job, average, torch.cat([outcome.target for outcome in outcomes]), ratio, numbers)
     return outcomes
 
 
-def _averaged(
-    job: Job,
-    numbers: Tensor,
-    keys: Tensor,
-    compile: bool | None,  # noqa: A002
-    *,
-    keep: bool,
-) -> tuple[Tensor, Tensor]:
-    """Advance the momentum, where it is to be kept as floats beside the state, and give what is orthogonalised.
+def _in_turn(jobs: Sequence[Job]) -> Iterator[slice]:
+    """Some jobs at a time: small ones together, for calls cost more than they do, and large ones alone for memory."""
+    first, weights = 0, 0
+    for i, job in enumerate(jobs):
+        if i > first and weights + job.layout.numel > _TOGETHER:
+            yield slice(first, i)
+            first, weights = i, 0
+        weights += job.layout.numel
+    if len(jobs) > first:
+        yield slice(first, len(jobs))
 
-    It is a step of a float weight of 0 by -1 along ``u``.
-    """
+
+def _as_gradient(factor: Tensor, numbers: Tensor) -> Tensor:
+    return factor.to(numbers.dtype, memory_format=torch.contiguous_format)
+
+
+def _is_as_torch(job: Job) -> bool:
+    return job.variant.storage == "plain" and job.variant.moments == "float32"
+
+
+def _averaging(job: Job, dtype: torch.dtype) -> Job:
+    """The job of the momentum alone; where errors are injected it is kept as floats beside the state."""
     variant, held = job.variant, {name: job.held[name] for name in _STATE if name in job.held}
-    if variant.storage == "plain" and variant.moments == "float32":
-        return _averaged_as_torch(job, numbers)
-    if keep and variant.averages:
-        held[_BUFFER] = job.held[_BUFFER].to(numbers.dtype, copy=True)
-    alone = _of_the_average(replace(variant, moments="float32") if keep else variant)
-    weight = torch.zeros(job.layout.dims, dtype=numbers.dtype, device=numbers.device)
+    if variant.injects and variant.averages:
+        held[_BUFFER] = job.held[_BUFFER].to(dtype, copy=True)
+    alone = _of_the_average(replace(variant, moments="float32") if variant.injects else variant)
+    weight = torch.zeros(job.layout.dims, dtype=dtype, device=job.held["weight"].device)
     held |= {"weight": weight, "gradient": job.held["gradient"]}
-    numbers = numbers.clone()
-    numbers[_RATE] = -1
-    run(Job(alone, job.layout, held, job.words, offset=job.offset), numbers, keys, compile=compile)
-    return held.get(_BUFFER, weight).view(job.layout.dims), weight
+    return Job(alone, job.layout, held, job.words, offset=job.offset)
 
 
 def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:

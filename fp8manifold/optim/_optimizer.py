@@ -19,7 +19,7 @@ from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
 from fp8manifold.optim._plan import first_residual, grid_of
 from fp8manifold.optim._residuals import unpacked
-from fp8manifold.optim._run import note_changes, run, run_all, tables_of
+from fp8manifold.optim._run import note_changes, run_all, tables_of
 from fp8manifold.optim._start import check_same_start
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._variant import BOUNDS
@@ -357,13 +357,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         note_changes([job.parameter for job in jobs])
 
     def _take_together(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
-        """Take the steps of one device and dtype: in one go, but for those that take more than a run."""
+        """Take the steps of one device and dtype: in one go, but for those taken alone."""
         with unpacked(jobs, self.state):
-            alone = [self._is_observed(job) or self._takes_more(job) for job in jobs]
+            alone = [self._is_alone(job) for job in jobs]
             together = [i for i, is_alone in enumerate(alone) if not is_alone]
             if together:
                 rows = (numbers, keys) if len(together) == len(jobs) else (numbers[together], keys[together])
-                run_all([jobs[i] for i in together], *rows, [jobs[i].group["compile"] for i in together])
+                self._take_many([jobs[i] for i in together], *rows)
             views = [self._take_alone(job, numbers[i], keys[i]) if alone[i] else None for i, job in enumerate(jobs)]
         for job in jobs:
             if not job.in_place:
@@ -374,16 +374,17 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             if view is not None and self.observer is not None:
                 self.observer(view)
 
-    def _takes_more(self, job: Job) -> bool:
-        """Whether a step takes more than to run its job."""
-        return False
+    def _is_alone(self, job: Job) -> bool:
+        """Whether a step is taken by itself, eagerly."""
+        return self._is_observed(job)
+
+    def _take_many(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
+        """Take the steps of those that nobody looks at."""
+        run_all(jobs, numbers, keys, [job.group["compile"] for job in jobs])
 
     def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
-        """Take the step of one parameter; show it where it is observed."""
-        if self._is_observed(job):
-            return observed_step(job.parameter, job, numbers)
-        run(job, numbers, keys, compile=job.group["compile"])
-        return None
+        """Take the step of one parameter, and show it."""
+        return observed_step(job.parameter, job, numbers)
 
     def _is_observed(self, job: Job) -> bool:
         return self.observer is not None and job.variant.storage != "plain" and self._observes(job.parameter)

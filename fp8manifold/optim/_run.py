@@ -15,23 +15,7 @@ from fp8manifold.optim._job import Job
 from fp8manifold.optim._keys import key_rows
 from fp8manifold.optim._native_step import is_native, run_native
 
-__all__ = ["note_changes", "run", "run_all", "tables_of"]
-
-
-def run(job: Job, numbers: Tensor, keys: Tensor, *, compile: bool | None) -> None:  # noqa: A002  # torch's word
-    """Take one step in place.
-
-    Args:
-        job: what to step.
-        numbers: a row of hyperparameters in the dtype that is computed in.
-        keys: a row of round keys, int32.
-        compile: True for ``torch.compile``, False for plain PyTorch, None for the fastest.
-    """
-    if compile is None and is_native(job, numbers.dtype):
-        run_native([job], numbers.unsqueeze(0).numpy(), keys.unsqueeze(0).numpy())
-    else:
-        _run_without_native(job, numbers, keys, compile)
-    note_changes(job.changed)
+__all__ = ["note_changes", "run_all", "tables_of"]
 
 
 @eager_only  # compiled code is called as it is

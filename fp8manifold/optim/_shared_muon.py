@@ -1,15 +1,15 @@
 """Muon's steps of matrices whose rows several processes hold: one of them orthogonalises each, all step their rows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fp8manifold._ranks import Share, share_of
 from fp8manifold.optim._job import Job
-from fp8manifold.optim._muon import along, mixed_of, product_dtype, ratio_of, take_along
-from fp8manifold.optim._run import tables_of
+from fp8manifold.optim._muon import FactorOf, along, mixed_of, product_dtype, ratio_of, take_along
+from fp8manifold.optim._run import run_all, tables_of
 from fp8manifold.optim._views import StepView, viewed
 
 __all__ = ["take_shared_steps"]
@@ -17,7 +17,7 @@ __all__ = ["take_shared_steps"]
 
 def take_shared_steps(
     jobs: Sequence[Job],
-    factor_of: Callable[[dict[str, Any], Tensor, Tensor], Tensor],
+    factor_of: FactorOf,
     is_observed: Callable[[Job], bool],
 ) -> list[StepView]:
     """Take the steps of the own rows.
@@ -56,16 +56,15 @@ def take_shared_steps(
         if not job.held["weight"].numel():
             continue
         numbers, keys = rows[id(job)]
-        given = (numbers, keys, averages[i], own.reshape(job.layout.dims), float(ratio))
-        compiles, observed = job.group["compile"], is_observed(job)
-        if observed:
-
-            def take(job: Job = job, given: Any = given, compiles: Any = compiles) -> Any:
-                return take_along(job, *given, compile=compiles, observed=True)
-
+        factor = own.reshape(job.layout.dims)
+        if not (job.variant.injects or is_observed(job)):
+            run_all([along(job, factor.to(numbers.dtype))], numbers[None], keys[None], [job.group["compile"]])
+            continue
+        take = partial(take_along, job, numbers, averages[i], factor, float(ratio))
+        if is_observed(job):
             views.append(viewed(job.parameter, along(job, job.held["gradient"]), numbers, take))
         else:
-            take_along(job, *given, compile=compiles)
+            take()
     return views
 
 
@@ -88,7 +87,7 @@ def _mixed(job: Job, share: Share, numbers: Tensor, keys: Tensor) -> tuple[Tenso
     """The own rows of what is orthogonalised, as a matrix in what it is sent in."""
     columns = share.shape[1:].numel()
     if job.held["weight"].numel():
-        average, mixed = mixed_of(job, numbers, keys, job.group["compile"])
+        ((average, mixed),) = mixed_of([job], numbers[None], keys[None])
     else:
         average = mixed = torch.zeros(0, columns, dtype=numbers.dtype, device=numbers.device)
     dtype = job.group["ns_dtype"] or product_dtype(mixed.device)

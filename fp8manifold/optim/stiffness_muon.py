@@ -23,6 +23,7 @@ from fp8manifold.optim._muon import (
     orthogonal_factor,
     product_dtype,
     take_muon_step,
+    take_muon_steps,
 )
 from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid
@@ -210,7 +211,7 @@ class StiffnessMuon(StiffnessOptimizer):
 
     def _take(self, jobs: list[Job]) -> None:
         """Matrices that several processes hold are stepped together: one process orthogonalises each."""
-        is_shared = [self._takes_more(job) and share_of(job.parameter) is not None for job in jobs]
+        is_shared = [_is_muons(job) and share_of(job.parameter) is not None for job in jobs]
         shared = list(compress(jobs, is_shared))
         if shared:
             with unpacked(shared, self.state):
@@ -221,20 +222,33 @@ class StiffnessMuon(StiffnessOptimizer):
                     self.observer(view)
         super()._take([job for job, elsewhere in zip(jobs, is_shared, strict=True) if not elsewhere])
 
-    def _takes_more(self, job: Job) -> bool:
-        return bool(job.group["direction"] == "muon")
+    def _is_alone(self, job: Job) -> bool:
+        return super()._is_alone(job) or (_is_muons(job) and job.variant.injects)
+
+    def _take_many(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
+        """Adam's parameters as everywhere, matrices by their own two passes."""
+        for muons in (False, True):
+            some = [i for i, job in enumerate(jobs) if _is_muons(job) is muons]
+            if not some:
+                continue
+            rows = (numbers, keys) if len(some) == len(jobs) else (numbers[some], keys[some])
+            if muons:
+                take_muon_steps([jobs[i] for i in some], *rows, _factor)
+            else:
+                super()._take_many([jobs[i] for i in some], *rows)
 
     def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
-        """Adam's parameters as everywhere, a matrix by its own two passes."""
-        if job.group["direction"] == "adam":
+        if not _is_muons(job):
             return super()._take_alone(job, numbers, keys)
-        factor, is_observed = partial(_factor, job.group, job.parameter), self._is_observed(job)
-        compiles = job.group["compile"]
-        take = partial(take_muon_step, job, numbers, keys, factor, compile=compiles, observed=is_observed)
-        if is_observed:
+        take = partial(take_muon_step, job, numbers, keys, _factor)
+        if self._is_observed(job):
             return viewed(job.parameter, along(job, job.held["gradient"]), numbers, take)
         take()
         return None
+
+
+def _is_muons(job: Job) -> bool:
+    return bool(job.group["direction"] == "muon")
 
 
 def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:

@@ -99,9 +99,14 @@ def at_least_0(text: str) -> float:
     return value
 
 
-#: the options of `evaluate` that belong to --model, and those that do not
-WITH_MODEL = ("input", "scales", "embeddings", "windows", "sensitivity", "budget")
-WITHOUT_MODEL = ("config", "checkpoint", "save", "weights")
+#: the options of `evaluate` that go with a report, and where they may be given
+OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
+ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "weights")
+
+
+def wants_report(args: argparse.Namespace) -> bool:
+    """Whether what is asked of `evaluate` is a report of formats, maps and mixtures."""
+    return "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT)
 
 
 def check_evaluate(args: argparse.Namespace) -> None:
@@ -110,9 +115,8 @@ def check_evaluate(args: argparse.Namespace) -> None:
     Raises:
         BenchError: names the first of them.
     """
-    given = {name: getattr(args, name) for name in (WITHOUT_MODEL if args.model else WITH_MODEL)}
-    for name, value in given.items():
-        if value is not None and value is not False:
+    for name in NOT_MODEL if args.model else ONLY_MODEL:
+        if (value := getattr(args, name)) is not None:
             word = repr(value) if name == "config" else f"--{name}"
             raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
     if not args.model and args.config is None:

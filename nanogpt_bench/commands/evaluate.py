@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from nanogpt_bench.commands.arguments import OF_REPORT
 from nanogpt_bench.commands.evaluate_run import evaluate_run
+from nanogpt_bench.commands.evaluate_trained import evaluate_trained
 from nanogpt_bench.commands.evaluation import Evaluation, measured
 from nanogpt_bench.commands.run import say
 from nanogpt_bench.config.metrics import OF_LABELS
@@ -144,6 +147,20 @@ def evaluate_command(
         say(line)
     show_rows(rows, "gap to float", out)
     return 0
+
+
+def report_command(args: argparse.Namespace) -> int:
+    """Write the report of a run's weights in several formats, print its tables, and return 0.
+
+    Raises:
+        BenchError: not the folder of a run, or options that can't be used.
+    """
+    run_dir = run_folder(args.config)
+    if run_dir is None or args.weights is not None:
+        option = next((f"--{name}" for name in OF_REPORT if getattr(args, name)), "--formats all")
+        what = "--weights says which weights" if run_dir else f"{args.config!r} is no folder of a run"
+        raise BenchError(f"{option}: a report is of a run, or with --model PATH; {what}")
+    return evaluate_trained(run_dir, args)
 
 
 def _no_run(path: Path) -> str:

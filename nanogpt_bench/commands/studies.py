@@ -6,7 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.commands.arguments import at_least_0, check_evaluate, names, natural, positive, positives, share
+from nanogpt_bench.commands.arguments import (
+    at_least_0,
+    check_evaluate,
+    names,
+    natural,
+    positive,
+    positives,
+    share,
+    wants_report,
+)
 
 
 def add_evaluate(commands: Any) -> Any:
@@ -16,16 +25,19 @@ def add_evaluate(commands: Any) -> Any:
         help="validation loss of one set of weights in several formats, without training",
         usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--formats A,B] "
         "[--section.key VALUE ...]\n"
-        "       nanogpt-bench evaluate --model PATH (--input FILE | --data.dir DIR) [--formats A,B] [--scales A,B]\n"
-        "                              [--sensitivity [kinds|blocks|layers]] [--budget BYTES] [--out DIR]",
+        "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
+        "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
+        "                              [--budget BYTES] [--save DIR] [--out DIR]",
         description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
-        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format; or, with\n"
-        "--model, of any causal language model of transformers, with its own tokenizer, and write a report.",
+        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format. With\n"
+        "--scales, --calibrate, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
+        "those of any causal language model of transformers, with its own tokenizer.",
         epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
         "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
         "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
         "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
         "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
+        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --calibrate 16 --budget 1.5\n"
         "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
         "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
     )
@@ -36,17 +48,25 @@ def add_evaluate(commands: Any) -> Any:
         "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
     )
     parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
-    parser.add_argument("--formats", type=names, metavar="A,B", help="formats of all weights, one row each")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the table as JSON as well; --model: folder of the report"
+        "--formats", type=names, metavar="A,B", help="formats of all weights, one row each; all: all of eight bits"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the table as JSON as well; of a report: its folder"
     )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
-    own = parser.add_argument_group("with --model")
-    own.add_argument("--input", type=Path, metavar="FILE", help="text to measure on: any UTF-8 file")
+    own = parser.add_argument_group("a report, of a RUN or with --model")
+    own.add_argument("--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file")
+    own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
     own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block: rows for each")
     own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
-    own.add_argument("--windows", type=positive, metavar="N", help="windows of the text (default: 24)")
+    own.add_argument(
+        "--calibrate",
+        type=positive,
+        metavar="N",
+        help="choose each scale by the error of its layer's output on N windows of the training text",
+    )
     own.add_argument(
         "--sensitivity",
         nargs="?",
@@ -248,8 +268,10 @@ def _evaluate(args: argparse.Namespace) -> int:
         from nanogpt_bench.commands.evaluate_model import main_evaluate_model
 
         return main_evaluate_model(args)
-    from nanogpt_bench.commands.evaluate import evaluate_command
+    from nanogpt_bench.commands.evaluate import evaluate_command, report_command
 
+    if wants_report(args):
+        return report_command(args)
     files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
     return evaluate_command(args.config, args.formats or (), args.overrides, **files)
 

@@ -152,7 +152,7 @@ def outline(name: str) -> Outline:
     owners: dict[int, list[str]] = {}
     for weight, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(weight)
-    linear = {layer: module for layer, module in model.named_modules() if _is_linear(module)}
+    linear = {layer: module for layer, module in model.named_modules() if is_linear(module)}
     shared = {layer: tuple(owners[id(module.weight)]) for layer, module in linear.items()}
     own = settings.get_text_config()
     return Outline(
@@ -168,7 +168,8 @@ def outline(name: str) -> Outline:
     )
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, or the one of transformers' GPT-2."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
@@ -226,7 +227,7 @@ def add_adapters(model: Any, rank: int, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     model.requires_grad_(False)
-    names = [name for name, module in model.named_modules() if _is_linear(module)]
+    names = [name for name, module in model.named_modules() if is_linear(module)]
     names = [name for name in names if model.get_submodule(name) is not model.get_output_embeddings()]
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -247,10 +248,14 @@ class _WithLoss:
 
 @torch.no_grad()
 def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
-    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time."""
+    """Return the mean loss of each window, (N, T + 1) tokens, in nats a token; `batch` of them are taken at a time.
+
+    A model gives logits (B, T, V), or an object that has them.
+    """
     losses: list[float] = []
     for rows in windows.split(batch):
-        logits = model.eval()(input_ids=rows[:, :-1]).logits.float()
+        given = model.eval()(rows[:, :-1])
+        logits = getattr(given, "logits", given).float()
         each = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
         losses += each.view(len(rows), -1).mean(1).tolist()
     return losses

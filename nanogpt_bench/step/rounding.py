@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.step.calibration import calibrate
 from nanogpt_bench.step.memory import memory_of
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -17,7 +19,14 @@ EMBEDDINGS = "embeddings"
 
 
 @contextmanager
-def rounded(model: nn.Module, formats: Mapping[str, Any], *, tied: str = "leave", **options: Any) -> Iterator[int]:
+def rounded(
+    model: nn.Module,
+    formats: Mapping[str, Any],
+    *,
+    tied: str = "leave",
+    energies: Mapping[str, Tensor] = MappingProxyType({}),
+    **options: Any,
+) -> Iterator[int]:
     """Round the layers that patterns name, and the embeddings; yield the bytes that the weights take meanwhile.
 
     A head that shares the embedding's weight has the rounded one, too, unless it is untied. Buffers, such as rotary
@@ -27,6 +36,7 @@ def rounded(model: nn.Module, formats: Mapping[str, Any], *, tied: str = "leave"
         model: of float weights, as it is again afterwards.
         formats: layer pattern, or `embeddings`, to format or specification; nothing is rounded without any.
         tied: `untie` or `leave`, of a head that shares the embedding's weight.
+        energies: `mean_squares` of the layers' inputs, by which scales are chosen; those of the largest weight without.
         options: of `fm.quantize_model`.
 
     Raises:
@@ -40,6 +50,8 @@ def rounded(model: nn.Module, formats: Mapping[str, Any], *, tied: str = "leave"
             saved = stack.enter_context(_embeddings_rounded(model, fmt, options)) if fmt != "none" else 0
             if linear:
                 _try(lambda: fm.quantize_model(model, linear, "fp8", tied=tied, **options))
+                if energies:
+                    calibrate(model, {name: _as_linear(before[name]) for name in energies}, energies)
             yield memory_of([*model.parameters(), *model.buffers()]) - saved
     finally:
         for name, module in list(model.named_modules()):
@@ -70,6 +82,12 @@ def _codes(values: Tensor, fmt: Any, options: Mapping[str, Any]) -> Any:
     linear.weight = nn.Parameter(values, requires_grad=False)
     made: Any = _try(lambda: fm.quantize_model(linear, fmt, "fp8", **options))
     return made.weight.detach()
+
+
+def _as_linear(layer: Any) -> Tensor:
+    """The weight, (out, in)."""
+    weight: Tensor = layer.weight.detach()
+    return weight if isinstance(layer, nn.Linear) else weight.mT.contiguous()
 
 
 def _try(act: Any) -> Any:

@@ -209,6 +209,10 @@ class Trainer:
         with self._evaluating() as passes:
             return self.task.figures(passes, self._eval_batches, loss)
 
+    def validation_windows(self) -> Tensor:
+        """Return the fixed validation batches as windows, (N, T + 1)."""
+        return torch.cat([torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in self._eval_batches])
+
     def also_loss(self) -> dict[str, float]:
         """Return the mean loss (nats a token) on the other text, where there is one, as a step's record has it."""
         if not self._also_batches:

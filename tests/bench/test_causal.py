@@ -134,6 +134,23 @@ def test_evaluate_measures_formats_scales_and_layers(
     assert all(word in page for word in ("E4M3 rounded (tensor)", "Which format works where", "transformer.h.1"))
 
 
+def test_scales_of_conv1d_layers_are_calibrated(models: dict[str, Path], text_in_tokens: Path, tmp_path: Path) -> None:
+    words = ["evaluate", "--model", str(models["gpt2"]), "--data.dir", str(text_in_tokens), "--windows", "3"]
+    words += ["--formats", "E2M1", "--model.block_size", "16"]
+    gaps = []
+    for name, more in (("plain", []), ("calibrated", ["--calibrate", "4"])):
+        assert main([*words, "--out", str(tmp_path / name), *more]) == 0
+        gaps.append(json.loads((tmp_path / name / "evaluation.json").read_text())["rows"][1]["gap"])
+    assert gaps[0] != gaps[1]
+    model, energy = load_causal(str(models["gpt2"])), {"transformer.h.0.mlp.c_fc": torch.ones(32)}
+    values = model.transformer.h[0].mlp.c_fc.weight.detach().mT.clone()
+    errors = []
+    for given in ({}, energy):
+        with rounded(model, {"mlp": "E2M1"}, energies=given):
+            errors.append(float((model.transformer.h[0].mlp.c_fc.weight.dequantize() - values).square().sum()))
+    assert errors[1] < errors[0]
+
+
 def test_the_loss_of_a_text_is_that_of_its_tokens(
     models: dict[str, Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +271,7 @@ def test_a_model_that_does_not_fit_is_one_line(
         ("--input TEXT --model.formats.mpl E4M3", "did you mean 'mlp'"),
         ("--input TEXT --train.max_steps 3", "means nothing to a pretrained model"),
         ("--input TEXT --sensitivity heads", "'heads' is not known"),
+        ("--input TEXT --calibrate 2", "--calibrate needs a training text: --data.dir DIR"),
         ("e4m3.yaml --input TEXT", "goes without --model"),
     ],
 )

@@ -264,6 +264,11 @@ def test_sample_is_refused(classified: Path) -> None:
         sample_run(classified, Draw())
 
 
+def test_a_report_of_formats_is_refused(classified: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(classified), "--formats", "all"]) == 2
+    assert "is of task 'classify', and a report of formats measures windows of a text;" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("task", ["language", "classify"])
 def test_nothing_starts_from_a_classifier(classified: Path, classify: Tiny, task: str) -> None:
     with pytest.raises(BenchError, match=r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"):

@@ -25,7 +25,7 @@ from fp8manifold.optim._job import Job
 from fp8manifold.optim._keys import key_row
 from fp8manifold.optim._layout import Layout
 from fp8manifold.optim._plan import unpack_nibbles
-from fp8manifold.optim._run import run
+from fp8manifold.optim._run import run_all
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
@@ -87,7 +87,8 @@ def stepped(job: Job, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: 
     held = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
     shape = torch.Size(dims)
     part = Job(job.variant, Layout(dims, rows), held, job.words, arrays["scale"], shape, job.ends, offset)
-    run(part, numbers, torch.tensor(key_row(job.words, offset), dtype=torch.int32), compile=HOW["compile"])
+    keys = torch.tensor([key_row(job.words, offset)], dtype=torch.int32)
+    run_all([part], numbers[None], keys, [HOW["compile"]])
 
 
 def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:

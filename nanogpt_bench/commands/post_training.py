@@ -1,0 +1,343 @@
+"""A model's weights in several formats, and which layer bears which: rows, map, mixture, and a report of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.table import Table
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.commands.run import say
+from nanogpt_bench.compare.remaining import in_words
+from nanogpt_bench.model.causal import is_linear, window_losses
+from nanogpt_bench.model.weights import save_weights
+from nanogpt_bench.report.build import facts_of, write_report
+from nanogpt_bench.report.results import group_rows
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.step.calibration import mean_squares
+from nanogpt_bench.step.formats import format_name
+from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
+from nanogpt_bench.step.trainer import mean_and_error
+from nanogpt_bench.sweep.mixture import best_mixture
+from nanogpt_bench.sweep.sensitivity import FILE, gaps_table
+from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.files import write_json
+from nanogpt_bench.system.lock import is_unused
+
+ROWS = "evaluation.json"
+FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
+#: what `--formats all` stands for
+ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
+#: a layer's block and its name there
+_IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
+#: seconds between two lines of progress
+_EVERY = 15.0
+_WIDTH = 130
+
+
+@dataclass(frozen=True)
+class Row:
+    """The model in one set of formats; losses in nats a token, `gap` to its weights as floats, window by window."""
+
+    format: str
+    scale: str
+    formats: Mapping[str, Any]
+    val_loss: float
+    val_loss_se: float | None
+    gap: float | None
+    gap_se: float | None
+    perplexity: float | None
+    bits_per_byte: float
+    bytes_per_parameter: float
+    quantized_parameters: int
+    seconds: float
+
+
+@dataclass
+class Measurement:
+    """A model on windows of a text: rows are measured one after the other, on the same weights."""
+
+    #: the path that a reader knows the model by
+    name: str
+    model: nn.Module
+    windows: Tensor
+    tokens_per_byte: float
+    batch: int
+    options: Mapping[str, Any]
+    #: windows of other text, by which scales are chosen
+    calibration: Tensor | None = None
+    #: where every row's weights are written
+    save: Path | None = None
+    #: loss of each window with float weights
+    floats: list[float] = field(default_factory=list)
+    #: what was not quantised in the row before, and why
+    left: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Take from the model what is asked for in every row."""
+        parameters = list(self.model.named_parameters(remove_duplicate=False))
+        owners = [id(parameter) for _, parameter in parameters]
+        shared = {id(parameter) for _, parameter in parameters if owners.count(id(parameter)) > 1}
+        #: the linear layers with a weight of their own
+        self.layers = [
+            name for name, module in self.model.named_modules() if is_linear(module) and id(module.weight) not in shared
+        ]
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.energies: Mapping[str, Tensor] = (
+            {} if self.calibration is None else mean_squares(self.model, self.calibration, self.batch)
+        )
+
+    def row(self, name: str, formats: Mapping[str, Any], scale: str = "", *, saves: bool = True) -> Row:
+        """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
+
+        Raises:
+            BenchError: formats that can't be used with this model.
+        """
+        begun = time.perf_counter()
+        options = {**self.options, **({"granularity": scale} if scale else {})}
+        with rounded(self.model, formats, energies=self.energies, **options) as size:
+            losses = window_losses(self.model, self.windows, self.batch)
+            report = fm.quantization_report(self.model)
+            if self.save is not None and saves:
+                save_weights(self.model, self.save / f"{'-'.join(filter(None, (name, scale)))}.safetensors")
+        self.floats = self.floats or losses
+        tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
+        also = {id(table.weight): table.weight.numel() for table in tables if isinstance(table, nn.Embedding)}
+        others = [layer for layer in report.left if id(self.model.get_submodule(layer.name).weight) not in also]
+        self.left = [f"{layer.name} ({layer.parameters:,}): {layer.detail}" for layer in others]
+        differences = [one - other for one, other in zip(losses, self.floats, strict=True)]
+        loss, error = mean_and_error(losses)
+        gap, gap_error = mean_and_error(differences) if formats else (None, None)
+        return Row(
+            format=name,
+            scale=scale,
+            formats=dict(formats),
+            val_loss=loss,
+            val_loss_se=error,
+            gap=gap,
+            gap_se=gap_error,
+            perplexity=math.exp(loss) if loss < 700 else None,
+            bits_per_byte=loss / math.log(2) * self.tokens_per_byte,
+            bytes_per_parameter=size / self.parameters,
+            quantized_parameters=report.quantized_parameters + sum(also.values()),
+            seconds=time.perf_counter() - begun,
+        )
+
+
+def report(
+    at: Measurement,
+    args: argparse.Namespace,
+    own: Mapping[str, Any],
+    out: Path,
+    facts: Mapping[str, Any],
+) -> None:
+    """Measure, write the folder, print the tables and the path of its page.
+
+    Args:
+        at: the model and its windows.
+        args: `formats`, `scales`, `embeddings`, `sensitivity` and `budget` of the command line.
+        own: format by layer pattern, in every row.
+        out: folder of the report, which `check_folder` has seen.
+        facts: the environment.
+
+    Raises:
+        BenchError: formats that can't be used with this model.
+    """
+    formats = named(args.formats or ())
+    if "none" in formats:
+        raise BenchError("--formats: 'none' is what the gaps are measured against; leave it out")
+    if args.budget is not None and not args.sensitivity:
+        args.sensitivity = "kinds"
+    rows, table = _measure(at, args, formats, own)
+    page = _write(out, at.name, rows, table, facts, at.windows.shape[1] - 1)
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(_table(rows))
+    if table is not None:
+        print("".join(f"{printable(line)}\n" for line in gaps_table(table).splitlines()))
+    print(page)
+
+
+def named(names: Sequence[str]) -> list[str]:
+    """Return the canonical names of formats, each once; `all` is all of eight bits.
+
+    >>> named(["e4m3", "E4M3", "all"])[:3]
+    ['E4M3', 'E1M6', 'E2M5']
+    """
+    spelt = [each for name in names for each in (ALL if name == "all" else (name,))]
+    return list(dict.fromkeys(format_name(name, "--formats") for name in spelt))
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder of something else.
+
+    Raises:
+        BenchError: says so.
+    """
+    if not is_unused(out) and not (out / ROWS).is_file():
+        raise BenchError(f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder")
+
+
+def spread(tokens: Any, count: int, block: int) -> Tensor:
+    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short."""
+    if len(tokens) <= block:
+        raise BenchError(f"the text has {len(tokens)} tokens, a window of {block} needs {block + 1}")
+    count = max(1, min(count, (len(tokens) - 1) // block))
+    starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
+    return torch.from_numpy(np.asarray(tokens)[starts[:, None] + np.arange(block + 1)].astype(np.int64))
+
+
+def _measure(
+    at: Measurement, args: argparse.Namespace, formats: Sequence[str], own: Mapping[str, Any]
+) -> tuple[list[Row], dict[str, Any] | None]:
+    """Return the rows of the table and, where one is asked for, the content of sensitivity.json."""
+    names = list(formats) or ([] if own else list(FORMATS))
+    scales = args.scales or ["channel"]
+    embeddings = ["none"] if args.embeddings else []
+    plans: list[tuple[str, dict[str, Any], str]] = [("none", {}, "")]
+    plans += [("mixed", own, scale) for scale in scales if own and not formats]
+    for name in names:
+        plans += [(name, {"*": name, **dict.fromkeys([EMBEDDINGS] * len(embeddings), name), **own}, s) for s in scales]
+    patterns = _patterns(at.layers, args.sensitivity) if args.sensitivity else []
+    if patterns and not names:
+        names = list(FORMATS)
+    cells = [(pattern, name) for pattern in patterns for name in names]
+    with _progress(len(plans) + len(cells)) as tick:
+        rows = []
+        for plan in plans:
+            rows.append(at.row(*plan))
+            tick(f"{' '.join(filter(None, (plan[0], plan[2])))}: {rows[-1].val_loss:.4f}")
+            if len(rows) == 2:
+                say(f"not quantised: {'; '.join(at.left) or 'nothing'}")
+        if not patterns:
+            return rows, None
+        found: dict[tuple[str, str], Row] = {}
+        for cell in cells:
+            found[cell] = at.row(cell[1], {cell[0]: cell[1]}, scales[0], saves=False)
+            tick(f"{cell[0]} in {cell[1]}: {found[cell].gap:+.4f}")
+        if args.budget is not None:
+            mixture = _mixture(at, rows[0], found, args.budget)
+            if mixture is None:
+                say(f"--budget {args.budget:g}: no mixture is that small, not even of the formats with the fewest bits")
+            else:
+                rows.append(at.row("mixture", mixture, scales[0]))
+    return rows, _sensitivity(at.name, patterns, names, found, rows[0])
+
+
+def _patterns(layers: Sequence[str], by: str) -> list[str]:
+    """Return patterns that together are every linear layer once, and the embeddings."""
+    parts = {name: re.fullmatch(_IN_BLOCK, name) for name in layers}
+    at = {"blocks": 1, "kinds": 2, "layers": 0}[by]
+    return [*dict.fromkeys(match[at] if match else name for name, match in parts.items()), EMBEDDINGS]
+
+
+def _mixture(
+    at: Measurement, floats: Row, found: Mapping[tuple[str, str], Row], budget: float
+) -> dict[str, str] | None:
+    """Return the formats of the best mixture of `budget` bytes a parameter, None where none is so small."""
+    count = at.parameters
+    choices: dict[str, list[tuple[str, float, float]]] = {}
+    for (pattern, name), row in found.items():
+        saved = (floats.bytes_per_parameter - row.bytes_per_parameter) * count
+        choices.setdefault(pattern, []).append((name, row.gap or 0.0, -saved))
+    for each in choices.values():
+        each.append(("none", 0.0, 0.0))
+    chosen = best_mixture(choices, (budget - floats.bytes_per_parameter) * count)
+    return None if chosen is None else {pattern: name for pattern, name in chosen.items() if name != "none"}
+
+
+def _sensitivity(
+    model: str, patterns: Sequence[str], names: Sequence[str], found: Mapping[tuple[str, str], Row], floats: Row
+) -> dict[str, Any]:
+    return {
+        "patterns": list(patterns),
+        "formats": list(names),
+        "operand": "weight",
+        "seeds": [0],
+        "rule": "",
+        "reference": "the same weights as floats",
+        "reference_loss": floats.val_loss,
+        "of": model,
+        "gap": [[found[pattern, name].gap for name in names] for pattern in patterns],
+        "spread": [[found[pattern, name].gap_se for name in names] for pattern in patterns],
+        "status": [[None] * len(names) for _ in patterns],
+    }
+
+
+@contextmanager
+def _progress(count: int) -> Iterator[Callable[[str], None]]:
+    """Yield what is told of every measurement that is over: a bar on a terminal, else a line every so often."""
+    console, begun, told, done = Console(stderr=True), time.monotonic(), time.monotonic(), 0
+    with Bar(transient=True, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=count)
+
+        def tick(what: str) -> None:
+            nonlocal told, done
+            now, done = time.monotonic(), done + 1
+            bar.update(task, completed=done, description=printable(what))
+            if not console.is_terminal and now - told >= _EVERY:
+                told = now
+                left = in_words((now - begun) / done * (count - done))
+                say(f"{done} of {count}: {what}" + (f"; {left} left" if done < count else ""))
+
+        yield tick
+
+
+def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mapping[str, Any], block: int) -> Path:
+    """Write rows, sensitivity and report; return the page's path."""
+    (out / FILE).unlink(missing_ok=True)
+    if table is not None:
+        write_json(out / FILE, table)
+    write_json(out / ROWS, {"model": model, "environment": facts, "rows": [asdict(row) for row in rows]})
+    runs = [_as_run(row, model, facts, block) for row in rows]
+    options = {"title": f"nanogpt-bench evaluate: {Path(model).name}", "facts": facts_of(runs)}
+    grouped = group_rows(runs)
+    return write_report(grouped, out, **options, baseline=grouped[0].label)
+
+
+def _as_run(row: Row, model: str, facts: Mapping[str, Any], block: int) -> Run:
+    """Return a row as the report reads it: a run of no step."""
+    rule = f"rounded ({row.scale})" if row.formats else "float32"
+    settings = {"pretrained": model, "block_size": block, "formats": row.formats, "granularity": row.scale or None}
+    summary = {
+        "name": f"{row.format} {row.scale}".strip(),
+        "rule": rule,
+        "format": row.format,
+        "status": "finished",
+        "seed": 0,
+        "final_val_loss": row.val_loss,
+        "final_val_loss_se": row.val_loss_se,
+        "bytes_per_parameter": row.bytes_per_parameter,
+        "quantized_parameters": row.quantized_parameters,
+        "bits_per_byte": row.bits_per_byte,
+    }
+    return Run(Path(summary["name"]), {"rule": rule, "model": settings}, facts, summary=summary)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table("format", "scales")
+    for name in ("loss", "gap to float", "perplexity", "bits/byte", "bytes/param", "quantised", "seconds"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        gap = "-" if row.gap is None else f"{row.gap:+.4f}{_error(row.gap_se)}"
+        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.2f}"
+        figures = (f"{row.bits_per_byte:.4f}", f"{row.bytes_per_parameter:.3f}", f"{row.quantized_parameters:,}")
+        losses = (f"{row.val_loss:.4f}{_error(row.val_loss_se)}", gap, perplexity)
+        table.add_row(row.format, row.scale, *losses, *figures, f"{row.seconds:.1f}")
+    return table
+
+
+def _error(error: float | None) -> str:
+    return "" if error is None else f" ± {error:.4f}"

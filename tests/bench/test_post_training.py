@@ -1,0 +1,165 @@
+"""`evaluate runs/X --formats all ...`: a run's weights in every format, scales by calibration, maps and mixtures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.cli import main
+from nanogpt_bench.commands.post_training import ALL
+from nanogpt_bench.step.calibration import SHIFTS, calibrate, mean_squares
+from nanogpt_bench.step.rounding import rounded
+
+
+def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:
+    assert main(["evaluate", str(run_dir), "--out", str(out), *more]) == 0
+    found: dict[str, Any] = json.loads((out / "evaluation.json").read_text())
+    return found
+
+
+def test_every_format_and_scale_of_a_run_beside_its_floats(trained: dict[str, Path], tmp_path: Path) -> None:
+    run_dir = trained["float"]
+    found = report_of(run_dir, tmp_path / "out", "--formats", "all", "--scales", "channel,tensor")
+    rows = found["rows"]
+    assert [(row["format"], row["scale"]) for row in rows] == [
+        ("none", ""),
+        *((name, scale) for name in ALL for scale in ("channel", "tensor")),
+    ]
+    recorded = json.loads((run_dir / "summary.json").read_text())["final_val_loss"]
+    assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
+    assert all(row["gap"] == pytest.approx(row["val_loss"] - rows[0]["val_loss"], abs=1e-9) for row in rows[1:])
+    assert abs(rows[-1]["gap"]) > abs(rows[3]["gap"])  # E7M0, E2M5
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(name in page for name in ALL)
+
+
+def test_one_byte_weights_of_a_run_are_the_floats_that_are_rounded(trained: dict[str, Path], tmp_path: Path) -> None:
+    rows = report_of(trained["one byte"], tmp_path / "out", "--formats", "E4M3,E2M1", "--scales", "channel")["rows"]
+    recorded = json.loads((trained["one byte"] / "summary.json").read_text())["final_val_loss"]
+    assert rows[0]["val_loss"] == pytest.approx(recorded, rel=1e-4)  # the run computed in bfloat16
+    assert abs(rows[1]["gap"]) < 1e-4 < abs(rows[2]["gap"])
+
+
+def test_the_best_mixture_keeps_to_its_bytes_and_is_written(trained: dict[str, Path], tmp_path: Path) -> None:
+    words = ["--formats", "E4M3,E2M5", "--budget", "2.0", "--save", str(tmp_path / "w"), "--calibrate", "2"]
+    found = report_of(trained["float"], tmp_path / "out", *words)
+    mixture = found["rows"][-1]
+    assert mixture["format"] == "mixture"
+    assert mixture["bytes_per_parameter"] <= 2.0
+    table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
+    assert table["patterns"] == ["attn.qkv", "attn.proj", "mlp.fc", "mlp.proj", "lm_head", "embeddings"]
+    names = {path.name for path in (tmp_path / "w").iterdir()}
+    assert names == {f"{name}.safetensors" for name in ("none", "E4M3-channel", "E2M5-channel", "mixture-channel")}
+    with safe_open(tmp_path / "w" / "E2M5-channel.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        state = fm.unflatten_state_dict(tensors, file.metadata())
+    weights = [value for value in state.values() if isinstance(value, fm.FP8Tensor)]
+    assert len(weights) == 5
+    assert {weight.format.name for weight in weights} == {"E2M5"}
+
+
+def test_layers_that_are_to_stay_float_do(trained: dict[str, Path], tmp_path: Path) -> None:
+    rows = report_of(
+        trained["float"], tmp_path / "out", "--formats", "E4M3", "--scales", "channel", "--model.formats.attn", "none"
+    )["rows"]
+    whole = report_of(trained["float"], tmp_path / "b", "--formats", "E4M3", "--scales", "channel")["rows"]
+    assert whole[1]["quantized_parameters"] - rows[1]["quantized_parameters"] == 4 * 16**2
+
+
+def test_mean_squares_are_those_of_the_inputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 11))
+    windows = torch.randint(11, (5, 7))
+    found = mean_squares(model, windows, 2)
+    first = model[0](windows[:, :-1])
+    expected = {"1": first, "3": model[2](model[1](first))}
+    assert found.keys() == expected.keys()
+    for name, inputs in expected.items():
+        torch.testing.assert_close(found[name], inputs.detach().square().flatten(0, -2).mean(0))
+    assert not model[1]._forward_pre_hooks
+
+
+def error_of(weight: Tensor, values: Tensor, energy: Tensor) -> Tensor:
+    return (weight - values).square() * energy
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("fmt", ["E1M6", "E4M3", "E2M1", "E7M0"])
+def test_scales_are_those_of_the_least_error(fmt: str, granularity: Any) -> None:
+    """Against every group of weights tried by itself with every scale."""
+    torch.manual_seed(1)
+    values, energy = torch.randn(6, 64) * torch.logspace(-2, 1, 6)[:, None], torch.rand(64) ** 4
+    values[2] = 0
+    values[3, 5] = 40.0
+    model = nn.Sequential(nn.Linear(64, 6, bias=False))
+    model[0].weight = nn.Parameter(values.clone())
+    fm.quantize_model(model, fmt, "fp8", granularity=granularity)
+    before = model[0].weight
+    calibrate(model, {"0": values}, {"0": energy})
+    after: Any = model[0].weight
+    assert isinstance(after, fm.FP8Parameter)
+    assert after.scale.shape == before.scale.shape
+    errors = [error_of(w.dequantize(), values, energy) for w in (after, before)]
+    assert errors[0].sum() <= errors[1].sum()
+    groups = {"tensor": (1, 384), "channel": (6, 64), "block": (12, 32)}[granularity]
+    weights, wanted = (t.reshape(groups) for t in (values, energy.expand(6, 64)))
+    for i, scale in enumerate(before.scale.flatten().tolist()):
+        tried = [
+            float(
+                error_of(
+                    fm.FP8Tensor(weights[i], fmt, scale=scale * 2.0**shift).dequantize(), weights[i], wanted[i]
+                ).sum()
+            )
+            for shift in SHIFTS
+        ]
+        best = scale * 2.0 ** SHIFTS[min(range(len(SHIFTS)), key=tried.__getitem__)]
+        chosen = float(after.scale.flatten()[i])
+        assert tried[SHIFTS.index(round(torch.tensor(chosen / scale).log2().item()))] == pytest.approx(min(tried))
+        assert chosen == best or tried[0] == 0
+
+
+def test_calibration_helps_formats_of_few_binades() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    values, energies = model[0].weight.detach().clone(), {"0": torch.ones(64)}
+    errors = []
+    for given in ({}, energies):
+        with rounded(model, {"*": "E2M1"}, energies=given):
+            errors.append(float((model[0].weight.dequantize() - values).square().sum()))
+    assert errors[1] < errors[0]
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--input", "x.txt"], r"--input goes with --model"),
+        (["--windows", "4", "--formats", "all"], r"--windows goes with --model"),
+        (["--scales", "row"], r"unknown --scales 'row'; allowed: tensor"),
+        (["--formats", "all,none"], r"'none' is what the gaps are measured against"),
+        (["--scales", "channel", "--model.storage", "grid"], r"--model.storage means nothing with a report"),
+        (["--scales", "channel", "--model.granularity", "block"], r"give --scales"),
+        (["--calibrate", "0"], r"--calibrate"),
+        (["--scales", "block"], r"block"),  # rows of 16
+        (["--scales", "channel", "--weights", "w.safetensors"], r"--weights says which weights"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    trained: dict[str, Path], tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(trained["float"]), "--out", str(tmp_path / "out"), *more]) == 2
+    assert re.search(words, capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+def test_a_configuration_has_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "e4m3", "--calibrate", "3"]) == 2
+    assert "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder" in capsys.readouterr().err
