@@ -119,8 +119,7 @@ def _say(line: str) -> None:
 
 def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None, task: str) -> None:
     """Refuse a corpus that no run could use before anything is written."""
-    from nanogpt_bench.data.batches import load_corpus
-    from nanogpt_bench.data.documents import label_names
+    from nanogpt_bench.data.batches import label_names, load_corpus
     from nanogpt_bench.model.gpt import SIZES
 
     if task == "classify":

@@ -71,9 +71,12 @@ def open_corpus(config: Config) -> Corpus:
     """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says.
 
     Raises:
-        BenchError: as `load_corpus`, or more tokens than there are, or fewer than a block needs.
+        BenchError: as `load_corpus`, no labels for a task that needs some, or more tokens than there are, or fewer
+            than a block needs.
     """
     corpus = load_corpus(Path(config.data.dir), _needed(config))
+    if config.task == "classify":
+        label_names(corpus)
     count, block = config.data.train_tokens, config.model.block_size or 0
     if count is None:
         return corpus
@@ -88,6 +91,23 @@ def open_corpus(config: Config) -> Corpus:
 def _needed(config: Config) -> int:
     """Tokens of a row of a batch that has no padding."""
     return 0 if config.task == "classify" else config.model.block_size or 0
+
+
+def label_names(corpus: Corpus) -> list[str]:
+    """Return the names of a corpus's labels.
+
+    Raises:
+        BenchError: it has none.
+    """
+    names = corpus.meta.get("labels")
+    if names is None:
+        raise BenchError(
+            f"task: 'classify' needs documents with labels, which data.dir {str(corpus.folder)!r} does not have; "
+            "prepare some with: nanogpt-bench prepare eurlex --task labels"
+        )
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise BenchError(f"{str(corpus.folder / 'meta.json')!r} is damaged (labels); prepare the corpus again")
+    return names
 
 
 def open_also(config: Config, corpus: Corpus) -> Corpus | None:

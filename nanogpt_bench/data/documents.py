@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanogpt_bench.data.batches import Corpus
+from nanogpt_bench.data.batches import Corpus, label_names
 from nanogpt_bench.data.labelled import ENDS, ENDS_TYPE, LABELS
 from nanogpt_bench.model.gpt import PADDING
 from nanogpt_bench.system.digest import sha256
@@ -65,23 +65,6 @@ def documents_of(corpus: Corpus, split: str) -> Documents:
             f"{str(corpus.folder)!r}: a label of {split!r} is {labels.max()}, not 0 or 1; prepare it again"
         )
     return Documents(tokens, starts, ends, labels.reshape(len(ends), len(names)))
-
-
-def label_names(corpus: Corpus) -> list[str]:
-    """Return the names of a corpus's labels.
-
-    Raises:
-        BenchError: it has none.
-    """
-    names = corpus.meta.get("labels")
-    if names is None:
-        raise BenchError(
-            f"task: 'classify' needs documents with labels, which data.dir {str(corpus.folder)!r} does not have; "
-            "prepare some with: nanogpt-bench prepare eurlex --task labels"
-        )
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise BenchError(f"{str(corpus.folder / 'meta.json')!r} is damaged (labels); prepare the corpus again")
-    return names
 
 
 def _read(path: Path, kind: np.dtype[Any], digest: Any) -> NDArray[Any]:

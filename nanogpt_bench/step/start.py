@@ -11,8 +11,7 @@ from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, digests_of, open_corpus
-from nanogpt_bench.data.documents import label_names
+from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
 from nanogpt_bench.data.own_tokenizer import check_tokens
 from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations

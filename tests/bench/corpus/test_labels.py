@@ -12,8 +12,8 @@ import torch
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.data import prepare_eurlex, prepare_text
-from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.data.documents import Documents, documents_of, drawn, held_out, label_names
+from nanogpt_bench.data.batches import label_names, load_corpus
+from nanogpt_bench.data.documents import Documents, documents_of, drawn, held_out
 from nanogpt_bench.data.references import LEAST, masked, paragraphs, reference_documents
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.model.gpt import PADDING
