@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import Scaler, SharedAmax
@@ -68,6 +69,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     stored = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
     left = {f"remainder of {name}": p.remainder for name, p in stored.items() if p.remainder is not None}
     tensors, metadata = flatten_state_dict(state | hidden | left)
+    tensors = {name: as_codes(tensor) for name, tensor in tensors.items()}  # no process group sends a float8
     own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(metadata)
     first_own, metadata = json.loads(_text_sent(json.dumps([own, metadata]), ranks, device))
     refusal = _difference(own, first_own)
