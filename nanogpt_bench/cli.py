@@ -31,6 +31,7 @@ INTERRUPTED = 130
 FAILED = 1
 TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
+PREPARED = ("text", "labels", "references")
 #: commands that take the settings of a run as `--section.key VALUE`
 TAKE_SETTINGS = ("run", "evaluate", "sample", "finetune", "compare", "sweep", "profile")
 #: the options of `run` that are no settings
@@ -179,7 +180,7 @@ def _is_setting(command: str, word: str) -> bool:
         return option not in RUN_OPTIONS
     if command == "compare" and option in ("--data.dir", "--rule"):  # its own; and --rules is what was meant
         return False
-    return "." in option or (option in ("--rule", "--seed") and command != "sample")
+    return "." in option or (option in ("--rule", "--seed", "--task") and command != "sample")
 
 
 def _value(word: str, queue: list[str]) -> list[str]:
@@ -220,6 +221,7 @@ def _add_prepare(commands: Any) -> Parser:
         "  nanogpt-bench prepare text --input book.txt --tokenizer char --out data/book\n"
         "  nanogpt-bench prepare eurlex --tokenizer gpt2 --limit-tokens 10000000\n"
         "  nanogpt-bench prepare eurlex --data-dir lex_glue --out data/eurlex\n"
+        "  nanogpt-bench prepare eurlex --task labels\n"
         "  nanogpt-bench prepare hub --dataset Salesforce/wikitext --config wikitext-2-raw-v1 --column text",
     )
     parser.add_argument(
@@ -253,6 +255,12 @@ def _add_prepare(commands: Any) -> Parser:
 
 def _add_source_options(parser: Parser) -> None:
     """Where the text comes from; which option goes with which source is checked when the command runs."""
+    parser.add_argument(
+        "--task",
+        choices=PREPARED,
+        help="eurlex: text; labels: documents with their EUROVOC labels; references: paragraphs with the articles they "
+        "refer to, the numbers masked (default: text)",
+    )
     parser.add_argument("--input", type=Path, metavar="FILE", help="the UTF-8 file (text)")
     parser.add_argument("--dataset", metavar="ID", help="the data set's id on the hub, such as OWNER/NAME (hub)")
     parser.add_argument("--config", metavar="C", help="its configuration (hub; default: its only one)")

@@ -35,7 +35,7 @@ from nanogpt_bench.runs.earlier import (
     summary_of,
 )
 from nanogpt_bench.runs.ends import why_again
-from nanogpt_bench.system.errors import printable
+from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
 
@@ -101,7 +101,9 @@ def compare(
     baseline = baseline_of(reference, plan(Path("corpus")))
     length = check_given(given, plan(data_dir or Path("corpus")), _say) if overrides else None
     if data_dir is not None:
-        _check_corpus(data_dir, demonstration, length)
+        _check_corpus(data_dir, demonstration, length, given.get("task", "language"))
+    elif given.get("task") == "classify":
+        raise BenchError("--task classify needs --data.dir: the standard library's prose has no labels")
     asked = {
         **as_typed(overrides),
         "--data.dir": None if data_dir is None else str(data_dir),
@@ -124,12 +126,15 @@ def _say(line: str) -> None:
     print(printable(line), file=sys.stderr)
 
 
-def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None) -> None:
+def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None, task: str) -> None:
     """Refuse a corpus that no run could use before anything is written."""
-    from nanogpt_bench.data.batches import load_corpus
+    from nanogpt_bench.data.batches import label_names, load_corpus
     from nanogpt_bench.model.gpt import SIZES
 
-    load_corpus(data_dir, block_size or SIZES[demonstration.size].block_size)
+    if task == "classify":
+        label_names(load_corpus(data_dir, 0))
+    else:
+        load_corpus(data_dir, block_size or SIZES[demonstration.size].block_size)
 
 
 def _open_record(record: Record) -> Record:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from nanogpt_bench.commands.evaluate_run import evaluate_run
 from nanogpt_bench.commands.evaluate_trained import evaluate_trained
 from nanogpt_bench.commands.evaluation import Evaluation, measured
 from nanogpt_bench.commands.run import say
+from nanogpt_bench.config.metrics import OF_LABELS
 from nanogpt_bench.config.precedence import has_format
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
@@ -178,16 +178,22 @@ def show_rows(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
     console.print(_table(rows, gap))
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(out, [asdict(row) for row in rows])
+        write_json(out, [row.facts for row in rows])
 
 
 def _table(rows: Sequence[Evaluation], gap_name: str) -> Table:
     table = Table("format", "storage")
-    for name in ("val loss", gap_name, "perplexity", "bits/byte", "quantised"):
+    of_labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
+    beside = [metric.title for metric in of_labels] or ["perplexity", "bits/byte"]
+    for name in ("val loss", gap_name, *beside, "quantised"):
         table.add_column(name, justify="right")
     for row in rows:
-        gap = "-" if row.gap is None else f"{row.gap:+.4f}"
-        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.2f}"
-        figures = (f"{row.val_loss:.4f}", gap, perplexity, f"{row.bits_per_byte:.4f}", f"{row.quantized_parameters:,}")
-        table.add_row(row.format, row.storage, *figures)
+        found = [_cell(row.of_labels.get(metric.figure)) for metric in of_labels]
+        found = found or [_cell(row.perplexity, ".2f"), _cell(row.bits_per_byte)]
+        gap = _cell(row.gap, "+.4f")
+        table.add_row(row.format, row.storage, _cell(row.val_loss), gap, *found, f"{row.quantized_parameters:,}")
     return table
+
+
+def _cell(value: float | None, spec: str = ".4f") -> str:
+    return "-" if value is None else format(value, spec)

@@ -38,6 +38,11 @@ def evaluate_trained(run_dir: Path, args: argparse.Namespace) -> int:
         if key in given:
             raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
     trained = load(choose(run_dir, args.checkpoint or "last"))
+    if trained.config.task != "language":
+        raise BenchError(
+            f"{folder_of(trained.folder)} is of task {trained.config.task!r}, and a report of formats measures windows "
+            f"of a text; nanogpt-bench evaluate {run_dir} --formats A,B rounds its weights to formats"
+        )
     weights = Rounded(trained, given)
     config = weights.own
     prepare_default(config.data.dir)

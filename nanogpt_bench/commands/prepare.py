@@ -12,9 +12,11 @@ from nanogpt_bench.data.dataset import prepare_eurlex, prepare_hub
 from nanogpt_bench.data.stdlib import prepare_stdlib
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.words import counted
 
 #: the sources an option means something to, by the option's name in the parsed arguments
 GOES_WITH = {
+    "task": ("eurlex",),
     "input": ("text",),
     "data_dir": ("eurlex", "hub"),
     "revision": ("eurlex", "hub"),
@@ -33,9 +35,17 @@ def main_prepare(args: argparse.Namespace) -> int:
     counts = meta["splits"]
     print(
         f"{out}: {counts['train']['tokens']:,} tokens for training, {counts['val']['tokens']:,} for validation, "
-        f"{meta['tokenizer']} tokenizer, vocabulary {meta['vocab_size']}"
+        f"{meta['tokenizer']} tokenizer, vocabulary {meta['vocab_size']}{_labels(meta)}"
     )
     return 0
+
+
+def _labels(meta: dict[str, Any]) -> str:
+    """What is said of documents that have labels."""
+    if "labels" not in meta:
+        return ""
+    train, val = (f"{meta['splits'][split]['documents']:,}" for split in ("train", "val"))
+    return f"; {counted(len(meta['labels']), 'label')}, {train} documents for training, {val} for validation"
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -55,7 +65,8 @@ def default_folder(args: argparse.Namespace) -> Path:
     """Return where a corpus goes when nobody says: a folder of data/ named for the text."""
     if args.source == "stdlib":
         return Path(DEFAULT_DATA_DIR)
-    names = {"eurlex": "eurlex", "hub": (args.dataset or "").rpartition("/")[2]}
+    made = "" if args.task in (None, "text") else f"-{args.task}"
+    names = {"eurlex": f"eurlex{made}", "hub": (args.dataset or "").rpartition("/")[2]}
     return Path("data") / (names.get(args.source) or args.input.stem)
 
 
@@ -71,5 +82,5 @@ def _prepare(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         return prepare_text(args.input, out, **options)
     options |= {"revision": args.revision, "data_dir": args.data_dir}
     if args.source == "eurlex":
-        return prepare_eurlex(out, **options)
+        return prepare_eurlex(out, **options, task=args.task or "text")
     return prepare_hub(out, args.dataset, args.column, config=args.config, **options)

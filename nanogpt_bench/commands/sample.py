@@ -69,6 +69,11 @@ def sample_run(
     """
     names = named_formats(formats)
     trained = load(choose(run_dir, checkpoint))
+    if trained.config.task != "language":
+        raise BenchError(
+            f"{folder_of(trained.folder)} is of task {trained.config.task!r}: such weights write no text; "
+            f"nanogpt-bench evaluate {run_dir} measures them"
+        )
     weights = Rounded(trained, checked_overrides(overrides))
     prepare_default(weights.own.data.dir)
     corpus = open_corpus(weights.own)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
+from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.merged import with_given_up
@@ -56,7 +57,7 @@ class Record:
             return None
         try:
             splits = read_json(self.corpus / "meta.json")["splits"]
-            return {split: splits[split].get("sha256") for split in splits}
+            return {split: splits[split].get("sha256") for split in splits} | digests_of(splits)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f"corpus {str(self.corpus)!r} can't be read: {one_line(error)}") from None
 

@@ -95,7 +95,7 @@ class ShadowConfig:
 
 LOSS_IS_NAN = Metric("loss_is_nan", "Loss not finite", "0 or 1", "Whether the training loss is NaN or Inf.", bad=ABOVE)
 GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether the gradient's norm is.", bad=ABOVE)
-TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, a token.", bad=ABOVE)
+TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, a token or a label.", bad=ABOVE)
 LR = Metric("lr", "Learning rate", "", "As scheduled.")
 STIFFNESS_EXPONENT = Metric("stiffness/exponent", "Stiffness exponent", "", "As scheduled.")
 WEIGHT_HAS_NAN = Metric("weight_has_nan", "Weight not finite", "0 or 1", "Whether any weight is NaN or Inf.", bad=ABOVE)
@@ -106,11 +106,19 @@ SPEED = Metric("time/tokens_per_s", "Speed", "tokens/s", "Of the step.", bad=BEL
 FLAGS = (LOSS_IS_NAN, GRAD_HAS_NAN, WEIGHT_HAS_NAN, STATE_HAS_NAN)
 
 # validations
-VAL_LOSS = Metric("val/loss", "Validation loss", NATS, "On the same held-out batches, a token.", bad=ABOVE)
-VAL_LOSS_SE = Metric("val/loss_se", "Standard error of the validation loss", NATS, "Over its batches.", bad=ABOVE)
+VAL_LOSS = Metric("val/loss", "Validation loss", NATS, "On the same held-out batches, a token or a label.", bad=ABOVE)
+VAL_LOSS_SE = Metric(
+    "val/loss_se", "Standard error of the validation loss", NATS, "Over its batches, or documents.", bad=ABOVE
+)
 VAL_ALSO_LOSS = Metric("val/also_loss", "Loss on the other text", NATS, "On that of `eval.also`, a token.", bad=ABOVE)
 VAL_PERPLEXITY = Metric("val/perplexity", "Perplexity", "", "exp of the validation loss.", bad=ABOVE)
 VAL_BITS_PER_BYTE = Metric("val/bits_per_byte", "Bits a byte", "bits", "Validation loss a byte of text.", bad=ABOVE)
+_labels = partial(Metric, bad=BELOW, chart=LINEAR)
+MICRO_F1 = _labels("val/micro_f1", "Micro F1", "F1", "Of all labels of all held-out documents together.")
+MACRO_F1 = _labels("val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 for one that nobody has or is given.")
+R_PRECISION = _labels("val/r_precision", "R-precision", SHARE, "Of a document's R labels, those scored highest.")
+#: of the task classify, at validations
+OF_LABELS = (MICRO_F1, MACRO_F1, R_PRECISION)
 
 _trend = partial(Metric, monitor="trend")
 SMOOTHED_LOSS = _trend("train/loss_smoothed", "Smoothed training loss", NATS, "Over about twenty steps.", bad=ABOVE)

@@ -35,6 +35,9 @@ COURSES = ("linear", "cosine", "step")
 STOPS = ("nan", "divergence", "plateau")
 PARALLEL = ("ddp", "fsdp")
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
+#: what is learnt: the next token, or the labels of a document
+TASKS = ("language", "classify")
+POOLINGS = ("mean", "last")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
 
@@ -96,6 +99,11 @@ class ModelConfig:
     )
     gelu: str | None = setting(
         None, "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)", choices=("exact", "tanh")
+    )
+    pooling: str | None = setting(
+        None,
+        "task classify: what lm_head sees of a document, the mean over its tokens or the last of them; null: mean",
+        choices=POOLINGS,
     )
     seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0)
     storage: str | None = setting(
@@ -378,6 +386,13 @@ class Config:
         rows_by="--rules",
     )
     seed: int = setting(42, "model, data and rounding, where they have no seed of their own", minimum=0)
+    task: str = setting(
+        "language",
+        "language: predict the next token; classify: tell a document's labels from its first model.block_size tokens, "
+        "in a corpus that has labels (prepare eurlex --task labels)",
+        choices=TASKS,
+        of_task=True,
+    )
     data: DataConfig = section(DataConfig)
     model: ModelConfig = section(ModelConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig, of_rule=True)

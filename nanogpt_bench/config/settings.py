@@ -111,7 +111,7 @@ def unknown_key(key: str) -> BenchError:
         return BenchError(f"unknown key {key!r}; did you mean {guess!r}?")
     section = key.rsplit(".", 1)[0]
     inside = [known for known in FIELDS if known.startswith(f"{section}.")]
-    return unknown("key", key, inside or [*sorted(SECTIONS), "rule", "seed"])
+    return unknown("key", key, inside or [*sorted(SECTIONS), *(known for known in FIELDS if "." not in known)])
 
 
 def _same_last_word(key: str) -> str | None:

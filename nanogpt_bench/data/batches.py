@@ -18,6 +18,8 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
 
 SPLITS = ("train", "val")
+#: of a split of labelled documents in meta.json, beside that of its tokens
+_OF_LABELS = ("ends_sha256", "labels_sha256")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ class Corpus:
         return float(counts["tokens"]) / float(counts["bytes"])
 
 
+def digests_of(splits: Any) -> dict[str, Any]:
+    """Return what tells a corpus from others, out of `splits` of its meta.json: digests of its tokens, and of labels.
+
+    >>> digests_of({"train": {"sha256": "ab", "labels_sha256": "cd"}})
+    {'train': 'ab', 'val': None, 'train.labels_sha256': 'cd'}
+    """
+    parts = splits if isinstance(splits, dict) else {}
+    known = {split: parts[split] if isinstance(parts.get(split), dict) else {} for split in SPLITS}
+    of_labels = {f"{name}.{key}": part[key] for name, part in known.items() for key in _OF_LABELS if key in part}
+    return {name: part.get("sha256") for name, part in known.items()} | of_labels
+
+
 def load_corpus(folder: Path, block_size: int) -> Corpus:
     """Open a prepared corpus and check that it can feed blocks of `block_size` tokens.
 
@@ -57,9 +71,12 @@ def open_corpus(config: Config) -> Corpus:
     """Open the corpus of a resolved configuration, as much of it as `data.train_tokens` says.
 
     Raises:
-        BenchError: as `load_corpus`, or more tokens than there are, or fewer than a block needs.
+        BenchError: as `load_corpus`, no labels for a task that needs some, or more tokens than there are, or fewer
+            than a block needs.
     """
-    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+    corpus = load_corpus(Path(config.data.dir), _needed(config))
+    if config.task == "classify":
+        label_names(corpus)
     count, block = config.data.train_tokens, config.model.block_size or 0
     if count is None:
         return corpus
@@ -69,6 +86,28 @@ def open_corpus(config: Config) -> Corpus:
             f"give {block + 1} to {len(corpus.train)}"
         )
     return replace(corpus, train=corpus.train[:count])
+
+
+def _needed(config: Config) -> int:
+    """Tokens of a row of a batch that has no padding."""
+    return 0 if config.task == "classify" else config.model.block_size or 0
+
+
+def label_names(corpus: Corpus) -> list[str]:
+    """Return the names of a corpus's labels.
+
+    Raises:
+        BenchError: it has none.
+    """
+    names = corpus.meta.get("labels")
+    if names is None:
+        raise BenchError(
+            f"task: 'classify' needs documents with labels, which data.dir {str(corpus.folder)!r} does not have; "
+            "prepare some with: nanogpt-bench prepare eurlex --task labels"
+        )
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise BenchError(f"{str(corpus.folder / 'meta.json')!r} is damaged (labels); prepare the corpus again")
+    return names
 
 
 def open_also(config: Config, corpus: Corpus) -> Corpus | None:

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.data.hub import NotOnHubError, find_commit
 from nanogpt_bench.data.local import local_facts, local_files
-from nanogpt_bench.data.rows import Stream, characters, open_streams, splits_of
+from nanogpt_bench.data.references import reference_documents
+from nanogpt_bench.data.rows import LabelledRows, Stream, characters, names_in, open_streams, splits_of
 from nanogpt_bench.data.tokenizers import make_tokenizer
 from nanogpt_bench.data.write import check_folder, split_limits, write_corpus
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, unknown
 
 #: id, configuration and revision of English EU legislation, and of the same acts in another data set of its authors
 EURLEX = ("coastalcph/lex_glue", "eurlex", None)
 EURLEX_FALLBACK = ("coastalcph/multi_eurlex", "en", "refs/pr/9")
+
+#: documents of both splits, and the names of their labels, where they have some that have names
+Prepared = tuple[Mapping[str, Iterable[str]], list[str] | None]
+
+
+def _as_text(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
+    return splits_of(streams, column, what), None
+
+
+def _with_labels(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
+    return splits_of(streams, column, what, LabelledRows), names_in(streams["train"])
+
+
+def _with_references(streams: Mapping[str, Stream], column: str, what: str) -> Prepared:
+    return reference_documents(chain.from_iterable(splits_of(streams, column, what).values()))
+
+
+#: what is prepared of a data set: its text, documents with the labels it gives them, or with the references in them
+TASKS: Mapping[str, Callable[[Mapping[str, Stream], str, str], Prepared]] = {
+    "text": _as_text,
+    "labels": _with_labels,
+    "references": _with_references,
+}
 
 
 def prepare_eurlex(
@@ -28,6 +53,7 @@ def prepare_eurlex(
     data_dir: Path | None = None,
     limit: int | None = None,
     progress: bool = False,
+    task: str = "text",
 ) -> dict[str, Any]:
     """Prepare English EU legislation in folder `out` and return what was written to meta.json.
 
@@ -35,11 +61,11 @@ def prepare_eurlex(
         BenchError: as `prepare_hub` does.
     """
     dataset, config, _ = EURLEX
-    options: dict[str, Any] = {"tokenizer": tokenizer, "limit": limit, "progress": progress}
+    options: dict[str, Any] = {"tokenizer": tokenizer, "limit": limit, "progress": progress, "task": task}
     try:
         return prepare_hub(out, dataset, "text", config=config, revision=revision, data_dir=data_dir, **options)
     except NotOnHubError as error:
-        if revision is not None:
+        if revision is not None or task == "labels":  # those of the other data set are others
             raise
         other, config, commit = EURLEX_FALLBACK
         print(f"{error}; taking {other!r}", file=sys.stderr)
@@ -57,26 +83,32 @@ def prepare_hub(
     data_dir: Path | None = None,
     limit: int | None = None,
     progress: bool = False,
+    task: str = "text",
 ) -> dict[str, Any]:
     """Prepare one column of a data set in folder `out` and return what was written to meta.json.
 
     The training and validation splits become train.bin and val.bin; where there is no validation split, every tenth
-    document is for validation. With `data_dir` a local copy is read and no network is used.
+    document is for validation. With `data_dir` a local copy is read and no network is used. `task` is one of `TASKS`:
+    with `labels` the documents have those of the column `labels`, with `references` they are paragraphs that have the
+    articles they refer to (`nanogpt_bench.data.references`).
 
     Raises:
         BenchError: no such data set, configuration, revision, column or tokenizer; the hub is out of reach; a damaged
-            file; a missing package; an unwritable folder; too little text.
+            file; a missing package; an unwritable folder; too little text; labels that are none.
     """
+    if task not in TASKS:
+        raise unknown("--task", task, TASKS)
     _require_packages()
     check_folder(out)
     limits = split_limits(limit)
     if tokenizer != "char":
         make_tokenizer(tokenizer, "")  # what is wrong with it should be said before anything is fetched
     streams, facts = _open(dataset, config, revision, data_dir)
-    splits = splits_of(streams, column, f"data set {dataset!r}")
+    splits, labels = TASKS[task](streams, column, f"data set {dataset!r}")
     made = make_tokenizer(tokenizer, characters(splits, limits) if tokenizer == "char" else "")
     source = {**facts, "dataset": dataset, "config": config, "column": column, "limit_tokens": limit}
-    return write_corpus(out, splits, made, source, progress, limit)
+    source |= {} if task == "text" else {"task": task}
+    return write_corpus(out, splits, made, source, progress, limit, labels)
 
 
 def _open(

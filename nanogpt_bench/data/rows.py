@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+from nanogpt_bench.data.labelled import LabelledText
 from nanogpt_bench.data.stdlib import VAL_EVERY
 from nanogpt_bench.system.errors import BenchError, one_line, unknown
 
 #: names under which data sets keep what is for validation
 VAL_NAMES = ("validation", "val", "valid", "dev")
+
+#: the column of labels, and from where on its numbers are none of labels
+COLUMN, MOST_LABELS = "labels", 2**16
 
 Stream = Iterable[Mapping[str, Any]]
 
@@ -81,6 +85,40 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class LabelledRows(Rows):
+    """The texts of one column with the numbers in the column `labels`.
+
+    Raises:
+        BenchError: while iterating: as `Rows`, and a column of something else than lists of numbers from 0.
+    """
+
+    def _text(self, row: Mapping[str, Any]) -> str | None:
+        text = super()._text(row)
+        return LabelledText(text, self._labels(row)) if text else text
+
+    def _labels(self, row: Mapping[str, Any]) -> list[int]:
+        if COLUMN not in row:
+            raise unknown(f"column of {self.what}", COLUMN, row)
+        given = row[COLUMN]
+        if not isinstance(given, list):
+            raise BenchError(f"column {COLUMN!r} of {self.what} holds {type(given).__name__}, not lists of numbers")
+        for number in given:
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MOST_LABELS:
+                raise BenchError(
+                    f"column {COLUMN!r} of {self.what} holds {number!r}; whole numbers from 0 to {MOST_LABELS - 1} are "
+                    "allowed"
+                )
+        return given
+
+
+def names_in(stream: Stream) -> list[str] | None:
+    """Return the names of a stream's labels, where the data set gives its numbers names."""
+    column = (getattr(stream, "features", None) or {}).get(COLUMN)
+    names = getattr(getattr(column, "feature", None), "names", None)
+    return list(map(str, names)) if names else None
+
+
+@dataclass(frozen=True)
 class Share:
     """Every tenth document of a data set without a validation split, or all the others."""
 
@@ -93,19 +131,21 @@ class Share:
                 yield text
 
 
-def splits_of(streams: Mapping[str, Stream], column: str, what: str) -> dict[str, Iterable[str]]:
-    """Return the documents for training and for validation.
+def splits_of(
+    streams: Mapping[str, Stream], column: str, what: str, rows: type[Rows] = Rows
+) -> dict[str, Iterable[str]]:
+    """Return the documents for training and for validation, read as `rows`.
 
     Raises:
         BenchError: a data set without a training split.
     """
     if "train" not in streams:
         raise BenchError(f"{what} has no split 'train'; it has: {', '.join(streams)}")
-    train = Rows(streams["train"], column, what)
+    train = rows(streams["train"], column, what)
     name = next((name for name in VAL_NAMES if name in streams), None)
     if name is None:
         return {"train": Share(train, validation=False), "val": Share(train, validation=True)}
-    return {"train": train, "val": Rows(streams[name], column, what)}
+    return {"train": train, "val": rows(streams[name], column, what)}
 
 
 def characters(splits: Mapping[str, Iterable[str]], limits: Mapping[str, int | None]) -> str:

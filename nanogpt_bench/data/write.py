@@ -1,4 +1,7 @@
-"""Writing a prepared corpus: train.bin, val.bin (uint16) and meta.json appear together or not at all."""
+"""Writing a prepared corpus: train.bin, val.bin (uint16) and meta.json appear together or not at all.
+
+Of labelled documents (`nanogpt_bench.data.labelled`), their ends and their labels appear with them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from nanogpt_bench.data.labelled import ENDS, LABELS, Given, LabelledText, write_labels
 from nanogpt_bench.data.progress import Advance, progress_bar
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
 from nanogpt_bench.system.errors import BenchError
 
-CORPUS_FILES = ("train.bin", "val.bin", "meta.json")
+CORPUS_FILES = ("meta.json", *(name.format(split) for split in ("train", "val") for name in ("{}.bin", ENDS, LABELS)))
 #: a split must hold at least one block of the smallest named model and its shifted targets
 MIN_TOKENS = 65
 #: of a limited corpus the validation split holds one token for so many of training
@@ -39,22 +43,29 @@ def write_corpus(
     source: dict[str, Any],
     progress: bool,
     limit: int | None = None,
+    labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Write the documents of each split as tokens, an end of text after each, and return meta.json's content.
 
     `limit` is the most tokens of the training split; the validation split gets a tenth as many. Documents may come in a
-    stream: no more of them are taken than are written. Everything is written to a temporary sibling of `out` first,
-    then renamed.
+    stream: no more of them are taken than are written. Those that are `LabelledText` have their labels written too,
+    whose names are `labels`, or their numbers. Everything is written to a temporary sibling of `out` first, then
+    renamed.
     """
     limits = split_limits(limit)
     check_folder(out)
     with _sibling(out) as folder, progress_bar(splits, limits, progress) as advance:
+        written = {split: _Split(tokenizer, limits[split], advance) for split in splits}
         counts = {
-            split: _write_split(folder / f"{split}.bin", documents, _Split(tokenizer, limits[split], advance))
+            split: _write_split(folder / f"{split}.bin", documents, written[split])
             for split, documents in splits.items()
         }
         _check_counts(counts)
         meta = {**tokenizer.meta(), "source": source, "splits": counts}
+        if any(None not in split.given.labels for split in written.values()):
+            found = write_labels(folder, {name: split.given for name, split in written.items()}, labels)
+            meta["labels"] = found["labels"]
+            meta["splits"] = {name: {**counts[name], **found["splits"][name]} for name in splits}
         (folder / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False), encoding="utf-8")
         _replace(folder, out)
     return meta
@@ -87,19 +98,25 @@ class _Split:
     tokens: int = 0
     size: int = 0
     documents: int = 0
+    given: Given = field(default_factory=lambda: Given([], []))
 
     def data(self, documents: Iterable[str]) -> Iterator[bytes]:
         """Yield what belongs into the file until the documents or the room end."""
         for text in documents:
             self.documents += 1
-            for piece in pieces(text):
-                yield self._take(self.tokenizer.encode(piece), piece)
-                if self.full:
-                    return
-            if self.tokenizer.end_of_text is not None:
-                yield self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint32), "")
-                if self.full:
-                    return
+            yield from self._document(text)
+            self.given.ends.append(self.tokens)
+            self.given.labels.append(text.labels if isinstance(text, LabelledText) else None)
+            if self.full:
+                return
+
+    def _document(self, text: str) -> Iterator[bytes]:
+        for piece in pieces(text):
+            yield self._take(self.tokenizer.encode(piece), piece)
+            if self.full:
+                return
+        if self.tokenizer.end_of_text is not None:
+            yield self._take(np.array([self.tokenizer.end_of_text], dtype=np.uint32), "")
 
     @property
     def full(self) -> bool:

@@ -1,10 +1,10 @@
-"""A GPT-2-style language model, small enough to read in one sitting.
+"""A GPT-2-style model of the next token, or of a document's labels, small enough to read in one sitting.
 
 Pre-norm transformer blocks, learned positions, causal attention through `scaled_dot_product_attention`, GELU.
 Shapes and initial values follow GPT-2 as nanoGPT trains it. Nothing here knows of quantisation: the linear layers
 (`attn.qkv`, `attn.proj`, `mlp.fc`, `mlp.proj`, `lm_head`) are replaced after construction.
 
-Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary.
+Shapes: B batch, T time (<= block_size), C width (n_embd), H heads, V vocabulary, L labels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from nanogpt_bench.model.generation import Cached, KeyValueCache, sample
 
+#: stands behind the end of a document that is shorter than its row of a batch; no token has this number
+PADDING = -1
 #: standard deviation of GPT-2's initial weights
 INIT_STD = 0.02
 
@@ -37,6 +39,9 @@ class GPTShape:
     tie_weights: bool = False
     #: exact: x Phi(x); tanh: the approximation that GPT-2 was trained with
     gelu: str = "exact"
+    #: of a classifier: how many, and what its head sees of a document, the mean over its tokens or the last one
+    labels: int = 0
+    pooling: str = "mean"
 
 
 #: named sizes; the name counts parameters with a byte vocabulary. 124M is GPT-2 itself, with its 50257 tokens
@@ -144,18 +149,22 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
         self.final_norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.lm_head = nn.Linear(shape.n_embd, shape.vocab_size, bias=False)
+        self.lm_head = nn.Linear(shape.n_embd, shape.labels or shape.vocab_size, bias=False)
         if shape.tie_weights:
             self.lm_head.weight = self.token_embedding.weight
         self._init_weights()
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        return self.lm_head(self.hidden(tokens, cache))
+
+    def hidden(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """Return what the head sees of every token (B, T, C)."""
         begin = 0 if cache is None else cache.length
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for index, block in enumerate(self.blocks):
             x = block(x) if cache is None else block(x, cache.blocks[index])
-        return self.lm_head(self.final_norm(x))
+        return self.final_norm(x)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of predicting `targets` (B, T) from `tokens` (B, T)."""
@@ -206,8 +215,34 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
 
+class Classifier(GPT):
+    """Documents (B, T) int64, `PADDING` behind the shorter ones -> logits (B, L) of their labels.
+
+    The body is that of a language model; its head, still called `lm_head` so that patterns of layers mean the same,
+    sees one vector a document. Under causal attention no token of a document sees what stands behind it.
+
+    >>> Classifier(GPTShape(1, 2, 8, 16, vocab_size=11, labels=4))(torch.tensor([[1, 2, -1]])).shape
+    torch.Size([1, 4])
+    """
+
+    def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        if cache is not None:
+            raise TypeError("a classifier writes no text: it has no use of a cache")
+        inside = tokens != PADDING
+        x = self.hidden(tokens.clamp(min=0))
+        if self.shape.pooling == "last":
+            x = x[torch.arange(len(x), device=x.device), inside.sum(1) - 1]
+        else:
+            x = (x * inside.unsqueeze(2)).sum(1) / inside.sum(1, keepdim=True)
+        return self.lm_head(x)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean binary cross-entropy in nats a label of `targets` (B, L), 0 or 1, given `tokens` (B, T)."""
+        return functional.binary_cross_entropy_with_logits(self(tokens).float(), targets)
+
+
 def build_model(shape: GPTShape, seed: int) -> GPT:
-    """Return a GPT whose initial weights are a pure function of `seed`; the global generator is left alone."""
+    """Return a GPT, or a classifier, whose initial weights are a pure function of `seed`, apart from torch's own."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return GPT(shape)
+        return Classifier(shape) if shape.labels else GPT(shape)

@@ -62,7 +62,7 @@ def _measure(config: Config, corpus: Corpus, device: torch.device, steps: int) -
     return {
         **_facts(config),
         "seconds_per_step": statistics.median(seconds),
-        "tokens_per_s": trainer.tokens_per_step / statistics.median(seconds),
+        "tokens_per_s": _facts(config)["tokens_per_step"] / statistics.median(seconds),
         "held_bytes": held_bytes(trainer.model, trainer.optimizer),
         "gradient_bytes": gradients,
         "saved_bytes": saved.most,

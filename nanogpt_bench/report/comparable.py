@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.load import Run
 
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
@@ -55,12 +56,12 @@ def _of_corpus(run: Run, key: str) -> Any:
 
 
 def _tokens(run: Run) -> dict[str, Any] | None:
-    """The digest of each split's tokens."""
+    """The digest of each split's tokens, and of their labels where there are some."""
     splits = _of_corpus(run, "splits")
     if not isinstance(splits, Mapping):
         return None
     digests = {name: part.get("sha256") for name, part in splits.items() if isinstance(part, Mapping)}
-    return digests if digests and all(digests.values()) else None
+    return digests | digests_of(splits) if digests and all(digests.values()) else None
 
 
 def _text(run: Run) -> Any:
@@ -108,6 +109,7 @@ def _validation(run: Run) -> Any:
 
 #: beside the settings that are `of_task` (`nanogpt_bench.config.field`), what says the same of a run's records
 FACTS: Mapping[str, Fact] = {
+    "task": lambda run: run.config.get("task"),
     "corpus": _tokens,
     "training tokens": _training_tokens,
     "tokenizer": _tokenizer,

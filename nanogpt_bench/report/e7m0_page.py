@@ -12,7 +12,7 @@ from nanogpt_bench.report.chart import Chart, ink, limit_line, lines, quantity
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row, reference_beside
+from nanogpt_bench.report.results import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _first_steps(place: int, entry: Predicted, references: Sequence[Row], looks:
     drawn = series.first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
     if not drawn:
         return None
-    x, y = quantity("x", "step"), quantity("y", "nats per token")
+    x, y = quantity("x", "step"), quantity("y", loss_unit([own]))
     spec = lines(drawn, looks, x, y)
     spec["layer"].append(limit_line(PREDICTED_STEPS, x=x))
     caption = f"The first {FIRST_STEPS} steps, the reference in ink; dotted: step {PREDICTED_STEPS}."

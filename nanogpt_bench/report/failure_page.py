@@ -12,7 +12,7 @@ from nanogpt_bench.report.chart import DOTTED, Chart, Spec, ink, lines, over, qu
 from nanogpt_bench.report.classes import class_name
 from nanogpt_bench.report.failed import Failed
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row, reference_beside
+from nanogpt_bench.report.results import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import describe_ending
 
@@ -136,7 +136,7 @@ def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Ma
     if failed.label not in {line.label for line in drawn}:
         return None
     found = [finding for finding in failed.diagnosis.found if finding.step is not None]
-    x, y = quantity("x", "step"), quantity("y", "nats per token", series.loss_range(drawn))
+    x, y = quantity("x", "step"), quantity("y", loss_unit([own]), series.loss_range(drawn))
     spec = lines(drawn, looks, x, y, marked=False)
     spec["layer"] += _moments(found, x) if found else []
     caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."

@@ -11,7 +11,7 @@ from typing import Any
 from nanogpt_bench.report.chart import Chart, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Result, reference_name
+from nanogpt_bench.report.results import Result, loss_unit, reference_name
 from nanogpt_bench.report.section import Section, figures, legend
 from nanogpt_bench.report.tables import run_heading
 from nanogpt_bench.runs.load import Run
@@ -140,7 +140,7 @@ def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, 
     numbers = sorted({number for row in found.values() for number in row})
     ends = (numbers[0] / 1.25, numbers[-1] * 1.25)
     x = quantity("x", ladder.unit, ends, log=True, values=numbers, format=",", labelOverlap=False, grid=False)
-    y = quantity("y", "nats per token", zero=True)
+    y = quantity("y", loss_unit(result.row for result in results), zero=True)
     spec = curves(values, places, x, y)
     bar, colour = {"type": "rule", "strokeWidth": 1.5, "clip": True}, of_row("color", places)
     drawn = {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}, "color": colour, "tooltip": {"field": "text"}}
@@ -166,7 +166,7 @@ def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str
     head, *lines = cells_of(ladder, found)
     noun = ladder.title.removeprefix("Gap by ").removesuffix(" of the data")
     words = (
-        f"Final validation loss less that of the reference at the same seed and {noun}, in nats a token, with its 95% "
+        f"Final validation loss less that of the reference at the same seed and {noun}, in nats, with its 95% "
         f"t-interval. {ladder.words}"
     )
     body = "".join(f"<tr>{_line('td', line)}</tr>" for line in lines)

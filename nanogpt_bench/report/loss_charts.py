@@ -8,11 +8,10 @@ from nanogpt_bench.config.metrics import TRAIN_LOSS, VAL_LOSS
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import Chart, Spec, category, ink, lines, names, of_row, over, quantity
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Result, Row, reference_name
+from nanogpt_bench.report.results import Result, Row, loss_unit, reference_name
 from nanogpt_bench.report.tables import format_gap
 
 BAR_HEIGHT = 42
-NATS = "nats per token"
 
 
 def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
@@ -24,7 +23,7 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str |
             drawn = series.lines(rows, metric.name, against, smoothed=smoothed)
             caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
             if drawn:
-                x, y = quantity("x", axis), quantity("y", NATS, series.loss_range(drawn))
+                x, y = quantity("x", axis), quantity("y", loss_unit(rows), series.loss_range(drawn))
                 spec = lines(drawn, looks, x, y, marked=not smoothed)
                 spec["layer"] += _marks(series.marks(rows, drawn, against), looks, x, y)
                 charts.append(Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, spec, 380, rows=shown(drawn)))
@@ -54,7 +53,7 @@ def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str 
     limits = series.close_range(drawn, reference)
     if limits is None:
         return []
-    spec = lines(drawn, looks, quantity("x", "step"), quantity("y", NATS, limits))
+    spec = lines(drawn, looks, quantity("x", "step"), quantity("y", loss_unit(rows), limits))
     caption = "Magnified: the scale ends where the reference was after a third of its steps."
     return [Chart("val-close", "Validation loss near the reference", caption, spec, 380, wide=True, rows=shown(drawn))]
 
@@ -74,7 +73,7 @@ def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | N
     if not any(result.gap for result in others):
         return None
     labels = [category(result.row.label) for result in others]
-    x = quantity("gap", NATS, zero=True, grid=False)
+    x = quantity("gap", loss_unit(result.row for result in others), zero=True, grid=False)
     y = names("name", labels, labels=False, ticks=False, domain=False)
     text = {"type": "text", "yOffset": -9, "color": ink("ink")}
     left = text | {"align": "left", "limit": {"expr": "0.58 * width"}}
@@ -91,7 +90,9 @@ def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | N
         layers.append({"mark": whisker, "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y}})
     spec = {"data": {"values": [_bar(result) for result in others]}, "layer": layers}
     title = f"Final validation loss above that of {reference_name(results)}"
-    caption = "In nats per token and per cent; with several seeds their spread as a whisker."
+    caption = (
+        f"In {loss_unit(result.row for result in others)} and per cent; with several seeds their spread as a whisker."
+    )
     return Chart("gap", title, caption, spec, 40 + BAR_HEIGHT * len(others), wide=True, drag="")
 
 

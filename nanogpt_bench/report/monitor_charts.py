@@ -13,7 +13,7 @@ from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 
 #: titles of the namespaces that are not called by their own names
-TITLES = {"grad": "Gradients", "quant": "Ranges"}
+TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
 
 
 def watched_charts(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.metrics import COSINE
+from nanogpt_bench.config.metrics import COSINE, OF_LABELS
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table. Losses and gaps are in nats per token; `gap_share` is relative to the reference."""
+    """One line of the table. Losses and gaps are in nats (`loss_unit`); `gap_share` is relative to the reference."""
 
     row: Row
     reference: bool
@@ -72,6 +72,8 @@ class Result:
     difference: Difference | None = None
     #: standard error of a validation over its batches, the mean over the row's runs
     val_loss_se: float | None = None
+    #: of the task classify, by `config.metric.Metric.figure`
+    of_labels: Mapping[str, Figure] = field(default_factory=dict)
 
     @property
     def alerts_fired(self) -> int:
@@ -280,8 +282,24 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         cosine=cosine,
         alerts=dict(alerts.most_common()),
         val_loss_se=errors.mean if errors else None,
+        of_labels=_of_labels(row),
         difference=None if is_reference or measured is None else difference(_by_seed(row), _by_seed(measured)),
     )
+
+
+def _of_labels(row: Row) -> dict[str, Figure]:
+    found = {name: figure(run.number(name) for run in row.runs) for name in (metric.figure for metric in OF_LABELS)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def loss_unit(rows: Iterable[Row]) -> str:
+    """What the losses of rows are in: nats per token, or per label where documents are classified.
+
+    >>> loss_unit([])
+    'nats per token'
+    """
+    tasks = {run.config.get("task", "language") for row in rows for run in row.runs}
+    return "nats per label" if tasks == {"classify"} else "nats" if "classify" in tasks else "nats per token"
 
 
 def _tokens_to_gap(row: Row, reference: Row, thresholds: Thresholds) -> Figure | None:

@@ -19,7 +19,7 @@ from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.length import LADDERS, ladder_section
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.processes import processes_section
-from nanogpt_bench.report.results import Result, Row, findings
+from nanogpt_bench.report.results import Result, Row, findings, loss_unit
 from nanogpt_bench.report.section import Section, css_class, figures, legend
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
@@ -122,7 +122,7 @@ def _table_note(page: Page) -> str:
     limits = page.thresholds
     measured = bool(page.references)
     return (
-        "Losses in nats per token"
+        f"Losses in {loss_unit(page.rows)}"
         + "; the gap is that of the final validation losses" * measured
         + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
         + ". "

@@ -9,7 +9,7 @@ from nanogpt_bench.report.chart import Chart, Spec, category, curves, ink, names
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.parallel import NOTHING, Parallel, parallel
 from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
-from nanogpt_bench.report.results import Row, row_label
+from nanogpt_bench.report.results import Row, loss_unit, row_label
 from nanogpt_bench.report.studies import LearningRateLimit, Sensitivity
 
 LONGEST_MARK = 18
@@ -70,7 +70,7 @@ def rate_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
         return None
     top = max(losses) + 0.12 * ((max(losses) - min(losses)) or 1.0)
     x = _rate_axis(point.rate for curve in found for point in curve.points)
-    y = quantity("y", "final val loss, nats per token")
+    y = quantity("y", f"final val loss, {loss_unit(rows)}")
     spec = curves([_rate_curve(curve, i) for i, curve in enumerate(found)], looks, x, y)
     spec["layer"] += _crosses(found, looks, top, x, y)
     words = "Final validation loss, mean over seeds; a cross at the top is a learning rate at which runs failed."

@@ -6,8 +6,9 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from nanogpt_bench.config.metrics import CODE_UNCHANGED
+from nanogpt_bench.config.metrics import CODE_UNCHANGED, OF_LABELS
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name, shortfall
@@ -28,6 +29,10 @@ class Column:
     optional: bool = False
 
 
+def _of_labels(name: str, result: Result) -> str:
+    return format_figure(result.of_labels.get(name))
+
+
 RUN, GAP, PAIRED = "run", "gap", "paired difference (95%)"
 #: behind the heading of gaps that rest on one seed
 LEAD = " (one seed: a lead)"
@@ -37,6 +42,7 @@ COLUMNS = (
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
+    *(Column(metric.title, partial(_of_labels, metric.figure), optional=True) for metric in OF_LABELS),
     Column(GAP, lambda r: format_gap(r)),
     Column(PAIRED, lambda r: in_words(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
@@ -128,15 +134,22 @@ def format_stall(result: Result) -> str:
 def to_csv(results: Sequence[Result]) -> str:
     """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula.
 
-    Where runs are missing, a last column says in every line how many there are of how many.
+    Where documents were classified, F1 and R-precision follow. Where runs are missing, a last column says in every line
+    how many there are of how many.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     there = shortfall(result.row for result in results)
-    fields = {**CSV_FIELDS, **({"partial": lambda _: there} if there else {})}
+    named = [metric.figure for metric in OF_LABELS if any(result.of_labels for result in results)]
+    of_labels = {name: partial(_mean_of_labels, name) for name in named}
+    fields = {**CSV_FIELDS, **of_labels, **({"partial": lambda _: there} if there else {})}
     writer.writerow(fields)
     writer.writerows([cell(field(result)) for field in fields.values()] for result in results)
     return text.getvalue()
+
+
+def _mean_of_labels(name: str, result: Result) -> object:
+    return getattr(result.of_labels.get(name), "mean", None)
 
 
 def _mean(name: str) -> Callable[[Result], object]:

@@ -18,6 +18,8 @@ import torch
 
 from nanogpt_bench.data.batches import Corpus
 
+#: of meta.json, what the losses depend on
+_OF_CORPUS = ("splits", "labels")
 _LIBRARIES = ("fp8manifold", "torch", "geoopt", "numpy")
 
 
@@ -33,7 +35,7 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads or torch.get_num_threads(),
-        "corpus": {"source": corpus.meta.get("source"), "splits": corpus.meta["splits"]},
+        "corpus": {"source": corpus.meta.get("source")} | {k: v for k, v in corpus.meta.items() if k in _OF_CORPUS},
         "tokenizer": corpus.meta["tokenizer"],
     }
 

@@ -29,8 +29,10 @@ from nanogpt_bench.system.untrusted import check_header
 #: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others
 BEST = "best"
 EMBEDDING = "token_embedding.weight"
+#: an lm_head of its own, as floats or as codes
+HEADS = ("lm_head.weight", "lm_head.weight.codes")
 #: sections of a run's settings that say how its loss is measured
-_SECTIONS = ("rule", "seed", "data", "model", "optimizer", "train", "eval", "runtime")
+_SECTIONS = ("rule", "seed", "task", "data", "model", "optimizer", "train", "eval", "runtime")
 #: beside config.yaml, what a folder has into which a run has written
 _WRITTEN = (CHECKPOINTS, "metrics.jsonl", "summary.json", "environment.json")
 
@@ -169,7 +171,8 @@ def trained_shape(folder: Path) -> GPTShape:
     Raises:
         BenchError: settings that name no size, or weights of another one.
     """
-    settings, path = load(folder, weights=False).config.model, folder / "model.safetensors"
+    config, path = load(folder, weights=False).config, folder / "model.safetensors"
+    settings = config.model
     if settings.pretrained:
         raise BenchError(
             f"checkpoint {str(folder)!r} is of the pretrained model {settings.pretrained!r}; finetune --resume --save "
@@ -181,6 +184,7 @@ def trained_shape(folder: Path) -> GPTShape:
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
             embedding = file.get_slice(EMBEDDING).get_shape() if EMBEDDING in names else []
+            head = next((file.get_slice(name).get_shape() for name in HEADS if name in names), [0])
     except (SafetensorError, OSError, ValueError) as error:
         raise BenchError(f"checkpoint {str(folder)!r}: its weights can't be read: {one_line(error)}") from None
     if len(embedding) != 2 or None in sizes.values():
@@ -192,8 +196,10 @@ def trained_shape(folder: Path) -> GPTShape:
         **sizes,
         vocab_size=embedding[0],
         bias=bool(settings.bias),
-        tie_weights=names.isdisjoint(("lm_head.weight", "lm_head.weight.codes")),
+        tie_weights=names.isdisjoint(HEADS),
         gelu=settings.gelu or "exact",
+        labels=head[0] if config.task == "classify" else 0,
+        pooling=settings.pooling or "mean",
     )
 
 

@@ -23,6 +23,7 @@ from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.step.parallel import check_parallel
 from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
+from nanogpt_bench.step.task_keys import check_task, fill_task
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from
@@ -42,6 +43,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         raise TypeError("a resolved configuration can't be resolved again")
     config = Resolved.filling(config, start)
     preset = _preset(config.rule)
+    fill_task(config)
     _fill_sizes(config.model, start)
     _fill_seeds(config)
     formats = fill_formats(config.model)
@@ -51,6 +53,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
+    check_task(config)
     _check_monitors(config)
     _check_pretrained(config)
     _check_in_backward(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,36 @@ from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
 from nanogpt_bench.data.own_tokenizer import check_tokens
 from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
-from nanogpt_bench.model.gpt import GPTShape, build_model
+from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
 from nanogpt_bench.system.errors import BenchError, one_line
 
 KEY = "model.init_from"
 
 
-def model_shape(config: Config, vocab_size: int) -> GPTShape:
-    """Return the shape of a resolved configuration's model."""
+def model_shape(config: Config, corpus: Corpus) -> GPTShape:
+    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's.
+
+    Raises:
+        BenchError: a corpus without the labels that the task needs.
+    """
     settings = config.model
     return GPTShape(
         n_layer=settings.n_layer or 0,
         n_head=settings.n_head or 0,
         n_embd=settings.n_embd or 0,
         block_size=settings.block_size or 0,
-        vocab_size=vocab_size,
+        vocab_size=corpus.vocab_size,
         dropout=settings.dropout,
         bias=bool(settings.bias),
         tie_weights=bool(settings.tie_weights),
         gelu=settings.gelu or "exact",
+        labels=len(label_names(corpus)) if config.task == "classify" else 0,
+        pooling=settings.pooling or "mean",
     )
 
 
@@ -72,9 +79,12 @@ def start_shape(name: str) -> GPTShape:
     path = Path(name)
     if is_checkpoint(path):
         try:
-            return trained_shape(path)
+            shape = trained_shape(path)
         except BenchError as error:
             raise BenchError(f"{KEY}: {error}") from None
+        if shape.labels:
+            raise BenchError(f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'")
+        return shape
     if _looks_like_one(path):
         raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
     return pretrained.find_checkpoint(name).shape
@@ -118,15 +128,24 @@ def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
         return _pretrained(config, corpus)
     if not name:
         return build_model(shape, seed)
-    if is_checkpoint(Path(name)):
-        trained = _loaded(name)
+    trained = _loaded(name) if is_checkpoint(Path(name)) else None
+    if trained is None:
+        pretrained.check_size(name)
+    else:
         check_text(trained, corpus, f"{KEY}: {name!r}")
-        model = build_model(shape, seed)
-        fill_floats(model, trained, f"{KEY}: {name!r}")
-        return model
-    pretrained.check_size(name)
+    language = build_model(replace(shape, labels=0), seed)
+    if trained is None:
+        pretrained.load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
+    else:
+        fill_floats(language, trained, f"{KEY}: {name!r}")
+    return _with_head(language, shape, seed) if shape.labels else language
+
+
+def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
+    """Return a classifier with the body of a language model, and a head whose weights are random."""
     model = build_model(shape, seed)
-    pretrained.load_checkpoint(model, name, str(corpus.meta["tokenizer"]))
+    body = {name: value for name, value in language.state_dict().items() if not name.startswith("lm_head.")}
+    model.load_state_dict({**model.state_dict(), **body})
     return model
 
 
@@ -161,6 +180,10 @@ def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
     theirs, ours = trained.environment.get("tokenizer"), corpus.meta["tokenizer"]
     if theirs is not None and theirs != ours:
         raise BenchError(f"{called} was trained on text of tokenizer {theirs!r}, {str(corpus.folder)!r} is of {ours!r}")
+    facts: Any = trained.environment.get("corpus")
+    names = facts.get("labels") if isinstance(facts, dict) else None
+    if trained.config.task == "classify" and names not in (None, label_names(corpus)):
+        raise BenchError(f"{called} was trained on other labels than those of {str(corpus.folder)!r}")
     if ours == "char" and not same_text(trained, corpus):
         raise BenchError(
             f"{called} was trained on another text than {str(corpus.folder)!r}, and tokenizer 'char' numbers the "
@@ -172,14 +195,9 @@ def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
 
 
 def same_text(trained: Trained, corpus: Corpus) -> bool:
-    """Whether a corpus is the one that a run was trained on, by the SHA-256 of its splits."""
+    """Whether a corpus is the one that a run was trained on, by the SHA-256 of its splits and of their labels."""
     facts: Any = trained.environment.get("corpus")
-    splits = facts.get("splits") if isinstance(facts, dict) else None
-    theirs = splits if isinstance(splits, dict) else {}
-    return all(
-        isinstance(theirs.get(name), dict) and theirs[name].get("sha256") == entry.get("sha256")
-        for name, entry in corpus.meta["splits"].items()
-    )
+    return digests_of(facts.get("splits") if isinstance(facts, dict) else None) == digests_of(corpus.meta["splits"])
 
 
 def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
@@ -200,8 +218,7 @@ def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTS
     config.model.init_from = saved.model.init_from
     if is_checkpoint(begun) or not steps(run_dir):
         return config, None
-    vocabulary = load_corpus(Path(saved.data.dir), saved.model.block_size or 0).vocab_size
-    return config, model_shape(saved, vocabulary)
+    return config, model_shape(saved, open_corpus(saved))
 
 
 def check_start(config: Resolved, found: object) -> None:

@@ -6,6 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.data.batches import Corpus, batch, eval_batches, open_also
+from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
@@ -26,6 +27,7 @@ from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.step.schedule import decay_course, lr_factor
 from nanogpt_bench.step.start import model_shape, start_model
 from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.step.task import Figures, Passes, task_of
 from nanogpt_bench.step.torchao_float8 import train_in_float8
 from nanogpt_bench.step.wire import Wire
 from nanogpt_bench.system.ranks import ALONE, Ranks
@@ -37,7 +39,7 @@ def initial_model(config: Config, corpus: Corpus) -> Any:
     Raises:
         BenchError: a checkpoint that does not fit the corpus or the model.
     """
-    return start_model(model_shape(config, corpus.vocab_size), config, corpus)
+    return start_model(model_shape(config, corpus), config, corpus)
 
 
 def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
@@ -68,6 +70,7 @@ class Trainer:
         ranks: Ranks = ALONE,
     ) -> None:
         self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
+        self.task = task_of(config, corpus)
         model = initial_model(config, corpus) if start is None else start
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
@@ -88,27 +91,25 @@ class Trainer:
             fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
         self.batches_left_out = 0
-        self._eval_batches = self._draw_eval_batches(corpus)
+        self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
         also = open_also(config, corpus)
-        self._also_batches = [] if also is None else self._draw_eval_batches(also)
+        self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
 
     @property
     def in_rows(self) -> bool:
         """Whether this process holds rows of the weights, of their gradients and of the optimizer's state."""
         return self.ranks.size > 1 and self.config.train.parallel == "fsdp"
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens whose prediction contributes to one optimizer step."""
-        train = self.config.train
-        return train.batch_size * train.accumulation * (self.config.model.block_size or 0)
+    def tokens_in(self, number: int) -> int:
+        """Return how many tokens step `number` (from 1) trains on."""
+        return self.task.tokens(number - 1 + self.batches_left_out)
 
     def new_step(self, number: int, *, last: bool) -> Step:
         """Return the state of step `number` (from 1) before anything has happened."""
         return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
 
     def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
-        """Do one optimizer step, fill in its record and return the training loss (nats a token).
+        """Do one optimizer step, fill in its record and return the training loss (nats a token, or a label).
 
         The weights stay as they are when the loss or the gradient is not finite.
         """
@@ -229,12 +230,17 @@ class Trainer:
             yield self._move(self._draw(number - 1, micro_step))
 
     def validate(self) -> float:
-        """Return the mean loss (nats a token) over the fixed validation batches."""
+        """Return the mean loss (nats a token, or a label) over the fixed validation batches."""
         return mean_and_error(self.validation_losses())[0]
 
     def validation_losses(self) -> list[float]:
-        """Return the loss (nats a token) of each of the fixed validation batches."""
+        """Return the loss (nats a token) of each of the fixed validation batches, or (a label) of their documents."""
         return self._losses(self._eval_batches)
+
+    def figures(self, loss: float) -> Figures:
+        """Return what a validation's record has beside its mean loss."""
+        with self._evaluating() as passes:
+            return self.task.figures(passes, self._eval_batches, loss)
 
     def validation_windows(self) -> Tensor:
         """Return the fixed validation batches as windows, (N, T + 1)."""
@@ -246,18 +252,30 @@ class Trainer:
             return {}
         return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(self._also_batches))[0]}
 
-    @torch.no_grad()
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-        """The loss of each batch; every process passes some of them, and as many as the others."""
-        rank, size = self.ranks.rank, self.ranks.size
-        losses = [0.0] * len(batches)
-        self.model.eval()
-        for begin in range(0, len(batches), size):
-            index = min(begin + rank, len(batches) - 1)
-            loss = self._loss(*batches[index]).item()
-            losses[index] = loss if begin + rank < len(batches) else 0.0
-        self.model.train()
+        """The losses of some batches; of several processes every one passes some of them, and as many as the others."""
+        with self._evaluating() as passes:
+            if self.ranks.size == 1:
+                return self.task.losses(passes, batches)
+            rank, size = self.ranks.rank, self.ranks.size
+            losses = [0.0] * len(batches)
+            for begin in range(0, len(batches), size):
+                index = min(begin + rank, len(batches) - 1)
+                (loss,) = self.task.losses(passes, batches[index : index + 1])
+                losses[index] = loss if begin + rank < len(batches) else 0.0
         return self.ranks.total(losses)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[Passes]:
+        self.model.eval()
+        with torch.no_grad():
+            yield Passes(self._loss, self._logits)
+        self.model.train()
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        with self.precision():
+            logits: Tensor = self.model(tokens)
+        return logits
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:
@@ -273,27 +291,19 @@ class Trainer:
         """Return the first validation batch."""
         return self._eval_batches[:1]
 
-    def bits_per_byte(self, loss: float) -> float:
-        """Return a validation loss in nats a token as bits a UTF-8 byte."""
-        return loss / math.log(2) * self.corpus.val_tokens_per_byte
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Return a validation loss in nats a token as bits a UTF-8 byte; None of one that is in nats a label."""
+        return self.task.bits_per_byte(loss)
 
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
-        size, block = self.config.train.batch_size, self.config.model.block_size or 0
-        seed, index = self.config.data.seed or 0, index + self.batches_left_out
-        drawn = batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
-        share = size // self.ranks.size
+        drawn = self.task.batch(index + self.batches_left_out, micro_step)
+        share = self.config.train.batch_size // self.ranks.size
         own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
         return drawn[0][own], drawn[1][own]
 
     def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return a batch that step `index` does not train on."""
         return [self._move(self._draw(index, self.config.train.accumulation))]
-
-    def _draw_eval_batches(self, corpus: Corpus) -> list[tuple[Tensor, Tensor]]:
-        evaluation, block = self.config.eval, self.config.model.block_size or 0
-        size = self.config.train.batch_size
-        drawn = eval_batches(corpus.val, evaluation.batches, size, block, seed=evaluation.seed)
-        return [self._move(pair) for pair in drawn]
 
     def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].to(self.device), pair[1].to(self.device)

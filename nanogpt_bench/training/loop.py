@@ -169,7 +169,7 @@ class Loop:
             if why is None:
                 self._break_off()
                 raise
-            self.outcome.end_on_disk(why, self.done or 0, self.trainer.tokens_per_step)
+            self.outcome.end_on_disk(why, self.done or 0, self.trainer.tokens_in)
             return self._finish()
         except BaseException:
             self._break_off()
@@ -260,7 +260,7 @@ class Loop:
             self.outcome.end_early("plateau", message, step.number)
 
     def _count(self, step: Step, spent: float) -> None:
-        outcome, tokens = self.outcome, self.trainer.tokens_per_step
+        outcome, tokens = self.outcome, self.trainer.tokens_in(step.number)
         outcome.steps, outcome.anomalies = step.number, 0
         outcome.tokens += tokens
         outcome.training_seconds += spent
@@ -298,9 +298,9 @@ class Loop:
             if asked or step.last or self.outcome.status == "stopped":
                 self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
             return
-        step.record[metrics.VAL_PERPLEXITY.name] = math.exp(loss) if loss < 700 else None
-        step.record[metrics.VAL_BITS_PER_BYTE.name] = self.trainer.bits_per_byte(loss)
+        step.record |= self.trainer.figures(loss)
         self.outcome.final_val_loss = loss
+        self.outcome.final_figures = {m.figure: step.record[m.name] for m in metrics.OF_LABELS if m.name in step.record}
         self.outcome.best_val_loss = min(loss, self.outcome.best_val_loss or math.inf)
 
     def _write(self, step: Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from nanogpt_bench.runs.ends import OF_TRAINING
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step; losses in nats a token."""
+    """Where a run stands after a step; losses in nats a token, or a label."""
 
     step: int
     max_steps: int
@@ -42,8 +43,10 @@ class Outcome:
     first_val_loss: float | None = None
     final_val_loss: float | None = None
     best_val_loss: float | None = None
-    #: standard error of the last validation, over its batches
+    #: standard error of the last validation, over its batches or documents
     final_val_loss_se: float | None = None
+    #: of the task classify, what the last validation found beside the loss
+    final_figures: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     training_seconds: float = 0.0
     #: bytes of model and optimizer after the last step
@@ -82,18 +85,19 @@ class Outcome:
         self.status = "failed"
         self.failure = {"kind": kind, "message": message, "step": step}
         self.final_val_loss = self.final_val_loss_se = None
+        self.final_figures = {}
 
     def end_early(self, kind: str, message: str, step: int) -> None:
         """Record why the run ends where nothing has failed."""
         self.status = "stopped"
         self.stop = {"kind": kind, "message": message, "step": step}
 
-    def end_on_disk(self, message: str, done: int, tokens_per_step: int) -> None:
+    def end_on_disk(self, message: str, done: int, tokens_in: Callable[[int], int]) -> None:
         """Record that a file could not be written; a step after `done`, the last that was recorded, does not count."""
         self.end_early("disk", message, done)
-        unrecorded = max(0, self.steps - done)
-        self.steps -= unrecorded
-        self.tokens -= unrecorded * tokens_per_step
+        while self.steps > done:
+            self.tokens -= tokens_in(self.steps)
+            self.steps -= 1
 
     def go_on(self) -> None:
         """Forget that the run was ended from outside: by the clock, a signal or the disk."""

@@ -13,6 +13,7 @@ from nanogpt_bench.checkpoint.layout import step_folder
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.history import latest
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused
@@ -179,8 +180,7 @@ def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, 
 
 
 def _digests(environment: Mapping[str, Any]) -> dict[str, Any]:
-    text = _at(environment, "corpus.splits", {})
-    return {split: _at(text, f"{split}.sha256", None) for split in ("train", "val")}
+    return digests_of(_at(environment, "corpus.splits", {}))
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:

@@ -84,7 +84,7 @@ class Rounded:
 
     def as_trained(self, corpus: Corpus, device: torch.device) -> Trainer:
         """Return the run's own model with its weights as they were stored."""
-        shape = model_shape(self.own, corpus.vocab_size)
+        shape = model_shape(self.own, corpus)
         trainer = Trainer(self.own, corpus, device, start=build_model(shape, 0))
         fill(trainer.model, self.trained.tensors, self.trained.metadata, _CALLED)
         return trainer
@@ -149,7 +149,7 @@ class Rounded:
     def _floats(self, corpus: Corpus) -> GPT:
         if self._start is None:
             row = self._row({})
-            self._start = build_model(model_shape(row, corpus.vocab_size), 0)
+            self._start = build_model(model_shape(row, corpus), 0)
             fill_floats(self._start, self.trained, _CALLED)
         return self._start
 

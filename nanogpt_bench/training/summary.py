@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
-    """Return the content of summary.json; losses in nats a token, null where there is none."""
+    """Return the content of summary.json; losses in nats a token, or a label, null where there is none."""
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = [layer.weight for layer in _layers(model, config).values()]
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
@@ -61,6 +61,7 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
         "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+        **outcome.final_figures,
         **_processes(trainer),
     }
 

@@ -13,6 +13,9 @@ from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.labelled import LabelledText
+from nanogpt_bench.data.tokenizers import ByteTokenizer
+from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.training.train import run
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,6 +36,20 @@ def corpus_dir(text_file: Path) -> Path:
     """The file prepared with the char tokenizer."""
     out = text_file.parent / "prepared"
     prepare_text(text_file, out, "char")
+    return out
+
+
+@pytest.fixture(scope="session")
+def labelled_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 short documents: a label for what each says of the dogs' number, and another for an even one."""
+    numbers = [number % 7 for number in range(300)]
+    texts = [f"{' '.join(str(number) * 8)} lazy dogs{'.' * (place % 3)}" for place, number in enumerate(numbers)]
+    labels = [[number, *([7] * (number % 2 == 0))] for number in numbers]
+    documents = [LabelledText(text, held) for text, held in zip(texts, labels, strict=True)]
+    out = tmp_path_factory.mktemp("labelled") / "prepared"
+    splits = {"train": documents[:240], "val": documents[240:]}
+    names = [*(f"{number} dogs" for number in range(7)), "even"]
+    write_corpus(out, splits, ByteTokenizer(), {"kind": "made"}, progress=False, labels=names)
     return out
 
 

@@ -121,7 +121,7 @@ def registered(key: str) -> Metric | None:
 
 
 def test_all_that_a_watched_run_writes_is_registered(
-    tiny: Callable[..., Config], corpus_dir: Path, tmp_path: Path
+    tiny: Callable[..., Config], corpus_dir: Path, labelled_dir: Path, tmp_path: Path
 ) -> None:
     fisher = {"monitor__fisher": find_spec("nngeometry") is not None, "shadow__enabled": True, "shadow__interval": 2}
     speed = {"runtime__peak_tflops": 1.0, "monitor__histogram_interval": 2, "eval__also": str(corpus_dir)}
@@ -130,9 +130,10 @@ def test_all_that_a_watched_run_writes_is_registered(
     for settings in (
         {"rule": "muon-residual8", "model__formats": "{'*': {weight: E4M3, gradient: E5M2}}"},
         {"rule": "master", "model__formats": formats},
+        {"rule": "fp32", "task": "classify", "data__dir": str(labelled_dir)},
     ):
         folder = tmp_path / settings["rule"]
-        run(tiny(**settings, **fisher, **speed), folder)
+        run(tiny(**settings, **({} if "task" in settings else {**fisher, **speed})), folder)
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seen |= {key for line in lines for key in json.loads(line)} - {"step"}
         lines = (folder / "histograms.jsonl").read_text(encoding="utf-8").splitlines()

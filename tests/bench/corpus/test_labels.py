@@ -1,0 +1,281 @@
+"""Labelled documents: read from a copy in the hub's layout, written, opened again, and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.data import prepare_eurlex, prepare_text
+from nanogpt_bench.data.batches import label_names, load_corpus
+from nanogpt_bench.data.documents import Documents, documents_of, drawn, held_out
+from nanogpt_bench.data.references import LEAST, masked, paragraphs, reference_documents
+from nanogpt_bench.data.tokenizers import ByteTokenizer
+from nanogpt_bench.model.gpt import PADDING
+from nanogpt_bench.system.digest import sha256
+from nanogpt_bench.system.errors import BenchError
+
+pytest.importorskip("datasets")
+
+SAMPLE = Path(__file__).parents[3] / "../shared/data/eurlex_sample"
+TEXTS = [f"Council decision {number} on fisheries and trade." for number in range(20)]
+LABELS = [sorted({number % 3, number % 5}) for number in range(20)]
+
+
+def write_copy(folder: Path, texts: list[str], labels: list[object], names: list[str] | None = None) -> Path:
+    """A data set in the hub's layout, its labels named as the hub keeps names where there are some."""
+    import datasets
+
+    (folder / "eurlex").mkdir(parents=True)
+    label = datasets.ClassLabel(names=names) if names else datasets.Value("int64")
+    features = datasets.Features({"text": datasets.Value("string"), "labels": datasets.Sequence(label)})
+    for split, rows in (("train", slice(0, 15)), ("validation", slice(15, None))):
+        content = {"text": texts[rows], "labels": labels[rows]}
+        table = datasets.Dataset.from_dict(content, features)
+        table.to_parquet(folder / "eurlex" / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return write_copy(tmp_path / "copy", TEXTS, [*LABELS])
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, copy: Path) -> Path:
+    prepare_eurlex(tmp_path / "out", data_dir=copy, task="labels")
+    return tmp_path / "out"
+
+
+def texts_of(found: Documents) -> list[str]:
+    tokens = (found.tokens[start:end] for start, end in zip(found.starts, found.ends, strict=True))
+    return [ByteTokenizer().decode(part) for part in tokens]
+
+
+def test_documents_come_back_with_their_labels(prepared: Path) -> None:
+    corpus = load_corpus(prepared, 16)
+    assert label_names(corpus) == ["0", "1", "2", "3", "4"]
+    for split, rows in (("train", slice(0, 15)), ("val", slice(15, None))):
+        found = documents_of(corpus, split)
+        assert texts_of(found) == TEXTS[rows]
+        assert [np.flatnonzero(row).tolist() for row in found.labels] == LABELS[rows]
+        facts = corpus.meta["splits"][split]
+        for name in ("ends", "labels"):
+            assert facts[f"{name}_sha256"] == sha256(prepared / f"{split}.{name}.bin")
+
+
+def test_labels_have_the_names_that_the_data_set_gives_them(tmp_path: Path) -> None:
+    names = [f"concept {number}" for number in range(7)]
+    folder = write_copy(tmp_path / "copy", TEXTS, [*LABELS], names)
+    meta = prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")
+    assert meta["labels"] == names
+    assert documents_of(load_corpus(tmp_path / "out", 16), "val").labels.shape == (5, 7)
+
+
+def test_the_tokens_are_those_of_the_text_alone(tmp_path: Path, copy: Path, prepared: Path) -> None:
+    prepare_eurlex(tmp_path / "text", data_dir=copy)
+    for name in ("train.bin", "val.bin"):
+        assert (prepared / name).read_bytes() == (tmp_path / "text" / name).read_bytes()
+
+
+def test_a_limit_cuts_the_last_document_only(tmp_path: Path) -> None:
+    texts = [f"{text} {text}" for text in TEXTS]
+    folder = write_copy(tmp_path / "long", texts, [*LABELS])
+    meta = prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels", limit=660)
+    found = documents_of(load_corpus(tmp_path / "out", 16), "train")
+    assert (len(found), found.ends[-1]) == (meta["splits"]["train"]["documents"], 660)
+    assert texts_of(found)[:-1] == texts[: len(found) - 1]
+    assert texts[len(found) - 1].startswith(texts_of(found)[-1])
+
+
+def test_an_empty_text_is_left_out_with_its_labels(tmp_path: Path) -> None:
+    folder = write_copy(tmp_path / "copy", ["", *TEXTS[1:]], [*LABELS])
+    prepare_eurlex(tmp_path / "out", data_dir=folder, task="labels")
+    found = documents_of(load_corpus(tmp_path / "out", 16), "train")
+    assert texts_of(found) == TEXTS[1:15]
+    assert np.flatnonzero(found.labels[0]).tolist() == LABELS[1]
+
+
+def write_rows(folder: Path, labels: object) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (folder / "eurlex").mkdir(parents=True)
+    columns = {"text": TEXTS} | ({} if labels is None else {"labels": labels})
+    for split in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / "eurlex" / f"{split}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        (None, "unknown column of data set .* 'labels'; allowed: text"),
+        ([3] * 20, "column 'labels' of .* holds int, not lists of numbers"),
+        ([["a"]] * 20, "holds 'a'; whole numbers from 0 to 65535 are allowed"),
+        ([[-1]] * 20, "holds -1; whole numbers"),
+        ([[0], [70000]] * 10, "holds 70000; whole numbers"),
+        ([[1.5]] * 20, "holds 1.5; whole numbers"),
+        ([None] * 20, "holds NoneType, not lists"),
+        ([[None]] * 20, "holds None; whole numbers"),
+        ([[]] * 20, "no document has a label"),
+    ],
+)
+def test_labels_that_are_none_are_named(tmp_path: Path, labels: object, reason: str) -> None:
+    write_rows(tmp_path / "copy", labels)
+    with pytest.raises(BenchError, match=reason) as caught:
+        prepare_eurlex(tmp_path / "out", data_dir=tmp_path / "copy", task="labels")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["stdlib", "--task", "labels"], "--task 'labels' goes with prepare eurlex, not with prepare stdlib"),
+        (["eurlex", "--task", "label"], "--task: 'label' is not known; did you mean 'labels'?"),
+    ],
+)
+def test_a_task_that_means_nothing_is_refused(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_the_command_says_how_many_labels_there_are(
+    tmp_path: Path, copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "eurlex", "--task", "labels", "--data-dir", "copy"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("data/eurlex-labels: ")
+    assert "; 5 labels, 15 documents for training, 5 for validation" in said
+
+
+@pytest.mark.parametrize("task", ["labels", "references"])
+def test_the_sample_of_eu_law_is_read(tmp_path: Path, task: str) -> None:
+    """The real layout; every label in it is 0."""
+    if not SAMPLE.is_dir():
+        pytest.skip("the sample of EU legislation is not there")
+    words = ["prepare", "eurlex", "--task", task, "--data-dir", str(SAMPLE), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    corpus = load_corpus(tmp_path / "out", 16)
+    train, val = (documents_of(corpus, split) for split in ("train", "val"))
+    if task == "labels":
+        assert (label_names(corpus), len(train), len(val)) == (["0"], 183, 15)
+        assert train.labels.all()
+        assert val.labels.all()
+    else:
+        assert (len(label_names(corpus)), len(train), len(val)) == (50, 209, 61)
+        assert train.labels.sum(0).min() >= LEAST
+        assert train.labels.any(1).all()
+        assert all("Article #" in text or "Articles #" in text for text in texts_of(train))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "articles"),
+    [
+        ("referred to in Article 6(1), point (a)", "referred to in Article #, point (a)", {6}),
+        ("Articles 13, 14 and 15(2) apply", "Articles # apply", {13, 14, 15}),
+        ("Articles 102 to 104 apply", "Articles # apply", {102, 103, 104}),
+        ("Article 5 or 50", "Article #", {5, 50}),
+        ("Article 5 and (EU) 2016/680", "Article # and (EU) 2016/680", {5}),
+        ("Article 22(1) and (4) and, at least", "Article # and, at least", {22}),
+        ("Article 6 of this Regulation", "Article # of this Regulation", {6}),
+        ("Article 10(1) of Regulation (EU) 2018/1725", "Article # of Regulation (EU) 2018/1725", set()),
+        ("Article 16 TFEU", "Article # TFEU", set()),
+        ("This Article, and Annex 3, paragraph 4", "This Article, and Annex 3, paragraph 4", set()),
+    ],
+)
+def test_references_are_found_and_masked(text: str, expected: str, articles: set[int]) -> None:
+    assert masked(text) == (expected, articles)
+
+
+def test_paragraphs_are_documents_and_rare_articles_no_labels() -> None:
+    act = "Scope 1. See Article 7. 2. Nothing. 3. Under Articles 7 and 8 of this Regulation."
+    assert paragraphs(act) == [
+        "Scope 1. See Article 7.",
+        "2. Nothing.",
+        "3. Under Articles 7 and 8 of this Regulation.",
+    ]
+    splits, names = reference_documents([act] * 10 + ["Here Article 9 is meant."])
+    assert names == ["Article 7", "Article 8"]
+    assert [len(splits[split]) for split in ("train", "val")] == [15, 5]
+    assert {document: document.labels for document in splits["train"]} == {
+        "Scope 1. See Article #.": (0,),
+        "3. Under Articles # of this Regulation.": (0, 1),
+    }
+    with pytest.raises(BenchError, match="1 articles to which 5 paragraphs refer by number; at least 2"):
+        reference_documents(["See Article 7."] * 10)
+
+
+def test_rows_are_first_tokens_with_padding_behind(prepared: Path) -> None:
+    found = documents_of(load_corpus(prepared, 16), "train")
+    length = int(found.ends[0])
+    for block in (16, length, 64):
+        tokens, labels = found.rows(np.array([0, 3]), block)
+        assert tokens.shape == (2, block)
+        whole = found.tokens[found.starts[3] : found.ends[3]].astype(np.int64)
+        kept = min(block, len(whole))
+        assert tokens[1, :kept].tolist() == whole[:kept].tolist()
+        assert (tokens[1, kept:] == PADDING).all()
+        assert found.lengths(np.array([3]), block).tolist() == [kept]
+        assert torch.equal(labels[1], torch.from_numpy(found.labels[3]).float())
+
+
+def test_drawing_depends_on_seed_step_and_micro_step_only(prepared: Path) -> None:
+    found = documents_of(load_corpus(prepared, 16), "train")
+    draw = drawn(found, 8, seed=1, step=5, micro_step=2)
+    assert np.array_equal(draw, drawn(found, 8, seed=1, step=5, micro_step=2))
+    for change in ({"seed": 2}, {"step": 6}, {"micro_step": 3}):
+        assert not np.array_equal(draw, drawn(found, 8, **{"seed": 1, "step": 5, "micro_step": 2, **change}))
+    batches = held_out(found, 4, 4, seed=7)
+    assert [len(part) for part in batches] == [4, 4, 4, 3]
+    assert sorted(np.concatenate(batches)) == list(range(15))
+    assert [len(part) for part in held_out(found, 2, 4, seed=7)] == [4, 4]
+
+
+def change_meta(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def rewrite(folder: Path, name: str, data: bytes) -> None:
+    """Another content, with the digest that belongs to it."""
+    path = folder / f"train.{name}.bin"
+    path.write_bytes(data)
+    change_meta(folder, lambda meta: meta["splits"]["train"].update({f"{name}_sha256": sha256(path)}))  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: (folder / "train.labels.bin").unlink(), r"train\.labels\.bin' does not exist"),
+        (lambda folder: (folder / "train.ends.bin").write_bytes(b"12345678"), "does not have the sha256"),
+        (lambda folder: rewrite(folder, "ends", b"1234567"), "does not have the sha256"),
+        (lambda folder: rewrite(folder, "ends", b""), "are not those of its tokens"),
+        (lambda folder: rewrite(folder, "ends", np.array([900, 800], "<u8").tobytes()), "are not those of its tokens"),
+        (lambda folder: rewrite(folder, "labels", bytes(10)), "are not those of its tokens"),
+        (lambda folder: rewrite(folder, "labels", b"\2" * 75), "a label of 'train' is 2, not 0 or 1"),
+        (lambda folder: change_meta(folder, lambda meta: meta.update(labels=["a"])), "are not those of its tokens"),
+        (lambda folder: change_meta(folder, lambda meta: meta.update(labels=[1])), r"is damaged \(labels\)"),
+        (lambda folder: change_meta(folder, lambda meta: meta.pop("labels")), "needs documents with labels"),
+    ],
+)
+def test_damaged_labels_are_named(prepared: Path, damage: Callable[[Path], object], reason: str) -> None:
+    damage(prepared)
+    with pytest.raises(BenchError, match=reason) as caught:
+        documents_of(load_corpus(prepared, 16), "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_over_labelled_documents_leaves_none_of_their_files(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three\n" * 100)
+    prepare_text(tmp_path / "a.txt", prepared)
+    assert sorted(path.name for path in prepared.iterdir()) == ["meta.json", "train.bin", "val.bin"]

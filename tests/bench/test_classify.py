@@ -1,0 +1,379 @@
+"""Documents and their labels: the head, the figures, runs of every kind, and what a classifier can't be asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.commands.evaluate_run import evaluate_run
+from nanogpt_bench.commands.sample import Draw, sample_run
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.documents import documents_of, drawn
+from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
+from nanogpt_bench.report.results import find_reference, group_rows, loss_unit, measure
+from nanogpt_bench.report.tables import to_csv, to_markdown
+from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.step.multilabel import document_losses, f1_scores, r_precision
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
+
+SMALL = GPTShape(n_layer=2, n_head=2, n_embd=32, block_size=8, vocab_size=50, labels=5)
+FIGURES = ("val/micro_f1", "val/macro_f1", "val/r_precision")
+Tiny = Callable[..., Config]
+
+
+@pytest.fixture
+def classify(tiny: Tiny, labelled_dir: Path) -> Tiny:
+    """The settings of a classifier that takes a second."""
+    return lambda **more: tiny(**{"task": "classify", "data__dir": labelled_dir, **more})
+
+
+def answers(seed: int, *, documents: int = 40, labels: int = 9) -> tuple[Tensor, Tensor]:
+    """Logits, some of them alike, and labels; one label nobody has, one document has none."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-4, 5, (documents, labels), generator=generator).float() / 2 - 0.25
+    held = (torch.rand((documents, labels), generator=generator) < 0.3).float()
+    held[:, 2], held[3] = 0, 0
+    logits[:, 2] = -1
+    return logits, held
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_figures_are_scikit_learns(seed: int) -> None:
+    judge = pytest.importorskip("sklearn.metrics")
+    logits, held = answers(seed)
+    micro, macro = f1_scores(logits, held)
+    given, true = (logits > 0).numpy(), held.numpy()
+    assert micro == pytest.approx(judge.f1_score(true, given, average="micro", zero_division=0), abs=1e-12)
+    assert macro == pytest.approx(judge.f1_score(true, given, average="macro", zero_division=0), abs=1e-12)
+    top = np.zeros_like(true)
+    for row, scores, labels in zip(top, logits.numpy(), true, strict=True):
+        row[np.argsort(-scores, kind="stable")[: int(labels.sum())]] = 1
+    known = true.sum(1) > 0
+    expected = judge.precision_score(true[known], top[known], average="samples", zero_division=0)
+    assert r_precision(logits, held) == pytest.approx(expected, abs=1e-12)
+    losses = [judge.log_loss(row, p, labels=[0, 1]) for row, p in zip(true, logits.double().sigmoid(), strict=True)]
+    assert document_losses(logits, held).tolist() == pytest.approx(losses, abs=1e-6)
+
+
+def test_figures_of_nothing() -> None:
+    logits, none = torch.tensor([[1.0, -1.0]]), torch.zeros(1, 2)
+    assert r_precision(logits, none) is None
+    assert f1_scores(-torch.ones(2, 3), torch.zeros(2, 3)) == (0.0, 0.0)
+    assert f1_scores(torch.ones(2, 3), torch.ones(2, 3)) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_head_sees_a_document_whatever_stands_behind_it(pooling: str) -> None:
+    model = build_model(replace(SMALL, pooling=pooling), seed=0)
+    assert isinstance(model, Classifier)
+    document = torch.tensor([[3, 1, 4]])
+    padded = torch.tensor([[3, 1, 4, PADDING, PADDING], [2, 7, 1, 8, 2]])
+    hidden = model.hidden(document)[0]
+    expected = model.lm_head(hidden.mean(0) if pooling == "mean" else hidden[-1])
+    for logits in (model(document)[0], model(padded)[0]):
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    model(padded)[0].sum().backward()
+    touched = model.token_embedding.weight.grad.abs().sum(1).nonzero().flatten().tolist()  # type: ignore[union-attr]
+    assert touched == [1, 3, 4]
+
+
+def test_the_loss_is_the_mean_over_documents_and_labels() -> None:
+    model = build_model(SMALL, seed=0)
+    tokens, labels = torch.tensor([[3, 1, 4], [1, 5, PADDING]]), torch.tensor([[1.0, 0, 0, 1, 0], [0, 0, 0, 0, 1]])
+    p = model(tokens).double().sigmoid()
+    expected = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
+    assert model.loss(tokens, labels).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert document_losses(model(tokens), labels).mean().item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_classifier_writes_no_text() -> None:
+    with pytest.raises(TypeError, match="a classifier writes no text"):
+        next(build_model(SMALL, seed=0).generate(torch.tensor([[1]]), 1))
+
+
+def test_its_layers_have_the_names_of_a_language_models() -> None:
+    own, other = build_model(SMALL, seed=3).state_dict(), build_model(replace(SMALL, labels=0), seed=3).state_dict()
+    differing = [name for name in other if own[name].shape != other[name].shape]
+    assert (own.keys(), differing) == (other.keys(), ["lm_head.weight"])
+    assert own["lm_head.weight"].shape == (5, 32)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def untimed(folder: Path) -> list[dict[str, Any]]:
+    """What a run recorded, without what a clock or the machine says."""
+    timed = ("time/", "memory/", "shadow/overhead")
+    return [{k: v for k, v in record.items() if not k.startswith(timed)} for record in records(folder)]
+
+
+def test_a_run_learns_what_its_documents_say(classify: Tiny, tmp_path: Path) -> None:
+    settings = {"train__max_steps": 150, "eval__interval": 50, "optimizer__lr": 1e-2, "train__batch_size": 16}
+    config = classify(**settings, model__block_size=64, model__n_embd=32, eval__batches=4, rule="fp32")
+    summary = run(config, tmp_path / "r")
+    validations = [record for record in records(tmp_path / "r") if "val/loss" in record]
+    assert [record["step"] for record in validations] == [0, 50, 100, 150]
+    assert [set(FIGURES) <= set(record) for record in records(tmp_path / "r")].count(True) == 4
+    assert not any(key in record for record in validations for key in ("val/perplexity", "val/bits_per_byte"))
+    assert {summary[key.partition("/")[2]] for key in FIGURES} == {validations[-1][key] for key in FIGURES}
+    assert summary["r_precision"] > 0.7 > validations[0]["val/r_precision"] + 0.2
+    assert summary["micro_f1"] > 0.6
+    assert summary["bits_per_byte"] is None
+
+
+def test_a_language_run_has_no_figures_of_labels(tiny: Tiny, tmp_path: Path) -> None:
+    summary = run(tiny(), tmp_path / "r")
+    assert not {"micro_f1", "macro_f1", "r_precision"} & summary.keys()
+    assert not any(key in record for record in records(tmp_path / "r") for key in FIGURES)
+
+
+def test_a_validation_is_the_mean_over_different_documents(classify: Tiny) -> None:
+    config = resolve(classify(eval__batches=50, train__batch_size=7))
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    losses = trainer.validation_losses()
+    assert len(losses) == 60
+    val = documents_of(open_corpus(config), "val")
+    tokens, labels = val.rows(np.arange(60), 16)
+    with trainer.precision():
+        whole = functional.binary_cross_entropy_with_logits(trainer.model(tokens).float(), labels)
+    assert trainer.validate() == pytest.approx(whole.item(), rel=1e-3)
+    assert trainer.bits_per_byte(1.0) is None
+
+
+def test_tokens_are_counted_without_padding(classify: Tiny, tmp_path: Path) -> None:
+    config = classify(model__block_size=64, train__accumulation=2, rule="fp32")
+    summary = run(config, tmp_path / "r")
+    corpus = open_corpus(resolve(config))
+    train = documents_of(corpus, "train")
+    draws = [drawn(train, 4, seed=42, step=step, micro_step=micro) for step in range(6) for micro in range(2)]
+    assert summary["tokens"] == sum(int((train.ends - train.starts)[which].sum()) for which in draws)
+
+
+#: what else a run may be, each with a validation, a checkpoint and monitors on its way
+KINDS: dict[str, dict[str, Any]] = {
+    "float": {"rule": "fp32", "model__dropout": 0.1},
+    "one byte": {"rule": "stochastic", "model__format": "E4M3", "model__pooling": "last"},
+    "residual": {"rule": "residual8", "model__format": "E7M0", "shadow__enabled": True, "shadow__interval": 2},
+    "operands": {"model__formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}, lm_head: none}"},
+    "head only": {"rule": "stiffness", "model__formats": "{lm_head: E5M2}", "train__accumulation": 2},
+    "muon": {"rule": "muon-stochastic", "model__format": "E4M3"},
+    "bfloat16": {"rule": "bf16-pure"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_of_every_kind_go_on_to_the_same_bits(classify: Tiny, tmp_path: Path, kind: str) -> None:
+    config = classify(**KINDS[kind], checkpoint__every=3)
+    whole = run(config, tmp_path / "r")
+    assert whole["status"] == "finished"
+    before = untimed(tmp_path / "r")
+    weights = load_file(tmp_path / "r" / "checkpoints" / "step-6" / "model.safetensors")
+    shutil.rmtree(tmp_path / "r" / "checkpoints" / "step-6")
+    again = run(config, tmp_path / "r", resume=True)
+    assert untimed(tmp_path / "r") == before
+    found = load_file(tmp_path / "r" / "checkpoints" / "step-6" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    same = ("final_val_loss", "final_val_loss_se", "best_val_loss", "micro_f1", "macro_f1", "r_precision", "tokens")
+    assert {key: again[key] for key in same} == {key: whole[key] for key in same}
+    assert main(["verify", str(tmp_path / "r")]) == 0
+
+
+def test_the_head_follows_its_pattern(classify: Tiny) -> None:
+    for formats, quantised in (("{'*': E4M3}", True), ("{'*': E4M3, lm_head: none}", False), ("{lm_head: E4M3}", True)):
+        config = resolve(classify(rule="stochastic", model__formats=formats))
+        trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        assert ("lm_head" in quantized_layers(trainer.model)) is quantised
+        assert trainer.model.lm_head.weight.shape == (8, 16)
+
+
+REFUSED = {
+    "model.tie_weights: True can't be used with task 'classify'": {"model__tie_weights": True},
+    "model.pretrained: 'a/b' can't be used with task 'classify'": {"model__pretrained": "a/b"},
+    "data.train_tokens: 500 can't be used with task 'classify'": {"data__train_tokens": 500},
+    "eval.also: 'other' can't be used with task 'classify'": {"eval__also": "other"},
+    "monitor.fisher: True can't be used with task 'classify'": {"monitor__fisher": True},
+    "optimizer.name: 'fisher' can't be used with task 'classify'": {"rule": "fisher", "model__format": "E4M3"},
+    "task: 'clasify' is not known; did you mean 'classify'?": {"task": "clasify"},
+    "model.pooling: 'max' is not known; allowed: mean, last": {"model__pooling": "max"},
+    "model.pooling: 'last' needs task 'classify', not 'language'": {"task": "language", "model__pooling": "last"},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_means_nothing_is_refused_by_name(classify: Tiny, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    monkeypatch.setattr("nanogpt_bench.config.rules.find_spec", lambda name: True)
+    with pytest.raises(BenchError) as caught:
+        resolve(classify(**REFUSED[reason]))
+    assert str(caught.value).startswith(reason)
+
+
+def test_a_text_without_labels_is_refused(classify: Tiny, corpus_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"'classify' needs documents with labels.*prepare eurlex --task labels"):
+        run(classify(data__dir=corpus_dir), tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_language_model_trains_on_the_same_folder(tiny: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
+    assert run(tiny(data__dir=labelled_dir), tmp_path / "r")["status"] == "finished"
+
+
+@pytest.fixture(scope="module")
+def classified(tiny: Tiny, labelled_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in E4M3 of six steps."""
+    folder = tmp_path_factory.mktemp("classified") / "r"
+    run(tiny(task="classify", data__dir=labelled_dir, rule="stochastic", model__format="E4M3"), folder)
+    return folder
+
+
+def test_evaluate_measures_its_weights(classified: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    rows = evaluate_run(classified, formats=["E7M0", "none"])
+    assert "had the val loss of the first row, to the bit" in capsys.readouterr().err
+    summary = json.loads((classified / "summary.json").read_text())
+    assert [row.format for row in rows] == ["E4M3 (as trained)", "none", "E7M0"]
+    assert rows[0].val_loss == summary["final_val_loss"]
+    assert rows[0].of_labels == {key: summary[key] for key in ("micro_f1", "macro_f1", "r_precision")}
+    assert rows[0].perplexity is rows[0].bits_per_byte is None
+    assert rows[2].val_loss != rows[0].val_loss
+    assert main(["evaluate", str(classified), "--out", str(tmp_path / "rows.json")]) == 0
+    assert "R-precision" in capsys.readouterr().out
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert written[0]["r_precision"] == summary["r_precision"]
+
+
+def test_sample_is_refused(classified: Path) -> None:
+    with pytest.raises(BenchError, match="is of task 'classify': such weights write no text; nanogpt-bench evaluate"):
+        sample_run(classified, Draw())
+
+
+def test_a_report_of_formats_is_refused(classified: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(classified), "--formats", "all"]) == 2
+    assert "is of task 'classify', and a report of formats measures windows of a text;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["language", "classify"])
+def test_nothing_starts_from_a_classifier(classified: Path, classify: Tiny, task: str) -> None:
+    with pytest.raises(BenchError, match=r"model\.init_from: .* is of task 'classify'; give a run of task 'language'"):
+        resolve(classify(task=task, model__init_from=classified))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_classifier_starts_from_a_language_model(
+    classify: Tiny, tiny: Tiny, labelled_dir: Path, tmp_path: Path, tied: bool
+) -> None:
+    run(tiny(data__dir=labelled_dir, model__tie_weights=tied), tmp_path / "before")
+    settings = classify(model__init_from=tmp_path / "before", rule="fp32")
+    config = resolve(settings)
+    language = Trainer(resolve(tiny(data__dir=labelled_dir, model__init_from=tmp_path / "before")), *_place(config))
+    own = Trainer(config, *_place(config))
+    theirs = language.model.state_dict()
+    for name, value in own.model.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(value, theirs[name]), name
+    fresh = Trainer(resolve(classify(rule="fp32")), *_place(config)).model
+    assert torch.equal(own.model.lm_head.weight, fresh.lm_head.weight)
+    assert run(settings, tmp_path / "after")["status"] == "finished"
+
+
+def _place(config: Config) -> tuple[Any, torch.device]:
+    return open_corpus(config), torch.device("cpu")
+
+
+def other_labels(folder: Path, out: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    shutil.copytree(folder, out)
+    meta = json.loads((out / "meta.json").read_text())
+    change(meta)
+    (out / "meta.json").write_text(json.dumps(meta))
+    return out
+
+
+def flipped(folder: Path, out: Path) -> Path:
+    """The same documents with the opposite labels."""
+    from nanogpt_bench.system.digest import sha256
+
+    shutil.copytree(folder, out)
+    meta = json.loads((out / "meta.json").read_text())
+    for split in ("train", "val"):
+        path = out / f"{split}.labels.bin"
+        path.write_bytes((1 - np.fromfile(path, np.uint8)).tobytes())
+        meta["splits"][split]["labels_sha256"] = sha256(path)
+    (out / "meta.json").write_text(json.dumps(meta))
+    return out
+
+
+def test_other_labels_are_another_corpus(classified: Path, classify: Tiny, labelled_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(classified, tmp_path / "r")
+    other = flipped(labelled_dir, tmp_path / "flipped")
+    settings = {"rule": "stochastic", "model__format": "E4M3", "data__dir": other}
+    with pytest.raises(BenchError, match="the corpus is not the one that the run was begun on"):
+        run(classify(**settings), tmp_path / "r", resume=True)
+    renamed = other_labels(labelled_dir, tmp_path / "renamed", lambda meta: meta["labels"].reverse())
+    with pytest.raises(BenchError, match="was trained on other labels than those of"):
+        evaluate_run(classified, overrides=["--data.dir", str(renamed)])
+    (row,) = evaluate_run(classified, overrides=["--data.dir", str(other)])[:1]
+    assert row.val_loss > 0.7
+
+
+def test_the_table_has_the_figures_and_the_unit(classified: Path, classify: Tiny, tiny: Tiny, tmp_path: Path) -> None:
+    run(classify(), tmp_path / "base")
+    run(tiny(), tmp_path / "language")
+    loaded = [load_run(path) for path in (tmp_path / "base", classified)]
+    rows = group_rows(loaded)
+    results = measure(rows, find_reference(rows))
+    heading = to_markdown(results).splitlines()[0]
+    assert [name for name in ("Micro F1", "Macro F1", "R-precision") if name not in heading] == []
+    assert to_csv(results).splitlines()[0].endswith("verdict,micro_f1,macro_f1,r_precision")
+    assert results[1].of_labels["r_precision"].mean == loaded[1].number("r_precision")
+    language = group_rows([load_run(tmp_path / "language")])
+    assert "F1" not in to_markdown(measure(language, None))
+    assert (loss_unit(rows), loss_unit(language)) == ("nats per label", "nats per token")
+    assert loss_unit([*rows, *language]) == "nats"
+    mixed = group_rows([*loaded, load_run(tmp_path / "language")])
+    verdicts = [result.verdict.text for result in measure(mixed, find_reference(mixed, mixed[0].label))]
+    assert "task" in verdicts[2]
+
+
+@pytest.mark.usefixtures("_forked_workers")
+def test_compare_takes_the_task(
+    labelled_dir: Path, corpus_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 16, "train.batch_size": 4}
+    words = ["compare", "--task", "classify", "--rules", "fp32,stochastic", "--max-steps", "4", "--out"]
+    settings = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    assert main([*words, str(tmp_path / "c"), "--data.dir", str(labelled_dir), *settings]) == 0
+    page = (tmp_path / "c" / "report.html").read_text(encoding="utf-8")
+    assert all(part in page for part in ("R-precision", "nats per label", "Macro F1"))
+    capsys.readouterr()
+    for more, reason in (
+        ([], "--task classify needs --data.dir"),
+        (["--data.dir", str(corpus_dir)], "needs documents with labels"),
+    ):
+        assert main([*words, str(tmp_path / "none"), *more, *settings]) == 2
+        assert reason in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_it_is_compiled_to_the_same_loss(classify: Tiny) -> None:
+    losses = []
+    for compiled in (False, True):
+        config = resolve(classify(rule="fp32", runtime__compile=compiled))
+        trainer = Trainer(config, *_place(config))
+        losses.append([trainer.train_step(trainer.new_step(number, last=False), []) for number in (1, 2, 3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
