@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.keys import FIELDS, keys_where
 from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
 from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
 from nanogpt_bench.config.schema import ROUNDED
@@ -103,11 +103,12 @@ def _exponents(rule: Rule) -> Settings:
 
 
 def _options(file: Mapping[str, Any], _: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options that another optimizer than the file's does not take, and rates in another one's unit."""
+    """Yield what another optimizer than the file's does not take, and rates in another one's unit."""
     before, now = optimizer_of(file), optimizer_of(kept)
     if before == now or before not in OPTIONS or now not in OPTIONS:
         return
     yield from (f"optimizer.{option}" for option in OPTION_NAMES if option not in OPTIONS[now])
+    yield from (key for key in keys_where("optimizers") if now not in FIELDS[key].facts["optimizers"])
     if unit(before) != unit(now):
         yield from keys_where("is_rate")
 

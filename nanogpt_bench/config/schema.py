@@ -11,7 +11,7 @@ from typing import Any
 
 from nanogpt_bench.config.field import section, setting
 from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
-from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
 from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
@@ -154,6 +154,16 @@ class ModelConfig:
         of_rule=True,
         of_formats=True,
     )
+    constraint: str | None = setting(
+        None,
+        "where weights stay: stiefel (orthonormal columns, or rows if fewer) or sphere (rows of length 1); null: free",
+        choices=("stiefel", "sphere"),
+        of_rule=True,
+        optimizers=RIEMANNIAN,
+    )
+    constrained: list[str] = setting(
+        list, "layer patterns of constraint; empty: attn.qkv, attn.proj", of_rule=True, optimizers=RIEMANNIAN
+    )
     outliers: str = setting(
         "none",
         "clip_sigma: clamp what a block adds up to, its residual output, to its mean and outlier_sigma standard "
@@ -181,6 +191,12 @@ class OptimizerConfig:
         "hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon 4e-3",
         above=0.0,
         is_rate=True,
+    )
+    constrained_lr: float | None = setting(
+        None,
+        "rate of constrained weights; riemannian_adam: radians a row or column a step, null: 0.01; sgd: null: 0.1",
+        above=0.0,
+        optimizers=RIEMANNIAN,
     )
     beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
