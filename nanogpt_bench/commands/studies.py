@@ -165,8 +165,8 @@ def add_sweep(commands: Any) -> Any:
     parser = commands.add_parser(
         "sweep",
         help="train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
-        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke] "
-        "[--workers N] [--out DIR] [--section.key VALUE ...]",
+        usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke]\n"
+        "                           [--data-sizes A,B] [--workers N] [--out DIR] [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
         "seeds. The same command goes on where an interrupted one was.",
@@ -174,6 +174,7 @@ def add_sweep(commands: Any) -> Any:
         "  nanogpt-bench sweep my_sweep.yaml --workers 2 --out runs/mine --train.max_steps 500\n"
         "  nanogpt-bench sweep lr_limits.yaml --lr-limits\n"
         "  nanogpt-bench sweep sensitivity.yaml --sensitivity --data.dir data/book\n"
+        "  nanogpt-bench sweep formats.yaml --data-sizes 100000,300000,900000\n"
         "  nanogpt-bench sweep --sensitivity --of runs/bf16_baseline",
     )
     parser.add_argument("file", nargs="?", metavar="FILE.yaml", help="a sweep file, or the name of a shipped one")
@@ -188,6 +189,12 @@ def add_sweep(commands: Any) -> Any:
         "(FILE.yaml: sensitivity.yaml unless given)",
     )
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the file's, or BF16)")
+    parser.add_argument(
+        "--data-sizes",
+        type=positives,
+        metavar="A,B",
+        help="train every point on the first A, B, ... tokens of the text, once through: where does a gap appear?",
+    )
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")

@@ -14,6 +14,7 @@ from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import check_workers
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
@@ -43,6 +44,8 @@ def main_sweep(args: argparse.Namespace) -> int:
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
+    if args.data_sizes:
+        sweep = _with_sizes(sweep, args)
     check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
     plain = sweep.search if sweep.tune is None else "tune"
@@ -50,6 +53,25 @@ def main_sweep(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
     with locked(out, "--out"):
         return MODES.get(mode, sweep_grid)(sweep, out, workers)
+
+
+def _with_sizes(sweep: SweepFile, args: argparse.Namespace) -> SweepFile:
+    """The file with sizes of the data, which give every run its text and its length.
+
+    Raises:
+        BenchError: something else says these.
+    """
+    if args.lr_limits or args.sensitivity:
+        other = "--lr-limits" if args.lr_limits else "--sensitivity"
+        raise BenchError(f"--data-sizes goes with a grid, random points or tune; leave {other} out")
+    overridden = parse_overrides(args.overrides)
+    for key in ("data.train_tokens", "train.max_steps"):
+        if sweep.axis(key) is not None or key in overridden:
+            what = f"{sweep.path.name} has it as an axis" if sweep.axis(key) else "it is given"
+            raise BenchError(f"--data-sizes says what {key} is, and {what}; leave one of them out")
+    if sweep.confirm is not None and sweep.confirm.steps is not None:
+        raise BenchError(f"--data-sizes says how many steps there are, and so does confirm.steps of {sweep.path.name}")
+    return replace(sweep, data_sizes=tuple(args.data_sizes))
 
 
 def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.report.exported import is_export, read_export
-from nanogpt_bench.report.length import by_length, length_cells, looks_by_length
+from nanogpt_bench.report.length import LADDERS, cells_of, climbed, looks_of
 from nanogpt_bench.report.merged import merged, with_given_up
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
@@ -109,7 +109,8 @@ def write_report(
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
-    chosen |= looks_by_length(results, chosen)
+    for ladder in LADDERS:
+        chosen |= looks_of(ladder, results, chosen)
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
     page = write_text(out / PAGE, render(shown, sections))
@@ -121,12 +122,13 @@ def write_report(
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md and table.tex, and gap_by_length.md where rows were trained at several lengths."""
+    """Write results.csv, table.md and table.tex, and where rows climb a ladder gap_by_length.md or gap_by_data.md."""
     write_text(out / "results.csv", to_csv(results))
     write_text(out / "table.md", to_markdown(results))
     write_text(out / "table.tex", to_latex(results))
-    if found := by_length(results):
-        write_text(out / "gap_by_length.md", padded(length_cells(found)))
+    for ladder in LADDERS:
+        if found := climbed(ladder, results):
+            write_text(out / f"gap_by_{ladder.name}.md", padded(cells_of(ladder, found)))
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:

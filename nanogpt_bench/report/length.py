@@ -1,10 +1,12 @@
-"""The gap by length: rows that differ in their number of steps alone, each measured against its own length."""
+"""The gap by length or by the size of the data: rows that differ in that alone, each measured against its own."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from nanogpt_bench.report.chart import Chart, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.report.paired import in_words
@@ -12,94 +14,166 @@ from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.section import Section, figures, legend
 from nanogpt_bench.report.tables import run_heading
+from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import one_line
 
-#: octaves of steps between the points of two rows at one length
+#: octaves between the points of two rows at one place of the axis
 APART = 0.03
-_STEPS = re.compile(r" ?max_steps=\d+")
 
 
-def by_length(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
-    """Return, by label without the length, the results of every length in steps; rows of one length are left out.
+@dataclass(frozen=True)
+class Ladder:
+    """A number that rows climb: what it is called, where a run has it, and how a label says it."""
+
+    name: str
+    #: of the section and the file
+    title: str
+    unit: str
+    #: what the section says of how its runs were trained
+    words: str
+    of: Callable[[Run], Any]
+    #: in labels; of those that say more, the first that leaves no two rows alike
+    spelt: tuple[re.Pattern[str], ...]
+    #: heading of a column with the first rung whose interval leaves 0 out; none is drawn without
+    appears: str = ""
+
+
+def _data_size(run: Run) -> Any:
+    data = run.config.get("data")
+    return data.get("train_tokens") if isinstance(data, Mapping) else None
+
+
+LADDERS = (
+    Ladder(
+        "length",
+        "Gap by length",
+        "steps",
+        "Every length was trained on its own, with the whole of its schedules.",
+        lambda run: run.number("steps_planned"),
+        (re.compile(r" ?max_steps=\d+"),),
+    ),
+    Ladder(
+        "data",
+        "Gap by size of the data",
+        "tokens",
+        "Every size was trained on its own, on so many tokens from the beginning of the text.",
+        _data_size,
+        (re.compile(r" ?(train_tokens|max_steps)=\d+"), re.compile(r" ?train_tokens=\d+")),
+        "gap appears at",
+    ),
+)
+
+Rungs = Mapping[str, Mapping[int, Result]]
+"""Results by label without the number, and by the number."""
+
+
+def climbed(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Result]]:
+    """Return, by label without the number, the results at every number; rows of one are left out.
 
     A reference has no gap and is left out as well.
     """
-    found: dict[str, dict[int, Result]] = {}
-    for result in results:
-        steps = next((run.number("steps_planned") for run in result.row.runs), None)
-        if steps is not None and result.difference is not None:
-            found.setdefault(_STEPS.sub("", result.row.label), {})[int(steps)] = result
-    return {label: lengths for label, lengths in found.items() if len(lengths) > 1}
+    known = [(result, next(filter(None, map(ladder.of, result.row.runs)), None)) for result in results]
+    numbered = [(result, int(n)) for result, n in known if n is not None and result.difference is not None]
+    for spelt in ladder.spelt:
+        found: dict[str, dict[int, Result]] = {}
+        for result, number in numbered:
+            found.setdefault(spelt.sub("", result.row.label), {})[number] = result
+        if sum(map(len, found.values())) == len(numbered):
+            break
+    return {label: rungs for label, rungs in found.items() if len(rungs) > 1}
 
 
-def length_cells(found: Mapping[str, Mapping[int, Result]]) -> list[list[str]]:
-    """Return the table's lines, the heading first: a line a row, a column a length, differences in nats."""
-    lengths = sorted({steps for row in found.values() for steps in row})
+def appearance(rungs: Mapping[int, Result]) -> int | None:
+    """Return the first number at which the interval of the difference leaves 0 out; None where there is none."""
+    for number in sorted(rungs):
+        found = rungs[number].difference
+        if found is not None and found.is_found:
+            return number
+    return None
+
+
+def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
+    """Return the table's lines, the heading first: a line a row, a column a number, differences in nats."""
+    numbers = sorted({number for row in found.values() for number in row})
     every = [result for row in found.values() for result in row.values()]
-    lines = [[run_heading(every), *(f"{steps:,} steps" for steps in lengths)]]
+    lines = [[run_heading(every), *(f"{number:,} {ladder.unit}" for number in numbers)]]
     for label, row in found.items():
-        cells = (in_words(row[steps].difference) if steps in row else "-" for steps in lengths)
+        cells = (in_words(row[number].difference) if number in row else "-" for number in numbers)
         lines.append([one_line(label), *cells])
+    if ladder.appears:
+        firsts = [ladder.appears, *(appearance(row) for row in found.values())]
+        for line, first in zip(lines, firsts, strict=True):
+            line.append(first if isinstance(first, str) else "-" if first is None else f"{first:,}")
     return lines
 
 
-def looks_by_length(results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
-    """Return the look of every line of the chart by its label: that of the row of its first length."""
-    return {label: looks[next(iter(row.values())).row.label] for label, row in by_length(results).items()}
+def looks_of(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
+    """Return the look of every line of the chart by its label: that of the row of its first number."""
+    return {label: looks[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
 
 
-def length_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
-    """The paired difference by length, its 95% interval as a bar; None where no row was trained at several lengths."""
-    found, places = by_length(results), looks_by_length(results, looks)
+def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
+    """The paired difference by the number, its 95% interval as a bar; None where no row has several."""
+    found, places = climbed(ladder, results), looks_of(ladder, results, looks)
     if not found:
         return None
-    values, bars = [], []
+    values, bars, firsts = [], [], []
     for at, (label, row) in enumerate(found.items()):
         # Beside each other on the logarithmic axis, so that no bar hides another.
         aside = 2 ** (APART * (at - (len(found) - 1) / 2))
-        known = [(steps * aside, steps, row[steps].difference) for steps in sorted(row)]
-        points = [(x, steps, each) for x, steps, each in known if each is not None]
+        known = [(number * aside, number, row[number].difference) for number in sorted(row)]
+        points = [(x, number, each) for x, number, each in known if each is not None]
         xs, ys = [x for x, _, _ in points], [each.mean for _, _, each in points]
         values.append({"row": label, "name": label, "line": at, "few": True, "x": xs, "y": ys})
+        said = [{"row": label, "text": f"{label}, {n:,} {ladder.unit}: {in_words(each)}"} for _, n, each in points]
         bars += [
-            {
-                "row": label,
-                "x": x,
-                "low": each.low,
-                "high": each.high,
-                "text": f"{label}, {n:,} steps: {in_words(each)}",
-            }
-            for x, n, each in points
+            {**words, "x": x, "low": each.low, "high": each.high}
+            for words, (x, _, each) in zip(said, points, strict=True)
             if each.low is not None
         ]
-    lengths = sorted({steps for row in found.values() for steps in row})
-    ends = (lengths[0] / 1.25, lengths[-1] * 1.25)
-    x = quantity("x", "steps", ends, log=True, values=lengths, format=",", labelOverlap=False, grid=False)
+        first = appearance(row) if ladder.appears else None
+        firsts += [
+            {**words, "x": x, "y": each.mean}
+            for words, (x, number, each) in zip(said, points, strict=True)
+            if number == first
+        ]
+    numbers = sorted({number for row in found.values() for number in row})
+    ends = (numbers[0] / 1.25, numbers[-1] * 1.25)
+    x = quantity("x", ladder.unit, ends, log=True, values=numbers, format=",", labelOverlap=False, grid=False)
     y = quantity("y", "nats per token", zero=True)
     spec = curves(values, places, x, y)
     bar, colour = {"type": "rule", "strokeWidth": 1.5, "clip": True}, of_row("color", places)
     drawn = {"x": x, "y": y | {"field": "low"}, "y2": {"field": "high"}, "color": colour, "tooltip": {"field": "text"}}
-    spec["layer"] += [*([over(bars, bar, **drawn)] if bars else []), limit_line(0.0, y=y)]
-    title = f"Gap to {reference_name(results)} by length"
+    ring = {"type": "point", "filled": False, "size": 180, "strokeWidth": 2, "clip": True}
+    ringed = {"x": x, "y": y, "color": colour, "tooltip": {"field": "text"}}
+    spec["layer"] += [
+        *([over(bars, bar, **drawn)] if bars else []),
+        *([over(firsts, ring, **ringed)] if firsts else []),
+        limit_line(0.0, y=y),
+    ]
+    title = f"Gap to {reference_name(results)} by {ladder.title.removeprefix('Gap by ')}"
     words = "Paired difference of final validation losses and its 95% interval; a point alone is a lead of one seed."
-    return Chart("length", title, words, spec, 400, wide=True, rows=tuple(found))
+    if ladder.appears:
+        words += " Ringed: the first size whose interval leaves 0 out."
+    return Chart(ladder.name, title, words, spec, 400, wide=True, rows=tuple(found))
 
 
-def length_section(results: Sequence[Result], looks: Mapping[str, Look]) -> Section | None:
-    """Table and chart of the gaps by length; None where no row was trained at several."""
-    found, chart = by_length(results), length_chart(results, looks)
+def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Section | None:
+    """Table and chart of the gaps by the number; None where no row has several."""
+    found, chart = climbed(ladder, results), ladder_chart(ladder, results, looks)
     if chart is None:
         return None
-    head, *lines = length_cells(found)
+    head, *lines = cells_of(ladder, found)
+    noun = ladder.title.removeprefix("Gap by ").removesuffix(" of the data")
     words = (
-        "Final validation loss less that of the reference at the same seed and length, in nats a token, with its 95% "
-        "t-interval. Every length was trained on its own, with the whole of its schedules."
+        f"Final validation loss less that of the reference at the same seed and {noun}, in nats a token, with its 95% "
+        f"t-interval. {ladder.words}"
     )
     body = "".join(f"<tr>{_line('td', line)}</tr>" for line in lines)
     table = f"<table><thead><tr>{_line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-    drawn = legend(list(found), looks_by_length(results, looks), [chart]) + figures([chart])
+    drawn = legend(list(found), looks_of(ladder, results, looks), [chart]) + figures([chart])
     shown = f'<p class="muted">{words}</p><div class="scroll">{table}</div>{drawn}'
-    return Section("length", "Gap by length", shown, [chart])
+    return Section(ladder.name, ladder.title, shown, [chart])
 
 
 def _line(tag: str, cells: Sequence[str]) -> str:

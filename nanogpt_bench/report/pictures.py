@@ -20,6 +20,7 @@ FIGURES: Mapping[str, Sequence[str]] = {
     "loss_curves": ("val-step", "val-close", "train-step"),
     "gap": ("gap",),
     "gap_by_length": ("length",),
+    "gap_by_data": ("data",),
     "stall": ("stall",),
     "gradient_cosine": ("watch-grad-cosine",),
     "weights": ("weights",),

@@ -16,7 +16,7 @@ from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
-from nanogpt_bench.report.length import length_section
+from nanogpt_bench.report.length import LADDERS, ladder_section
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, Row, findings
 from nanogpt_bench.report.section import Section, css_class, figures, legend
@@ -58,7 +58,7 @@ def all_sections(page: Page) -> list[Section]:
     found: list[Section | None] = [
         _what(page),
         _results(page),
-        length_section(page.results, page.looks),
+        *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),
         e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,

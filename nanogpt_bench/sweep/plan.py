@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
@@ -24,6 +25,7 @@ from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable
 
 LONGEST_NAME = 120
+FLOAT_LR = "optimizer.float_lr"
 #: settings that a label says through its first words, or leaves to the name
 _SAID = ("rule", "model.format", "seed")
 
@@ -73,16 +75,33 @@ def count_points(sweep: SweepFile) -> int:
     Raises:
         BenchError: a range of a grid that does not say how many.
     """
+    sizes = max(1, len(sweep.data_sizes))
     if sweep.search == "random":
-        return sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
-    return math.prod(axis.size for axis in sweep.axes)
+        return sizes * sweep.samples * math.prod(axis.size for axis in sweep.axes if axis.key == "seed")
+    return sizes * math.prod(axis.size for axis in sweep.axes)
 
 
 def points_of(sweep: SweepFile) -> Iterable[Point]:
-    """Return the points of the axes: every combination, or random ones."""
+    """Return the points of the axes: every combination, or random ones; each at every size of the data.
+
+    Raises:
+        BenchError: a size that is not a step's worth of tokens.
+    """
     if sweep.search == "random":
-        return random_points(sweep.axes, sweep.samples, sweep.sample_seed)
-    return grid_points(sweep.axes)
+        points = random_points(sweep.axes, sweep.samples, sweep.sample_seed)
+    else:
+        points = grid_points(sweep.axes)
+    return chain.from_iterable(_at_sizes(sweep, point) for point in points) if sweep.data_sizes else points
+
+
+def _at_sizes(sweep: SweepFile, point: Point) -> Iterator[Point]:
+    """The point trained on the first tokens of the text, once through: as many steps as they fill."""
+    config = resolve(build_config(plan_point(sweep.base, point).settings))
+    tokens = config.train.batch_size * config.train.accumulation * (config.model.block_size or 0)
+    for size in sweep.data_sizes:
+        if size < tokens:
+            raise BenchError(f"--data-sizes: {size} tokens are less than a step takes, which is {tokens}")
+        yield {**point, "data.train_tokens": size, "train.max_steps": size // tokens}
 
 
 def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoint]:
@@ -105,10 +124,9 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     Raises:
         BenchError: settings that don't go together; it says at which point.
     """
-    axes = _without_formats(base, point)
-    settings = assemble(base, axes)
-    if "rule" in point and _keeps_floats(base, point):  # what the other rules of the axis share
-        settings = {key: value for key, value in settings.items() if key not in keys_where("of_formats")}
+    idle = _idle(base, point)
+    axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle & {FLOAT_LR}}
+    settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
     try:
         built = build_config(settings)
         config = resolve(built)
@@ -122,6 +140,15 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     label = printable(label or describe(config, axes))
     name = folder_name(f"{label} seed={config.seed}", axes)
     return PlannedPoint(label, rule_name(config), format_summary(config), config.seed, name, settings, axes)
+
+
+def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
+    """Settings that the other rules of the axis share, and that this one has no use for."""
+    rule = RULES.get(str(point.get("rule")))
+    if rule is None:
+        return frozenset()
+    found = keys_where("of_formats") if _keeps_floats(base, point) else ()
+    return frozenset((*found, *((FLOAT_LR,) if rule.float_lr is None else ())))
 
 
 def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point:

@@ -10,12 +10,14 @@ import pytest
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report.length import by_length, length_cells, length_chart
+from nanogpt_bench.report.length import LADDERS, cells_of, climbed, ladder_chart
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import chosen
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
+
+LENGTH, DATA = LADDERS
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +58,20 @@ def test_every_length_has_the_whole_of_its_schedule(swept):
 def test_each_length_is_measured_against_its_own(swept):
     rows = group_rows([load_run(path) for path in find_runs([swept])])
     results = measure(rows, find_reference(rows, "fp32 max_steps=4"))
-    found = by_length(results)
+    found = climbed(LENGTH, results)
     assert list(found) == ["sgd"]
     for steps, result in found["sgd"].items():
         apart = [_loss(swept, "sgd", steps, seed) - _loss(swept, "fp32", steps, seed) for seed in (1, 2)]
         assert result.difference.mean == pytest.approx(sum(apart) / 2)
         assert result.difference.seeds == 2
-    heading, line = length_cells(found)
+    heading, line = cells_of(LENGTH, found)
     assert heading == ["run", "4 steps", "8 steps"]
     assert line[0] == "sgd"
     assert (swept / "gap_by_length.md").read_text().splitlines()[0].split()[1] == "run"
     page = (swept / "report.html").read_text()
     assert 'id="length"' in page
     assert line[1] in page
-    chart = length_chart(results, {**looks(rows), "sgd": looks(rows)["sgd max_steps=4"]})
+    chart = ladder_chart(LENGTH, results, {**looks(rows), "sgd": looks(rows)["sgd max_steps=4"]})
     (line,) = chart.values
     assert (line["row"], line["x"]) == ("sgd", [4.0, 8.0])
     assert line["y"] == [found["sgd"][steps].difference.mean for steps in (4, 8)]

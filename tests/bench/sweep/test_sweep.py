@@ -119,6 +119,19 @@ def test_planning_reads_every_format_once_and_builds_no_model_however_many_runs_
     assert not built
 
 
+@pytest.mark.parametrize("where", ["settings", "axes"])
+def test_a_rule_without_a_second_rate_does_without(write, where):
+    given = {"settings": {}, "axes": {"rule": ["fp32", "muon", "stochastic"], "model.format": ["E4M3"]}}
+    given[where] |= {"optimizer.float_lr": [1e-3, 3e-3] if where == "axes" else 1e-3}
+    planned = plan_sweep(read_sweep(write(**given)))
+    rates = [(run.rule, run.settings.get("optimizer.float_lr")) for run in planned]
+    muons = [("muon", 1e-3), *([("muon", 3e-3)] if where == "axes" else [])]
+    assert rates == [("fp32", None), *muons, ("stochastic", None)]
+    alone = read_sweep(write(settings={"rule": "fp32", "optimizer.float_lr": 1e-3}, axes={"seed": [1]}))
+    with pytest.raises(BenchError, match="float_lr: 0.001 is not an option of adamw"):
+        plan_sweep(alone)
+
+
 def test_granularities_of_a_float_rule_are_one_point(write):
     axes = {"rule": ["fp32", "nearest"], "model.granularity": ["tensor", "channel"], "model.format": ["E4M3", "E7M0"]}
     planned = plan_sweep(read_sweep(write(axes=axes)))
