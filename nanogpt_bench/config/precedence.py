@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RIEMANNIAN, unit
 from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
 from nanogpt_bench.config.schema import ROUNDED
 
@@ -83,6 +83,8 @@ def _by_meaning(file: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[
         yield from ("train.precision",) if kept.get("train.precision") == "bf16-pure" else ()
         one_byte = rule is not None and rule.storage in ROUNDED
         yield from ("shadow.of",) if one_byte and kept.get("shadow.of") == "master" else ()
+    if said.get("model.constraint") is not None and _rule(kept) is None:  # nothing is stepped by ULPs, or decays
+        yield "optimizer.weight_decay"
     if said.get("model.init_from") is not None:
         yield "model.size"
     if said.get("model.tie_weights") is False:
@@ -114,13 +116,14 @@ def _options(file: Mapping[str, Any], _: Mapping[str, Any], kept: Mapping[str, A
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str:
-    """Return the optimizer that settings call for, by its name or by that of a rule.
+    """Return the optimizer that settings call for, by its name or by that of a rule, or by a constraint.
 
     >>> optimizer_of({"rule": "madam"}), optimizer_of({})
     ('madam', 'adamw')
     """
     rule = _rule(settings)
-    return str(settings.get("optimizer.name") or (rule.optimizer if rule else "adamw"))
+    called_for = RIEMANNIAN[0] if settings.get("model.constraint") else "adamw"
+    return str(settings.get("optimizer.name") or (rule.optimizer if rule else called_for))
 
 
 def _reaches_tied_head(weak: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import fp8manifold as fm  # before geoopt, whose first import warns of what it does to torch
+
+# isort: split
 import geoopt
 import torch
 from torch import Tensor, nn
 
-import fp8manifold as fm
 from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, Config, ModelConfig, OptimizerConfig
