@@ -17,8 +17,8 @@ from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
-from nanogpt_bench.compare.cores import cores
 from nanogpt_bench.compare.demonstration import Demonstration
+from nanogpt_bench.compare.executor import Executor, Local, check_executor, executor_of
 from nanogpt_bench.compare.overrides import as_typed, check_given, put_into, read_given, steps_of
 from nanogpt_bench.compare.plan import PlannedRun, baseline_of, check_count, choose_rows, longest_first, plan_runs
 from nanogpt_bench.compare.pool import Pool
@@ -52,6 +52,8 @@ def main_compare(args: argparse.Namespace) -> int:
         out=args.out,
         reference=args.reference,
         overrides=args.overrides,
+        executor=args.executor,
+        address=args.address,
     )
 
 
@@ -66,13 +68,16 @@ def compare(
     reference: str | None = None,
     overrides: Sequence[str] = (),
     demonstration: Demonstration = DEFAULTS,
+    executor: str = "local",
+    address: str | None = None,
 ) -> int:
     """Train every row at every seed, write the report and print the table; the last line is the report's path.
 
     With an `out` that holds the same comparison it goes on: runs that have ended stay as they are, those that were
     interrupted go on from their newest whole checkpoint, the others begin. `overrides` are settings as `run` takes
     them, `--section.key VALUE`, for every row that they mean something for. Gaps are measured against the row called
-    `reference`, by its label or its format and rule; without it against the first BF16 row.
+    `reference`, by its label or its format and rule; without it against the first BF16 row. `executor` is local, or ray
+    for the cluster at `address`.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
     signal ended it (the report then covers what there is).
@@ -81,6 +86,7 @@ def compare(
         BenchError: an unknown format, rule or row, a corpus that can't be used, or an output folder that holds
             something else.
     """
+    check_executor(executor, address)
     rows = choose_rows(formats, rules, demonstration)
     check_count(len(rows) * seeds, f"{len(rows)} rows at --seeds {seeds:,}")
     given = read_given(overrides)
@@ -108,7 +114,9 @@ def compare(
     with nullcontext(out) if out is not None else new_folder(default) as folder, locked(folder, "--out"):
         corpus = folder / "corpus" if data_dir is None else data_dir
         record = _open_record(Record(folder, plan(corpus), baseline=baseline, asked=asked, corpus=corpus))
-        return _finish(record, _train(record, workers=demonstration.workers))
+        with executor_of(executor, address, folder) as found:
+            whole = _train(record, demonstration.workers, found)
+        return _finish(record, whole)
 
 
 def _say(line: str) -> None:
@@ -134,15 +142,16 @@ def _open_record(record: Record) -> Record:
     return record
 
 
-def _train(record: Record, *, workers: int) -> bool:
+def _train(record: Record, workers: int, executor: Executor) -> bool:
     """Run what is left of the plan; False when it was interrupted before the end."""
     todo = record.left()
     record.drop_checkpoints()
     if not todo:
         print(f"all runs of {record.folder} have ended; its report is written again", file=sys.stderr)
         return True
-    size = max(1, min(workers, len(todo), cores()))
-    pool = Pool(size)
+    most = workers if isinstance(executor, Local) else executor.cores()
+    size = max(1, min(most, len(todo), executor.cores()))
+    pool = Pool(size, executor=executor)
     # The workers import torch while this process prepares the corpus.
     with pool, Board(todo, Console(stderr=True), size) as board:
         _prepare(record, board)

@@ -156,6 +156,7 @@ def add_compare(commands: Any) -> Any:
     parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
+    _add_executor(parser)
     parser.set_defaults(handler=_compare)
     return parser
 
@@ -198,8 +199,19 @@ def add_sweep(commands: Any) -> Any:
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/sweep-FILE)")
+    _add_executor(parser)
     parser.set_defaults(handler=_sweep)
     return parser
+
+
+def _add_executor(parser: Any) -> None:
+    parser.add_argument(
+        "--executor",
+        default="local",
+        metavar="local|ray",
+        help="where runs train: processes of this machine (default), or of a Ray cluster",
+    )
+    parser.add_argument("--address", metavar="HOST:PORT", help="ray: a running cluster (default: one of these cores)")
 
 
 def add_profile(commands: Any) -> Any:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import check_workers
+from nanogpt_bench.compare.executor import Executor, check_executor, executor_of
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
@@ -46,13 +47,15 @@ def main_sweep(args: argparse.Namespace) -> int:
         sweep = replace(sweep, reference=args.reference)
     if args.data_sizes:
         sweep = _with_sizes(sweep, args)
-    check_workers(args.workers, "--workers")
+    check_executor(args.executor, args.address)
+    if args.executor == "local":
+        check_workers(args.workers, "--workers")
     workers = args.workers or sweep.workers
     plain = sweep.search if sweep.tune is None else "tune"
     mode = "lr-limits" if args.lr_limits else "sensitivity" if args.sensitivity else plain
     out = args.out or Path("runs") / f"sweep-{sweep.path.stem}" / (mode + "-smoke" * args.smoke)
-    with locked(out, "--out"):
-        return MODES.get(mode, sweep_grid)(sweep, out, workers)
+    with locked(out, "--out"), executor_of(args.executor, args.address, out) as executor:
+        return MODES.get(mode, sweep_grid)(sweep, out, workers, executor)
 
 
 def _with_sizes(sweep: SweepFile, args: argparse.Namespace) -> SweepFile:
@@ -74,7 +77,7 @@ def _with_sizes(sweep: SweepFile, args: argparse.Namespace) -> SweepFile:
     return replace(sweep, data_sizes=tuple(args.data_sizes))
 
 
-def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
     """Train every point of the file and report; the last line is the report's path.
 
     Returns 0, 1 when not one run finished or one was ended from outside (a full disk, a kill, a crash), 75 when a
@@ -85,14 +88,16 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, sweep.search, baseline_of(sweep.reference, planned))
-    _check(record, planned, workers)
-    whole = Session(record, workers).train(planned)
+    _check(record, planned, workers, executor)
+    whole = Session(record, workers, executor=executor).train(planned)
     return _finish(record, whole)
 
 
-def _check(record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | None) -> None:
+def _check(
+    record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | None, executor: Executor | None
+) -> None:
     """Refuse what can't be trained before anything is written, the default corpus apart."""
-    check_workers(workers, "workers", threads_set(planned))
+    check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
     for run in planned:
         record.check(run)
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
@@ -100,7 +105,7 @@ def _check(record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | 
     check_inputs(planned)
 
 
-def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
     """Search the best rates of every point, train it at these on other seeds, report and write tuning.json.
 
     Returns and raises as `sweep_grid` does.
@@ -108,15 +113,15 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None) ->
     record = SweepRecord(out, "tune")
     tuning = Tuning(sweep, record)
     record.show(tuning.labels, tuning.baseline)
-    _check(record, tuning.checked(), workers)
-    session = Session(record, workers, tuning.to_come)
+    _check(record, tuning.checked(), workers, executor)
+    session = Session(record, workers, tuning.to_come, executor)
     tuning.say = session.say
     whole = session.train(tuning.first(), tuning.after)
     tuning.write()
     return _finish(record, whole, tuning_table(tuning.rows()), rows=True)
 
 
-def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
     """Find the largest stable learning rate of every point of the axes, print the table and write lr_limits.json.
 
     Returns and raises as `sweep_grid` does.
@@ -124,26 +129,28 @@ def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None) -> i
     record = SweepRecord(out, "lr-limits")
     searches = Searches(sweep, record)
     first = searches.first()
-    _check(record, first, workers)
-    whole = Session(record, workers).train(first, searches.after)
+    _check(record, first, workers, executor)
+    whole = Session(record, workers, executor=executor).train(first, searches.after)
     searches.write()
     return _finish(record, whole, limits_table(searches.rows()))
 
 
-def measure_sensitivity(sweep: SweepFile, out: Path, workers: int | None = None) -> int:
+def measure_sensitivity(
+    sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None
+) -> int:
     """Quantise one layer pattern at a time, print the gaps and write sensitivity.json.
 
     Returns and raises as `sweep_grid` does.
     """
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
-    _check(record, study.planned, workers)
+    _check(record, study.planned, workers, executor)
 
     def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
         write_gaps(study, record)
         return ()
 
-    whole = Session(record, workers).train(study.planned, after)
+    whole = Session(record, workers, executor=executor).train(study.planned, after)
     write_gaps(study, record)
     return _finish(record, whole, gaps_table(measure_gaps(study, record)))
 

@@ -19,8 +19,10 @@ def threads_asked() -> int:
     return torch.get_num_threads()
 
 
-def check_workers(workers: int | None, source: str, threads: int | None = None) -> None:
+def check_workers(workers: int | None, source: str, threads: int | None = None, there: int | None = None) -> None:
     """Refuse more runs at a time than there are cores, or than have the `threads` each that their settings ask for.
+
+    `there` are the cores; those of this machine without.
 
     Raises:
         BenchError: names `source`, which asks for them, and how many there can be.
@@ -28,13 +30,16 @@ def check_workers(workers: int | None, source: str, threads: int | None = None) 
     >>> check_workers(1, "--workers"), check_workers(None, "--workers")
     (None, None)
     """
-    most = _most(threads)
+    there = cores() if there is None else there
+    most = _most(threads, there)
     if workers is not None and workers > most:
         each = "" if threads in (None, 1) else f" with runtime.threads {threads}"
-        raise BenchError(f"{source}: {workers} is more than the {cores()} cores take{each}; give at most {most}")
+        raise BenchError(f"{source}: {workers} is more than the {there} cores take{each}; give at most {most}")
 
 
-def divide(workers: int | None, runs: int, threads: int | None, asked: int) -> tuple[int, int]:
+def divide(
+    workers: int | None, runs: int, threads: int | None, asked: int, there: int | None = None
+) -> tuple[int, int]:
     """Return (workers, threads of each): the cores shared out among as many workers as have something to do.
 
     A run gets the `threads` that the settings give; otherwise its share of the cores, and no more than `asked`, which
@@ -43,9 +48,10 @@ def divide(workers: int | None, runs: int, threads: int | None, asked: int) -> t
     >>> divide(1, 10, None, asked=1)
     (1, 1)
     """
-    count = max(1, min(workers or _most(threads), runs))
-    return count, threads or max(1, min(cores() // count, asked))
+    there = cores() if there is None else there
+    count = max(1, min(workers or _most(threads, there), runs))
+    return count, threads or max(1, min(there // count, asked))
 
 
-def _most(threads: int | None) -> int:
-    return max(1, cores() // (threads or 1))
+def _most(threads: int | None, there: int) -> int:
+    return max(1, there // (threads or 1))

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
 
+from nanogpt_bench.compare.executor import AnyWorker, Executor, Local, Messages
+
 WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 #: after which a worker that has nothing to save, or was left by an error, is killed
@@ -36,7 +38,7 @@ class Event:
 class Worker:
     """One worker process; `messages` gets (this worker, message), and (this worker, None) when it has ended."""
 
-    def __init__(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]], threads: int = 1) -> None:
+    def __init__(self, messages: Messages, threads: int = 1) -> None:
         self.job: int | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         self.process = subprocess.Popen(
@@ -50,7 +52,7 @@ class Worker:
         )
         threading.Thread(target=self._listen, args=(messages,), daemon=True).start()
 
-    def _listen(self, messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]]) -> None:
+    def _listen(self, messages: Messages) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with contextlib.suppress(json.JSONDecodeError):  # the last line of a process killed while it wrote
@@ -75,6 +77,14 @@ class Worker:
         last = f": {lines[-1]}" if lines else ""
         return {"kind": "crash", "message": f"worker process ended with exit code {code}{last}"}
 
+    def terminate(self) -> None:
+        """Tell the process to end, its run writing down what it has."""
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()
+
     def close(self, deadline: float | None) -> None:
         """Wait for the process, until `deadline` (monotonic seconds) if there is one, then end it."""
         try:
@@ -95,13 +105,15 @@ class Pool:
     depend on the machine.
     """
 
-    def __init__(self, size: int, threads: int = 1) -> None:
-        self._messages: queue.SimpleQueue[tuple[Worker, dict[str, Any] | None]] = queue.SimpleQueue()
+    def __init__(self, size: int, threads: int = 1, executor: Executor | None = None) -> None:
+        self._messages: Messages = queue.SimpleQueue()
         self._size, self._threads = size, threads
-        self._workers: list[Worker] = []
+        self._executor = executor or Local()
+        self._workers: list[AnyWorker] = []
 
     def __enter__(self) -> Pool:
-        self._workers = [Worker(self._messages, self._threads) for _ in range(self._size)]
+        for _ in range(self._size):
+            self._workers.append(self._executor.worker(self._messages, self._threads))
         return self
 
     def __exit__(
@@ -115,7 +127,7 @@ class Pool:
         However long that takes if `patient`: a step may take minutes, and its checkpoint is worth them.
         """
         for worker in self._workers:
-            worker.process.terminate()
+            worker.terminate()
         deadline = None if patient else time.monotonic() + SECONDS_TO_STOP
         for worker in self._workers:
             worker.close(deadline)
@@ -124,7 +136,7 @@ class Pool:
     def kill(self) -> None:
         """End every worker at once."""
         for worker in self._workers:
-            worker.process.kill()
+            worker.kill()
 
     def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
         """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s.
@@ -144,7 +156,7 @@ class Pool:
             yield from self._handle(worker, message, jobs, waiting)
 
     def _handle(
-        self, worker: Worker, message: dict[str, Any] | None, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]
+        self, worker: AnyWorker, message: dict[str, Any] | None, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]
     ) -> Iterator[Event]:
         job = worker.job
         if message is None:
@@ -154,7 +166,7 @@ class Pool:
             if job is not None:
                 yield Event(job, "failed", {"error": failure})
             if waiting:
-                fresh = Worker(self._messages, self._threads)
+                fresh = self._executor.worker(self._messages, self._threads)
                 self._workers.append(fresh)
                 yield from _next_job(fresh, jobs, waiting)
             return
@@ -164,7 +176,7 @@ class Pool:
             yield from _next_job(worker, jobs, waiting)
 
 
-def _next_job(worker: Worker, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]) -> Iterator[Event]:
+def _next_job(worker: AnyWorker, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]) -> Iterator[Event]:
     if waiting:
         job = waiting.popleft()
         worker.give(job, jobs[job])

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.cores import divide, threads_asked
+from nanogpt_bench.compare.executor import Executor, Local
 from nanogpt_bench.compare.pool import Event, Pool
 from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.runs.earlier import PASSING
@@ -39,9 +40,13 @@ class Session:
     """Trains what a record has not, several runs at a time; `to_come` are the sizes of runs still to be planned."""
 
     def __init__(
-        self, record: SweepRecord, workers: int | None, to_come: Callable[[], Sequence[float]] = tuple
+        self,
+        record: SweepRecord,
+        workers: int | None,
+        to_come: Callable[[], Sequence[float]] = tuple,
+        executor: Executor | None = None,
     ) -> None:
-        self._record, self._workers = record, workers
+        self._record, self._workers, self._executor = record, workers, executor or Local()
         self._jobs: list[dict[str, Any]] = []
         self._runs: list[PlannedPoint] = []
         self._waiting: deque[int] = deque()
@@ -57,9 +62,11 @@ class Session:
         self._record.write_manifest()
         if not todo:
             return True
-        size, self._threads = divide(self._workers, len(todo), threads_set(todo), threads_asked())
+        size, self._threads = divide(
+            self._workers, len(todo), threads_set(todo), threads_asked(), self._executor.cores()
+        )
         self._board.workers = size
-        pool = Pool(size, self._threads)
+        pool = Pool(size, self._threads, self._executor)
         with pool, self._board, stop_requests(pool.kill) as stop:
             self._announce(len(todo), size)
             self._enqueue(todo)

@@ -1,0 +1,207 @@
+"""Sweeps in a Ray cluster: the same runs, and nothing lost or left running when something of it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare.executor import Messages, check_executor, executor_of
+from nanogpt_bench.compare.pool import Event, Pool
+from nanogpt_bench.system.errors import BenchError
+
+pytest.importorskip("ray")
+
+from nanogpt_bench.compare.ray_cluster import RayCluster, RayWorker
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+
+
+def settings(corpus_dir: Path, steps: int, **more: object) -> dict[str, object]:
+    return {
+        "data.dir": str(corpus_dir),
+        "model.n_layer": 1,
+        "model.n_head": 2,
+        "model.n_embd": 16,
+        "model.block_size": 16,
+        "train.max_steps": steps,
+        "train.batch_size": 4,
+        "train.precision": "float32",
+        "eval.interval": 1000,
+        "eval.batches": 2,
+        "runtime.threads": 1,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with RayCluster(None, tmp_path_factory.mktemp("shared")) as found:
+        yield found
+
+
+def job(run_dir: Path, corpus_dir: Path, steps: int) -> dict[str, object]:
+    given = settings(corpus_dir, steps, rule="fp32", **{"checkpoint.every": 10})
+    return {"settings": given, "run_dir": str(run_dir), "argv": ["test"], "resume": run_dir.exists()}
+
+
+def workers_of(run_dir: Path) -> list[int]:
+    """The worker processes that have a run's folder locked."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.readlink(path) == str(run_dir / ".lock"):
+                found.append(int(path.parts[2]))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(happened: object, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+def loss_of(run_dir: Path) -> float:
+    return float(json.loads((run_dir / "summary.json").read_text())["final_val_loss"])
+
+
+@pytest.mark.parametrize("struck", ["process", "actor"])
+def test_what_dies_loses_its_run_alone_and_that_goes_on(
+    struck: str, cluster: RayCluster, corpus_dir: Path, tmp_path: Path
+) -> None:
+    runs = [tmp_path / "long", tmp_path / "short"]
+    jobs = [job(runs[0], corpus_dir, 100_000), job(runs[1], corpus_dir, 3)]
+    ended: dict[int, Event] = {}
+    with Pool(1, executor=cluster) as pool:
+        for event in pool.run(jobs, [0, 1]):
+            if event.job == 0 and event.kind == "progress" and (runs[0] / "checkpoints").exists() and struck:
+                (pid,) = workers_of(runs[0])
+                if struck == "process":
+                    os.kill(pid, signal.SIGKILL)
+                else:
+                    (worker,) = pool._workers
+                    assert isinstance(worker, RayWorker)
+                    cluster._ray.kill(worker._actor)
+                struck = ""
+            if event.job is not None and event.kind in ("done", "failed"):
+                ended[event.job] = event
+    assert ended[0].data["error"]["kind"] == "killed"
+    assert ended[1].kind == "done"
+    wait_for(lambda: not workers_of(runs[0]), 30)
+    step = max(int(path.name.removeprefix("step-")) for path in (runs[0] / "checkpoints").glob("step-*"))
+    assert step >= 10
+    with Pool(1, executor=cluster) as pool:
+        again = job(runs[0], corpus_dir, 100_000)
+        for event in pool.run([again], [0]):
+            if event.kind == "progress":
+                assert event.data["step"] >= step  # and not from the beginning
+                break
+    wait_for(lambda: not workers_of(runs[0]), 30)
+
+
+def test_a_folder_that_a_node_does_not_see_is_named(cluster: RayCluster, tmp_path: Path) -> None:
+    messages: Messages = queue.SimpleQueue()
+    there = cluster.folder
+    try:
+        cluster.folder = tmp_path / "elsewhere"
+        with pytest.raises(BenchError, match=r"a node does not see the folder '.*elsewhere'; give an --out"):
+            RayWorker(cluster, messages, 1)
+    finally:
+        cluster.folder = there
+
+
+def sweep_file(folder: Path, corpus_dir: Path, steps: int, **more: object) -> Path:
+    content = {"settings": settings(corpus_dir, steps, **more), "axes": {"rule": ["fp32", "sgd"], "seed": [1]}}
+    (folder / "runs.yaml").write_text(json.dumps(content))
+    return folder / "runs.yaml"
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "nanogpt_bench", "sweep", *words]
+
+
+def test_a_sweep_has_the_same_losses_there_and_leaves_nothing_running(corpus_dir: Path, tmp_path: Path) -> None:
+    path = sweep_file(tmp_path, corpus_dir, 8)
+    words = [str(path), "--workers", "1", "--executor"]
+    env = os.environ | {"MARKER": str(tmp_path)}
+    there = command(*words, "ray", "--out", str(tmp_path / "ray"))
+    done = subprocess.run(there, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert main(["sweep", *words, "local", "--out", str(tmp_path / "local")]) == 0
+    for run in ("fp32-seed=1", "sgd-seed=1"):
+        assert loss_of(tmp_path / "ray" / run) == loss_of(tmp_path / "local" / run)
+    assert not list((tmp_path / "ray").glob(".ray-*"))
+    wait_for(lambda: not marked(tmp_path), 30)
+
+
+def marked(folder: Path) -> list[str]:
+    """Processes that descend from a command, by what it was given in its environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"MARKER={folder}\0".encode() in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80])
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_what", [signal.SIGKILL, signal.SIGTERM])
+def test_a_command_that_dies_leaves_no_process_and_the_same_one_goes_on(
+    with_what: signal.Signals, corpus_dir: Path, tmp_path: Path
+) -> None:
+    path = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
+    words = [str(path), "--workers", "1", "--out", str(tmp_path / "out")]
+    begun = subprocess.Popen(command(*words, "--executor", "ray"), env=os.environ | {"MARKER": str(tmp_path)})
+    wait_for(lambda: list((tmp_path / "out").glob("*/checkpoints/step-*")))
+    begun.send_signal(with_what)
+    begun.wait(120)
+    assert begun.returncode == (75 if with_what is signal.SIGTERM else -signal.SIGKILL)
+    wait_for(lambda: not marked(tmp_path), 60)
+    assert main(["sweep", *words]) == 0
+    whole = sweep_file(tmp_path, corpus_dir, 600, **{"checkpoint.every": 20})
+    assert main(["sweep", str(whole), "--workers", "1", "--out", str(tmp_path / "whole")]) == 0
+    for run in ("fp32-seed=1", "sgd-seed=1"):
+        assert loss_of(tmp_path / "out" / run) == loss_of(tmp_path / "whole" / run)
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "words"),
+    [
+        ("rai", None, "unknown --executor 'rai'; did you mean 'ray'"),
+        ("local", "1.2.3.4:6379", "--address '1.2.3.4:6379' goes with --executor ray"),
+    ],
+)
+def test_what_there_is_not_is_refused(name: str, address: str | None, words: str, tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=words.replace("?", r"\?")):
+        check_executor(name, address)
+    with pytest.raises(BenchError), executor_of(name, address, tmp_path):
+        pass
+    assert main(["sweep", "formats.yaml", "--executor", name, *(["--address", address] if address else [])]) == 2
+
+
+@pytest.mark.slow  # Ray takes its time to give up
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from nanogpt_bench.compare.executor import executor_of\n"
+        "with executor_of('ray', '127.0.0.1:1', Path('.')): pass"
+    )
+    env = os.environ | {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_NUM_REDIS_GET_RETRIES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "BenchError: --address '127.0.0.1:1': no Ray cluster answers" in done.stderr.splitlines()[-1]
