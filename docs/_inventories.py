@@ -14,6 +14,7 @@ PROJECTS: dict[str, tuple[str, Mapping[str, str]]] = {
             "library/typing.html": "data:typing.Any data:typing.Literal",
             "library/collections.abc.html": "class:collections.abc.Callable class:collections.abc.Iterable "
             "class:collections.abc.Mapping class:collections.abc.Sequence",
+            "library/pathlib.html": "class:pathlib.Path",
             "library/exceptions.html": "exception:TypeError exception:ValueError exception:FloatingPointError "
             "exception:UserWarning exception:RuntimeWarning exception:RuntimeError",
         },

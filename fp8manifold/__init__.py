@@ -1,9 +1,10 @@
 """8-bit float formats as Riemannian manifolds, and optimizers whose weights live on their grids."""
 
-from fp8manifold import _geoopt_import, _shards, distributed, monitor, ops, optim, reference  # noqa: F401
+from fp8manifold import _geoopt_import, _shards, distributed, huggingface, monitor, ops, optim, reference  # noqa: F401
 from fp8manifold._encoded.stalled_average import StalledAverageWarning
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
+from fp8manifold.exchange import export_model, exported_state_dict
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.fake_quant import fake_quantize
 from fp8manifold.formats import NAMED_FORMATS, FloatFormat
@@ -11,6 +12,7 @@ from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
 from fp8manifold.nn._operands import OperandSpec
+from fp8manifold.nn._plain_state import use_plain_state
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import LayerSpec
@@ -44,9 +46,12 @@ __all__ = [
     "dequantize_model",
     "distributed",
     "encode",
+    "export_model",
+    "exported_state_dict",
     "fake_quantize",
     "flatten_state_dict",
     "from_chart",
+    "huggingface",
     "monitor",
     "ops",
     "optim",
@@ -60,5 +65,6 @@ __all__ = [
     "to_chart",
     "ulp",
     "unflatten_state_dict",
+    "use_plain_state",
     "widened_scale",
 ]

@@ -15,7 +15,7 @@ from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["FP8Shard"]
+__all__ = ["FP8Shard", "rows_between"]
 
 _aten = torch.ops.aten
 
@@ -115,6 +115,14 @@ def _in_rows(
     remainder = None if x.remainder is None else change(x.remainder, 0)
     counter = x.counter if counter is None else counter
     return kind._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
+
+
+def rows_between(x: FP8Tensor, first: int, count: int) -> FP8Tensor:
+    """Some rows of a whole tensor, in memory of their own."""
+    rows = _in_rows(x, lambda part, _: part[first : first + count].clone(), x.counter.clone())
+    if x.remainder is not None:
+        rows.remainder = x.remainder[first : first + count].clone()
+    return rows
 
 
 @cache

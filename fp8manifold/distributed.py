@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._ranks import Ranks, Replicas, share_of
+from fp8manifold._encoded.float8 import as_codes
+from fp8manifold._ranks import Ranks, Replicas, share_of, spread
+from fp8manifold._shards import rows_between
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import Scaler, SharedAmax
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["sync"]
+__all__ = ["in_rows_of", "rows_of", "sync"]
 
 
 def sync(model: nn.Module, group: Any = None) -> None:
@@ -61,6 +63,49 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
 
 @torch.no_grad()
+def rows_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of a whole tensor that this process holds, as a DTensor: what ``load_state_dict`` of shards takes.
+
+    Args:
+        whole: the same in every process, with as many rows as ``like``; codes, scales, counter, seed and what the
+            first rounding left go with them.  NaN, Inf and -0 are kept, no rows are an empty tensor.
+        like: a parameter after ``fully_shard``; of any other the whole is returned as it is.
+
+    Raises:
+        ValueError: another number of rows.
+
+    Example:
+        >>> weight = torch.zeros(4, 2)
+        >>> rows_of(weight, nn.Parameter(torch.zeros(4, 2))) is weight
+        True
+
+    Source: Zhao et al. 2023 (PyTorch FSDP, arXiv 2304.11277).
+    """
+    share = share_of(like)
+    if share is None:
+        return whole
+    if whole.shape[:1] != share.shape[:1]:
+        raise ValueError(f"whole has shape {tuple(whole.shape)}: {share.shape[0]} rows are needed")
+    first = min(share.ranks.rank * share.rows, share.shape[0])
+    own = rows_between(whole, first, share.local.shape[0]) if isinstance(whole, FP8Tensor) else share.own(whole).clone()
+    return spread(like, own.to(share.local.device))
+
+
+def in_rows_of(parameter: Tensor, own: Tensor) -> Tensor:
+    """Something with a row for each that this process holds of a parameter, as a DTensor of all of them.
+
+    Args:
+        parameter: after ``fully_shard``; with any other ``own`` is returned as it is.
+        own: of any dtype, with any values; no rows are an empty tensor.
+
+    Example:
+        >>> in_rows_of(nn.Parameter(torch.zeros(2, 2)), torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
+    return spread(parameter, own)
+
+
+@torch.no_grad()
 def _send(model: nn.Module, ranks: Ranks) -> None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -68,6 +113,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     stored = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
     left = {f"remainder of {name}": p.remainder for name, p in stored.items() if p.remainder is not None}
     tensors, metadata = flatten_state_dict(state | hidden | left)
+    tensors = {name: as_codes(tensor) for name, tensor in tensors.items()}  # no process group sends a float8
     own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(metadata)
     first_own, metadata = json.loads(_text_sent(json.dumps([own, metadata]), ranks, device))
     refusal = _difference(own, first_own)

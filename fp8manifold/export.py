@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.float8 import as_codes, as_float8
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.parameter import FP8Parameter
@@ -15,7 +16,9 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["flatten_state_dict", "unflatten_state_dict"]
 
 _PREFIX: Final = "fp8:"
-_PARTS: Final = ("codes", "scale", "counter")
+_PARTS: Final = {"codes": "", "scale": "_scale", "counter": "_counter"}
+_PARTS_BEFORE: Final = {part: f".{part}" for part in _PARTS}
+"""How they were called in files of before."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NEWER: Final = "by_operator"
 _KEYS: Final = ("format", "block_size", "rounding", "seed", "dtype")
@@ -24,9 +27,11 @@ _KEYS: Final = ("format", "block_size", "rounding", "seed", "dtype")
 def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Take every :class:`FP8Tensor` of a state dict apart into codes, scale and counter.
 
-    What comes back is what ``safetensors.torch.save_file(tensors, path, metadata)`` writes: ``w`` becomes ``w.codes``
-    (uint8), ``w.scale`` (float32 powers of two) and ``w.counter`` (int64), and the metadata say under ``fp8:w`` in JSON
-    how to read them; value = scale * decode(codes).  Other tensors stay as they are.
+    What comes back is what ``safetensors.torch.save_file(tensors, path, metadata)`` writes: ``w`` holds the codes,
+    ``w_scale`` the scales (float32 powers of two) and ``w_counter`` a count (int64), and the metadata say under
+    ``fp8:w`` in JSON how to read them; value = scale * decode(codes).  Codes of E4M3 and E5M2 are float8_e4m3fn and
+    float8_e5m2, which is how compressed-tensors calls and keeps its weights; those of other formats are uint8.  Other
+    tensors stay as they are.
 
     Args:
         state: ``model.state_dict()``, say.
@@ -41,7 +46,7 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
     Example:
         >>> tensors, metadata = flatten_state_dict({"w": FP8Parameter(torch.ones(2, 4), "E4M3", seed=7)})
         >>> sorted(tensors), metadata["fp8:w"]
-        (['w.codes', 'w.counter', 'w.scale'], \
+        (['w', 'w_counter', 'w_scale'], \
 '{"format": "E4M3", "block_size": null, "rounding": "stochastic", "seed": 7, \
 "by_operator": true, "dtype": "float32"}')
     """
@@ -52,14 +57,15 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
             raise TypeError(f"state[{name!r}] is of {type(value).__name__}: only tensors can be exported")
         if share_of(value) is not None:
             raise TypeError(f"state[{name!r}] is sharded: take get_model_state_dict with full_state_dict=True")
-        parts = {"": value.detach()}
-        if isinstance(value, FP8Tensor):
-            parts = {f".{part}": getattr(value, part) for part in _PARTS}
-            metadata[_PREFIX + name] = json.dumps(_description(value))
-        for suffix, tensor in parts.items():
-            if name + suffix in tensors or (suffix and name + suffix in state):
+        if not isinstance(value, FP8Tensor):
+            tensors[name] = value.detach().contiguous()
+            continue
+        for suffix in (*_PARTS.values(), *_PARTS_BEFORE.values()):
+            if suffix and name + suffix in state:
                 raise ValueError(f"state has both {name!r} and an entry called like a part of it, {name + suffix!r}")
-            tensors[name + suffix] = tensor.contiguous()
+        metadata[_PREFIX + name] = json.dumps(_description(value))
+        tensors[name] = as_float8(value.codes, value.format)
+        tensors |= {name + _PARTS[part]: getattr(value, part).contiguous() for part in ("scale", "counter")}
     return tensors, metadata
 
 
@@ -69,7 +75,8 @@ def unflatten_state_dict(
     """Put a state dict together again from the tensors and metadata of :func:`flatten_state_dict`.
 
     Args:
-        tensors: as ``safetensors.torch.load_file`` gives them, say.
+        tensors: as ``safetensors.torch.load_file`` gives them, say; in files of before, ``w.codes``, ``w.scale`` and
+            ``w.counter`` are the parts of ``w``.
         metadata: as ``safetensors.safe_open(...).metadata()`` gives it; other entries are left alone.
         like: the state dict of the model that is to take it, whose formats are then compared.
 
@@ -89,7 +96,8 @@ def unflatten_state_dict(
     for key, text in (metadata or {}).items():
         if key.startswith(_PREFIX):
             name = key.removeprefix(_PREFIX)
-            parts = {part: _taken(state, f"{name}.{part}") for part in _PARTS}
+            called = _PARTS_BEFORE if name + _PARTS_BEFORE["codes"] in state else _PARTS
+            parts = {part: _taken(state, name + suffix) for part, suffix in called.items()}
             state[name] = _rebuilt(name, parts, text)
     for name, expected in (like or {}).items():
         _check_format(name, state.get(name), expected)
@@ -121,7 +129,7 @@ def _rebuilt(name: str, parts: dict[str, Tensor], text: str) -> FP8Parameter:
         if described["dtype"] not in _DTYPES:
             raise ValueError(f"dtype={described['dtype']!r} is unknown: one of {', '.join(_DTYPES)}")
         return FP8Parameter.from_codes(
-            parts["codes"],
+            as_codes(parts["codes"]),
             parts["scale"],
             FloatFormat.from_string(described["format"]),
             block_size=described["block_size"],

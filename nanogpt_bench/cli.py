@@ -23,6 +23,7 @@ from nanogpt_bench.commands.studies import (
     add_sweep,
 )
 from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
+from nanogpt_bench.system.torchrun import as_rank, is_worker, joined
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
@@ -83,18 +84,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     # geoopt scripts one helper at import; nothing a user of this command can change.
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
+    return as_rank(lambda: _guarded(words)) if is_worker() else _guarded(words)
+
+
+def _guarded(words: list[str]) -> int:
+    """Run one command line; what ends it is said in one line, by one of several processes."""
+    say = joined().say_once
     try:
         return _dispatch(words)
     except BenchError as error:
-        print(f"nanogpt-bench: error: {error}", file=sys.stderr)
+        say(f"nanogpt-bench: error: {error}")
         return USAGE_ERROR
     except KeyboardInterrupt:
-        print("nanogpt-bench: interrupted", file=sys.stderr)
+        say("nanogpt-bench: interrupted")
         return INTERRUPTED
     except OSError as error:
         why = disk_failure(error)
         where = f"{error.filename!r}: " if error.filename is not None else ""  # a path that no file can have, say
-        print(f"nanogpt-bench: error: {BenchError(why or f'{where}{error.strerror or error}')}", file=sys.stderr)
+        say(f"nanogpt-bench: error: {BenchError(why or f'{where}{error.strerror or error}')}")
         return USAGE_ERROR if why is None else FAILED
 
 
@@ -109,6 +116,8 @@ def _dispatch(words: list[str]) -> int:
         return 0
     commands[args.command].refuse_unknown(unknown_words)
     args.overrides = overrides
+    if is_worker() and args.command != "run":
+        raise BenchError(f"torchrun is for run: {args.command} works in one process; start it without")
     _require_packages()
     signal.signal(signal.SIGTERM, _interrupt)  # so that a terminated preparation removes what it had begun
     handler: Callable[[argparse.Namespace], int] = args.handler

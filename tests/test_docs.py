@@ -37,6 +37,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "api").glob("*.*")),
 ]
 MATHEMATICAL = [ROOT / "docs" / "geometry.md", ROOT / "docs" / "optimizers.md"]
+NAMESPACES = ("distributed", "huggingface", "monitor", "ops", "optim", "reference")
 MAIN_JOB = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[bench]" && nanogpt-bench compare'
 TESTS = 'python3 -m venv .venv && . .venv/bin/activate && pip install -e ".[test]" && pytest -n auto'
 
@@ -99,7 +100,7 @@ def documented(site: Path) -> set[str]:
 
 
 def test_the_site_describes_every_public_name(site: Path) -> None:
-    parts = {name: getattr(fm, name) for name in ("distributed", "monitor", "ops", "optim", "reference")}
+    parts = {name: getattr(fm, name) for name in NAMESPACES}
     namespaces = {"fp8manifold": fm, **{f"fp8manifold.{name}": part for name, part in parts.items()}}
     public = {f"{prefix}.{name}" for prefix, namespace in namespaces.items() for name in namespace.__all__}
     assert public - documented(site) - namespaces.keys() == set()

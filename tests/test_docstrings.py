@@ -19,6 +19,7 @@ NAMESPACES = {
     "fp8manifold": fm,
     "fp8manifold.optim": fm.optim,
     "fp8manifold.ops": fm.ops,
+    "fp8manifold.huggingface": fm.huggingface,
     "fp8manifold.monitor": fm.monitor,
     "fp8manifold.reference": fm.reference,
 }

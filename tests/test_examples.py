@@ -28,6 +28,7 @@ CLAIMS: dict[str, Claim] = {
     "wrap_any_optimizer": lambda n: all(n[row + 1] < 0.6 * n[row] for row in (0, 3, 6)),
     "fisher_nngeometry": lambda n: n[5] < 0.4 and n[5] < n[3],
     "accelerate_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
+    "lightning_digits": lambda n: n[3] > 0.9 and n[2] < 0.3,
     "finetune_per_layer": lambda n: abs(n[1] - n[0]) < 0.05 and n[3] < n[1] - 0.2 and n[3] < n[2] + 0.1,
     "finetune_llm": lambda n: abs(n[1] - n[0]) < 0.05 and n[2] < n[1] - 0.1 and n[3] < 3.3,
 }
@@ -37,6 +38,7 @@ NEEDS = {
     "muon_two_bytes": ["sklearn"],
     "fisher_nngeometry": ["sklearn", "nngeometry"],
     "accelerate_digits": ["accelerate", "sklearn"],
+    "lightning_digits": ["lightning", "sklearn"],
     "finetune_per_layer": ["transformers"],
     "finetune_llm": ["transformers"],
     "read_run_folder": ["pandas"],

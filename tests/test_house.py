@@ -19,7 +19,8 @@ LIBRARY = (
     ("parameter",),
     ("_shards",),
     ("nn", "export"),
-    ("ops", "averages", "distributed", "_fisher"),
+    ("ops", "averages", "distributed", "exchange", "_fisher"),
+    ("huggingface",),
     ("monitor", "optim"),
 )
 BENCH = (

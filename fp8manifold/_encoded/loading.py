@@ -6,7 +6,7 @@ from typing import Final
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-__all__ = ["is_averaging", "is_loading"]
+__all__ = ["is_averaging", "is_loading", "is_sent_as_floats"]
 
 _LOADS: Final = (nn.Module.load_state_dict.__code__, nn.Module._load_from_state_dict.__code__)
 _AVERAGES: Final = (AveragedModel.update_parameters.__code__,)
@@ -20,6 +20,12 @@ def is_loading() -> bool:
 def is_averaging() -> bool:
     """Whether the caller runs inside ``AveragedModel.update_parameters``."""
     return _runs_inside(_AVERAGES)
+
+
+def is_sent_as_floats() -> bool:
+    """Whether torch's helpers send a full state from one process to others, who have made ready for floats."""
+    helpers = sys.modules.get("torch.distributed._state_dict_utils")
+    return helpers is not None and _runs_inside((helpers._broadcast_tensors.__code__,))
 
 
 def _runs_inside(codes: tuple[object, ...]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.dispatch import DTYPES, EncodedTensor, Replay, View, implements, name_of, plain, view_of
+from fp8manifold._encoded.loading import is_sent_as_floats
 from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.storage import dequantize_codes, is_traced
 from fp8manifold._encoded.stored_scale import refit_scale_
@@ -95,6 +96,12 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,), rest = args[0], args[1:]
     if not _is_whole(x):
         refuse_collective(func)
+    if is_sent_as_floats():
+        func([x.dequantize()], *rest, **kwargs)[1].wait()  # what the others wait for, who refuse it
+        raise RuntimeError(
+            "broadcast_from_rank0 would send an FP8Tensor as floats, to be rounded at other scales: give every process "
+            "the full state and load fp8manifold.distributed.rows_of each tensor, or use torch.distributed.checkpoint"
+        )
     for part in (x.scale, x.counter):
         func([part], *rest, **kwargs)[1].wait()
     _, work = func([x.codes], *rest, **kwargs)

@@ -135,5 +135,6 @@ def refuse_memory(name: str) -> NoReturn:
     """Raise RuntimeError: there is no memory full of floats."""
     raise RuntimeError(
         f"an FP8Tensor has no {name} of its own, as its values are codes: to save it with safetensors, and what builds "
-        "on that, pass state_dict() through fp8manifold.flatten_state_dict; for plain floats take dequantize()"
+        "on that, call fp8manifold.use_plain_state(model), for one of transformers huggingface.attach(model), or pass "
+        "state_dict() through fp8manifold.flatten_state_dict; for plain floats take dequantize()"
     )

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8manifold.nn._linear import QuantizedLinear, Storage
+from fp8manifold.nn._parts import holds_codes
 from fp8manifold.nn._spec import LayerSpec
-from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["QuantizedConv1D", "linear_of"]
 
@@ -35,11 +35,11 @@ class QuantizedConv1D(QuantizedLinear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination[prefix + "weight"]
-        destination[prefix + "weight"] = weight if isinstance(weight, FP8Tensor) else weight.t()
+        destination[prefix + "weight"] = weight if holds_codes(weight) else weight.t()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state_dict.get(prefix + "weight")
-        if isinstance(weight, Tensor) and not isinstance(weight, FP8Tensor):
+        if isinstance(weight, Tensor) and not holds_codes(weight):
             state_dict[prefix + "weight"] = weight.t().contiguous()
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -8,7 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["Rounded", "linear_with_rounded_gradients"]
+from fp8manifold._numerics.scaled_rounding import Key, rounded_at
+from fp8manifold.nn._operands import OperandSpec
+from fp8manifold.nn._scalers import Scaler
+
+__all__ = ["Rounded", "linear_with_rounded_gradients", "round_gradient"]
 
 Rounded = Callable[[Tensor], Tensor] | None
 """From a gradient to its quantised values; None leaves it as it is."""
@@ -61,3 +65,10 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(rows: Tensor, x: Tensor, rounded: Rounded, dtype: torch.dtype) -> Tensor:
     product = rows.t() @ x.reshape(-1, x.shape[-1])
     return product.to(dtype) if rounded is None else rounded(product.float()).to(dtype)
+
+
+def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Key) -> Tensor:
+    """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation hides it."""
+    blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
+    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
+    return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
-from fp8manifold._numerics.scaled_rounding import Key, rounded_at
+from fp8manifold._numerics.scaled_rounding import Key
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -19,7 +19,7 @@ from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
 from fp8manifold.nn._checks import check_blocks, check_storage, is_stored
 from fp8manifold.nn._codes_linear import linear
-from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients
+from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients, round_gradient
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
     check_on_manifold,
@@ -29,6 +29,7 @@ from fp8manifold.nn._grid_weight import (
     renew_grid_weight,
 )
 from fp8manifold.nn._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
+from fp8manifold.nn._parts import gather_parts, parts_of
 from fp8manifold.nn._recomputation import Pass, pass_of
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
 from fp8manifold.nn._spec import LayerSpec
@@ -126,7 +127,7 @@ class QuantizedLinear(nn.Linear):
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
-        self._defers = defer_weight_gradient
+        self._defers, self.has_plain_state = defer_weight_gradient, False
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
         self._take_weight(linear.weight, rounding, seed)
@@ -257,7 +258,7 @@ class QuantizedLinear(nn.Linear):
         scaler: Scaler | None = getattr(self, f"{name}_scaler")
         if scaler is None:
             return None
-        return partial(_round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw))
+        return partial(round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw))
 
     def _key(self, name: OperandName, draw: int) -> Key:
         return self._seed, draw, _STREAMS[name]
@@ -348,6 +349,8 @@ class QuantizedLinear(nn.Linear):
         saved = destination.get(prefix + "weight")
         if isinstance(saved, FP8Tensor) and not keep_vars:
             saved.remainder = None
+            if self.has_plain_state:
+                destination.update(parts_of(prefix + "weight", saved))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take what hooks have made of the state: codes as they are, floats rounded."""
@@ -366,7 +369,12 @@ class QuantizedLinear(nn.Linear):
 
     def _prepare_state(self, state_dict: dict[str, Any], prefix: str) -> str | None:
         """Make what is saved of the weight one of this storage; or say why it can't be."""
-        weight, saved = self.weight, state_dict.get(prefix + "weight")
+        weight = self.weight
+        try:
+            gather_parts(state_dict, prefix + "weight", weight)
+        except ValueError as error:
+            return str(error)
+        saved = state_dict.get(prefix + "weight")
         if isinstance(self.manifold, FP8Manifold):  # on a continuous manifold every value is a point
             return prepare_grid_state(state_dict, prefix, weight, self.manifold, *self._placing(), self._seed)
         if not isinstance(weight, FP8Tensor) or not isinstance(saved, Tensor):
@@ -379,13 +387,6 @@ class QuantizedLinear(nn.Linear):
         else:
             weight.seed = saved.seed
         return None
-
-
-def _round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Key) -> Tensor:
-    """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation hides it."""
-    blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
-    zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0
-    return rounded_at(gradient, scaler(gradient) + zero_or_nan, operand.format, rounding, key, blocks=blocks)
 
 
 def _scaler(operand: OperandSpec, shared: SharedAmax | None) -> Scaler:

@@ -118,7 +118,7 @@ def quantize_model(
         if first_global is None and layer.shared_amax is not None:
             first_global = layer
         layers[name] = layer
-    return _replace(model, layers)
+    return replace_layers(model, layers)
 
 
 def check_formats(
@@ -232,7 +232,7 @@ def dequantize_model(model: nn.Module) -> nn.Module:
             if module not in made:
                 made[module] = _dequantized(name, module)
             layers[name] = made[module]
-    return _replace(model, layers)
+    return replace_layers(model, layers)
 
 
 def _dequantized(name: str, layer: QuantizedLinear) -> nn.Module:
@@ -353,7 +353,7 @@ def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[st
     return shared
 
 
-def _replace(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
+def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Put layers in the place of others, with all that hangs on these, unless one of them can't be."""
     old = {name: model.get_submodule(name) for name in layers}
     for name, layer in layers.items():

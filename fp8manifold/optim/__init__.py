@@ -2,6 +2,7 @@
 
 from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
+from fp8manifold.optim._rows import rows_of_state
 from fp8manifold.optim._schedules import anneal
 from fp8manifold.optim._views import StepView
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
@@ -30,5 +31,6 @@ __all__ = [
     "StiffnessWrapper",
     "WriteBack",
     "anneal",
+    "rows_of_state",
     "step_in_backward",
 ]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8manifold._ranks import local_of, ranks_of
+from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._together import ranks_together
 
 __all__ = ["all_finite", "described", "in_every_process", "squares_are_finite", "warn_of_skips"]
 
@@ -50,8 +51,7 @@ def in_every_process(optimizer: torch.optim.Optimizer, is_finite: Callable[[], b
     Raises:
         FloatingPointError: as ``is_finite``, in every process where it is raised in one.
     """
-    everyone = [p for group in optimizer.param_groups for p in group["params"]]
-    together = ranks_of(everyone)
+    together, device = ranks_together(optimizer)
     if not together:
         return is_finite()
     found, error = False, None
@@ -59,7 +59,7 @@ def in_every_process(optimizer: torch.optim.Optimizer, is_finite: Callable[[], b
         found = is_finite()
     except FloatingPointError as raised:
         error = raised
-    verdict = torch.tensor([not found, error is not None], dtype=torch.int32, device=everyone[0].device)
+    verdict = torch.tensor([not found, error is not None], dtype=torch.int32, device=device)
     for ranks in together:
         verdict = ranks.largest(verdict)
     failed, raises = map(bool, verdict.tolist())

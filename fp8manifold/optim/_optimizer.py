@@ -22,6 +22,7 @@ from fp8manifold.optim._residuals import unpacked
 from fp8manifold.optim._run import note_changes, run_all, tables_of
 from fp8manifold.optim._start import check_same_start
 from fp8manifold.optim._streams import new_stream, twins
+from fp8manifold.optim._together import ranks_elsewhere
 from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._views import StepView, observed_step
 from fp8manifold.optim._writeback import rule_of
@@ -65,6 +66,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._number = new_number(self)
+        self._elsewhere = ranks_elsewhere()
         super().__init__(params, defaults)
 
     @property

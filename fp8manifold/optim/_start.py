@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8manifold._ranks import Ranks, Replicas, ranks_of, share_of
+from fp8manifold._ranks import Ranks, Replicas, share_of
 from fp8manifold.optim._finite import described
+from fp8manifold.optim._together import ranks_together
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_same_start"]
@@ -22,8 +23,7 @@ def check_same_start(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: one is not the same everywhere, in every process.
     """
-    everyone = [p for group in optimizer.param_groups for p in group["params"]]
-    for ranks in ranks_of(everyone):
+    for ranks in ranks_together(optimizer)[0]:
         if isinstance(ranks, Replicas):
             if not ranks.compared:
                 _compare(ranks, ranks.parameters(), [repr(name) for name in ranks.names])

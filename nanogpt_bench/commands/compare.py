@@ -18,10 +18,11 @@ from rich.console import Console
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.executor import Executor, Local, check_executor, executor_of
+from nanogpt_bench.compare.executor import Executor
+from nanogpt_bench.compare.executors import check_executor, executor_of
 from nanogpt_bench.compare.overrides import as_typed, check_given, put_into, read_given, steps_of
 from nanogpt_bench.compare.plan import PlannedRun, baseline_of, check_count, choose_rows, longest_first, plan_runs
-from nanogpt_bench.compare.pool import Pool
+from nanogpt_bench.compare.pool import Local, Pool
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.runs.earlier import (

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fp8manifold as fm
 from nanogpt_bench.commands.run import exit_code, trained
-from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.config.resolved import Resolved
+from nanogpt_bench.config.settings import build_config, load_config
+from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.model.causal import find_model, reading
+from nanogpt_bench.model.causal import find_model, reading, skeleton
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import choose, load
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.lock import is_unused
 
 CONFIG = "finetune.yaml"
+FLOAT = "float"
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each
 ADAMW_BYTES = 16
 _MIB = 2**20
@@ -37,10 +42,15 @@ def main_finetune(args: argparse.Namespace) -> int:
     if args.save is not None and any(word.startswith("--model.lora_rank") for word in args.overrides):
         raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     overrides = [*args.overrides, "--model.pretrained", args.model]
+    layout = args.layout or FLOAT
+    if args.layout is not None and args.save is None:
+        raise BenchError("--layout goes with --save DIR, which is what it is the layout of")
+    if layout != FLOAT:
+        check_layout(resolve(load_config(find_config(CONFIG), overrides)), layout)
     summary, run_dir = trained(CONFIG, args.name, overrides, resume=args.resume)
     print(memory_line(summary))
     if args.save is not None and exit_code(summary) == 0:
-        save_model(run_dir, args.save)
+        save_model(run_dir, args.save, layout)
         print(args.save)
     return exit_code(summary)
 
@@ -60,11 +70,30 @@ def memory_line(summary: dict[str, Any]) -> str:
     return f"memory: {', '.join(parts)}; {theirs}"
 
 
-def save_model(run_dir: Path, out: Path) -> None:
-    """Write the newest weights of a fine-tuning as transformers reads them: their values, as floats, and the tokenizer.
+def check_layout(config: Resolved, layout: str) -> None:
+    """Refuse a layout that can't hold what a run is to train, before it does; no weight is read.
 
     Raises:
-        BenchError: no checkpoint, or one of something else.
+        BenchError: a format or a layer that the layout does not have, weights in float, or a missing package.
+    """
+    kinds = {name: spec.operand("weight") for name, spec in config.layers.items()}
+    stored = {name: fm.LayerSpec(kind.format, granularity=kind.granularity) for name, kind in kinds.items() if kind}
+    if not stored or config.model.storage == "continuous":
+        raise BenchError(
+            f"--layout {layout} takes quantised weights, and the run's are in float; give --layout {FLOAT}"
+        )
+    model = skeleton(config.model.pretrained or "")
+    with _refusals(layout):
+        fm.exported_state_dict(fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout)
+
+
+def save_model(run_dir: Path, out: Path, layout: str = FLOAT) -> None:
+    """Write the newest weights of a fine-tuning as transformers reads them, and the tokenizer.
+
+    `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales.
+
+    Raises:
+        BenchError: no checkpoint, one of something else, or a layout that can't hold the model.
     """
     found = load(choose(run_dir))
     config = resolve(build_config(dict(found.settings)))
@@ -72,11 +101,23 @@ def save_model(run_dir: Path, out: Path) -> None:
     with runtime(config) as device:
         trainer = Trainer(config, open_corpus(config), device)
     fill(trainer.model, found.tensors, found.metadata, f"checkpoint {str(found.folder)!r}")
-    model: Any = fm.dequantize_model(trainer.model)
+    model: Any = trainer.model if layout != FLOAT else fm.dequantize_model(trainer.model)
     head = model.get_output_embeddings()
     settings = model.config = copy.deepcopy(model.config)
     settings.use_cache = True
     settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
     with reading(name) as transformers:
-        model.save_pretrained(out)
+        if layout == FLOAT:
+            model.save_pretrained(out)
+        else:
+            with _refusals(layout):
+                fm.export_model(model, out, layout)
         transformers.AutoTokenizer.from_pretrained(**find_model(name)).save_pretrained(out)
+
+
+@contextmanager
+def _refusals(layout: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, ImportError) as error:
+        raise BenchError(f"--layout {layout}: {one_line(error)}") from None

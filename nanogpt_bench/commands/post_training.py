@@ -191,7 +191,11 @@ def check_folder(out: Path) -> None:
 
 
 def spread(tokens: Any, count: int, block: int) -> Tensor:
-    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short."""
+    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short.
+
+    Raises:
+        BenchError: it is shorter than one.
+    """
     if len(tokens) <= block:
         raise BenchError(f"the text has {len(tokens)} tokens, a window of {block} needs {block + 1}")
     count = max(1, min(count, (len(tokens) - 1) // block))

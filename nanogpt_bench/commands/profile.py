@@ -32,6 +32,7 @@ def main_profile(args: argparse.Namespace) -> int:
     gave_way: list[str] = []
     settings = load_settings(find_config(name), args.overrides, gave_way.append)
     check_out(args.out)
+    _refuse_processes(settings)
     if ranges:
         _refuse(args, "goes with profile CONFIG.yaml, not with profile ranges", ("batch_sizes",))
         code = _ranges(settings, args)
@@ -56,6 +57,12 @@ def _refuse(args: argparse.Namespace, why: str, options: Sequence[str]) -> None:
     for option in options:
         if getattr(args, option) is not None:
             raise BenchError(f"--{option.replace('_', '-')} {why}")
+
+
+def _refuse_processes(settings: Mapping[str, Any]) -> None:
+    from nanogpt_bench.step.parallel import refuse_parallel
+
+    refuse_parallel(settings.get("train.parallel"), "profile")
 
 
 def check_out(out: Path | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported, export, read_export, to_json
 from nanogpt_bench.report.foretelling import FEWEST, Point, foretelling_table, foretold, points
-from nanogpt_bench.report.length import by_length, length_cells
+from nanogpt_bench.report.length import LADDERS, cells_of, climbed
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.tuned import tuning_table
@@ -86,8 +86,9 @@ def _show(content: Exported, reference: str | None, table: str | None) -> int:
         print(TABLES[table](results), end="")
         return 0
     print(to_markdown(results))
-    if found := by_length(results):
-        print(padded(length_cells(found)))
+    for ladder in LADDERS:
+        if found := climbed(ladder, results):
+            print(padded(cells_of(ladder, found)))
     if content.tuning:
         print(tuning_table(content.tuning))
     return 0

@@ -21,7 +21,9 @@ from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
-from nanogpt_bench.system.signals import RESUMABLE, stop_requests
+from nanogpt_bench.system.ranks import Ranks
+from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
+from nanogpt_bench.system.torchrun import is_worker, joined
 from nanogpt_bench.system.words import counted
 from nanogpt_bench.training.train import Progress, run
 
@@ -62,24 +64,37 @@ def trained(
     """
     if allow_config_change and not resume:
         raise BenchError("--allow-config-change needs --resume: a new run takes the settings that it is given")
-    path = find_config(config_name)
+    path, ranks = find_config(config_name), joined()
     gave_way: list[str] = []
     given = load_config(path, overrides, gave_way.append)
+    _check_torchrun(given.train.parallel)
     named = None if name is None else RUNS / checked_name(name)
-    earlier = (named or latest_name(path.stem)) if resume else None
+    earlier = Path(ranks.told(str(named or latest_name(path.stem)))) if resume else None
     config = resolve(given) if earlier is None else resolve_for(given, earlier, resume=True)
-    prepare_default(config.data.dir)
-    options = {"resume": resume, "allow_config_change": allow_config_change}
+    with ranks.together():
+        if ranks.first:
+            prepare_default(config.data.dir)
+    options = {"resume": resume, "allow_config_change": allow_config_change, "ranks": ranks}
     with (
-        _folder(path.stem, earlier or named) as run_dir,
-        stop_requests() as stop,
+        _folder(path.stem, earlier or named, ranks) as run_dir,
+        stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,
         _display(config, gave_way) as show,
-        followed(run_dir) if page else nullcontext() as drawn,
+        followed(run_dir) if page and ranks.first else nullcontext() as drawn,
     ):
         gave_way += [f"page: {drawn}"] if drawn else []
-        summary = run(config, run_dir, on_progress=show, stop=stop, say=say, **options)
+        summary = run(config, run_dir, on_progress=show if ranks.first else None, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir
+
+
+def _check_torchrun(parallel: str | None) -> None:
+    if parallel is not None and not is_worker():
+        raise BenchError(
+            f"train.parallel: {parallel!r} needs processes; start them with torchrun --nproc-per-node 2 -m "
+            "nanogpt_bench run, or give --train.parallel null"
+        )
+    if parallel is None and is_worker():
+        raise BenchError("torchrun started this and train.parallel is null; give --train.parallel ddp or fsdp")
 
 
 def exit_code(summary: dict[str, Any]) -> int:
@@ -105,13 +120,13 @@ def checked_name(name: str) -> str:
 
 
 @contextmanager
-def _folder(stem: str, given: Path | None) -> Iterator[Path]:
+def _folder(stem: str, given: Path | None, ranks: Ranks) -> Iterator[Path]:
     """Yield the folder of a run: the one given, or a new one named after the configuration."""
     if given is not None:
         yield given
         return
-    with new_folder(RUNS / stem) as folder:
-        yield folder
+    with new_folder(RUNS / stem) if ranks.first else nullcontext() as folder:
+        yield Path(ranks.told(str(folder)))
 
 
 def latest_name(stem: str) -> Path:

@@ -115,7 +115,7 @@ def add_finetune(commands: Any) -> Any:
         "finetune",
         help="train all weights of a pretrained language model further",
         usage="nanogpt-bench finetune --model PATH --data.dir DIR [--rule RULE] [--name NAME] [--resume] [--save DIR] "
-        "[--section.key VALUE ...]",
+        "[--layout LAYOUT] [--section.key VALUE ...]",
         description="Train all weights of a causal language model of transformers further, as finetune.yaml says,\n"
         "with the loop, checkpoints, monitors and report of run; every setting of run can be overridden.",
         epilog="examples:\n"
@@ -127,7 +127,12 @@ def add_finetune(commands: Any) -> Any:
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint of runs/NAME")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does, in floats")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does")
+    parser.add_argument(
+        "--layout",
+        choices=("float", "compressed-tensors", "torchao"),
+        help="of --save: float values (default), or codes and scales as compressed-tensors or torchao keep them",
+    )
     parser.set_defaults(handler=_finetune)
     return parser
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.cores import check_workers
-from nanogpt_bench.compare.executor import Executor, check_executor, executor_of
+from nanogpt_bench.compare.executor import Executor
+from nanogpt_bench.compare.executors import check_executor, executor_of
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides

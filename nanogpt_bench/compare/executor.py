@@ -1,17 +1,10 @@
-"""Where the workers of a comparison or a sweep run: as processes of this machine, or in a Ray cluster."""
+"""What a pool asks of its workers, and of what makes them, wherever they are."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Protocol
-
-from nanogpt_bench.compare.cores import cores
-from nanogpt_bench.system.errors import BenchError, unknown
-
-EXECUTORS = ("local", "ray")
 
 Messages = queue.SimpleQueue[tuple[Any, dict[str, Any] | None]]
 """(a worker, what it says), and (the worker, None) when it has ended."""
@@ -47,46 +40,3 @@ class Executor(Protocol):
 
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a worker that computes with so many threads."""
-
-
-class Local:
-    """Workers on this machine."""
-
-    def cores(self) -> int:
-        """Return the cores that this process may use."""
-        return cores()
-
-    def worker(self, messages: Messages, threads: int) -> AnyWorker:
-        """Start a process."""
-        from nanogpt_bench.compare.pool import Worker
-
-        return Worker(messages, threads)
-
-
-def check_executor(name: str, address: str | None) -> None:
-    """Refuse an executor that there is not, and an address that means nothing to it.
-
-    Raises:
-        BenchError: says so.
-    """
-    if name not in EXECUTORS:
-        raise unknown("--executor", name, EXECUTORS)
-    if address is not None and name != "ray":
-        raise BenchError(f"--address {address!r} goes with --executor ray")
-
-
-@contextmanager
-def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Executor]:
-    """Yield the executor called `name`; runs are written below `folder`, which all its workers have to see.
-
-    Raises:
-        BenchError: as `check_executor`; the package ray is missing, or no cluster answers.
-    """
-    check_executor(name, address)
-    if name == "local":
-        yield Local()
-        return
-    from nanogpt_bench.compare.ray_cluster import RayCluster
-
-    with RayCluster(address, folder) as cluster:
-        yield cluster

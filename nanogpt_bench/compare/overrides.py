@@ -95,6 +95,7 @@ def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Ca
         BenchError: a setting that no row takes, or one that a row can't have; names the row.
     """
     from nanogpt_bench.config.settings import build_config
+    from nanogpt_bench.step.parallel import refuse_parallel
     from nanogpt_bench.step.resolve import resolve  # brings torch along
 
     rows = {run.label: run for run in planned}
@@ -102,7 +103,9 @@ def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Ca
     length = 0
     for label, run in rows.items():
         try:
-            length = resolve(build_config(dict(run.settings))).model.block_size or 0
+            config = resolve(build_config(dict(run.settings)))
+            refuse_parallel(config.train.parallel, "each row of a comparison")
+            length = config.model.block_size or 0
         except BenchError as error:
             raise BenchError(f"{error} (in the row {label!r})") from None
     for line in lines:

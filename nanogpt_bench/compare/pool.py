@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
 
-from nanogpt_bench.compare.executor import AnyWorker, Executor, Local, Messages
+from nanogpt_bench.compare.cores import cores
+from nanogpt_bench.compare.executor import AnyWorker, Executor, Messages
 
 WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -96,6 +97,18 @@ class Worker:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):  # an unread job may still be in the buffer
                     pipe.close()
+
+
+class Local:
+    """Workers on this machine."""
+
+    def cores(self) -> int:
+        """Return the cores that this process may use."""
+        return cores()
+
+    def worker(self, messages: Messages, threads: int) -> AnyWorker:
+        """Start a process."""
+        return Worker(messages, threads)
 
 
 class Pool:

@@ -33,6 +33,7 @@ SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 #: courses of an option from its value at the first step to that at the last
 COURSES = ("linear", "cosine", "step")
 STOPS = ("nan", "divergence", "plateau")
+PARALLEL = ("ddp", "fsdp")
 ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: where `prepare stdlib` writes and where a run looks when nobody says otherwise
 DEFAULT_DATA_DIR = "data/stdlib"
@@ -320,6 +321,13 @@ class TrainConfig:
     )
     recompute: bool = setting(
         False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"
+    )
+    parallel: str | None = setting(
+        None,
+        "how the processes of torchrun share a run: ddp (each holds the model) or fsdp (each holds rows of every "
+        "weight), and train.batch_size / processes sequences of every batch; null: one process",
+        choices=PARALLEL,
+        changes_numbers=False,
     )
     max_seconds: float | None = setting(
         None, "stop after this many seconds; null: never", above=0.0, changes_numbers=False

@@ -146,9 +146,7 @@ def outline(name: str) -> Outline:
     Raises:
         BenchError: as `find_model`, or not a causal language model of float weights.
     """
-    settings = _settings(name)
-    with reading(name) as transformers, torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+    settings, model = _settings(name), skeleton(name)
     owners: dict[int, list[str]] = {}
     for weight, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(weight)
@@ -166,6 +164,17 @@ def outline(name: str) -> Outline:
         layers={layer: _sizes(module) for layer, module in linear.items()},
         shared={layer: names for layer, names in shared.items() if len(names) > 1},
     )
+
+
+def skeleton(name: str) -> Any:
+    """Return the model called `name` without values; no weight is read.
+
+    Raises:
+        BenchError: as `outline`.
+    """
+    settings = _settings(name)
+    with reading(name) as transformers, torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -21,11 +21,12 @@ _LOG = logging.getLogger("nanogpt_bench")
 class AnomalyObserver(Observer):
     """Commits one checkpoint as anomaly/checkpoints/step-N, apart from those that a run goes on from.
 
-    Where step N was left out, it holds the weights and the optimizer state that the step began with.
+    Where step N was left out, it holds the weights and the optimizer state that the step began with. Without a folder
+    this process helps another one to do so.
     """
 
-    def __init__(self, run_dir: Path, trainer: Trainer) -> None:
-        self._folder, self._trainer = run_dir / "anomaly", trainer
+    def __init__(self, run_dir: Path | None, trainer: Trainer) -> None:
+        self._folder, self._trainer = None if run_dir is None else run_dir / "anomaly", trainer
         self._saved = False
 
     def written(self, step: Step) -> None:
@@ -33,9 +34,12 @@ class AnomalyObserver(Observer):
             return
         self._saved = True
         facts = {"anomaly": dataclasses.asdict(step.anomaly), "batches_left_out": self._trainer.batches_left_out}
+        contents = capture(step.number, self._trainer, [], facts)
+        if self._folder is None or contents is None:
+            return
         self._folder.mkdir(exist_ok=True)
         try:
-            commit(self._folder, capture(step.number, self._trainer, [], facts), keep_last=1)
+            commit(self._folder, contents, keep_last=1)
         except CheckpointNotWritten as error:
             _LOG.warning("anomaly: %s", error)  # it is for debugging: the run does without
 

@@ -63,23 +63,27 @@ def check_monitors(config: Config) -> None:
 def build_observers(
     config: Config,
     trainer: Trainer,
-    run_dir: Path,
+    run_dir: Path | None,
     *,
     baseline: Mapping[int, float],
     tell: Callable[[Alert], None],
 ) -> Observers:
-    """Return the observers of a resolved configuration; files in `run_dir` are opened."""
+    """Return the observers of a resolved configuration; files in `run_dir` are opened, where there is one."""
     trend = TrendObserver(config.alerts, baseline) if config.monitor.trend else None
-    alerts = _alerts(config, run_dir, trend, tell)
+    alerts = None if run_dir is None else _alerts(config, run_dir, trend, tell)
     shadow = _shadow(config, trainer)
     turns = _turns(config, trainer)
     stall, monitors = _monitors(config, trainer, turns)
     alone = [_built(name, config, trainer, turns) for name in ON_THEIR_OWN if getattr(config.monitor, name)]
     fisher = _fisher(config, trainer, shadow) if config.monitor.fisher else None
     # What adds to a record once it is complete comes before what writes it.
-    sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
+    sinks: list[Observer | None] = []
+    if run_dir is not None:
+        sinks = [JsonlObserver(run_dir / "metrics.jsonl"), HistogramObserver(run_dir / "histograms.jsonl"), alerts]
     anomaly = AnomalyObserver(run_dir, trainer) if config.alerts.save_on_anomaly else None
-    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *sinks, anomaly]
+    # Where it gathers from all processes it comes first, as a disk that is full must not keep this one from it.
+    last = [anomaly, *sinks] if trainer.in_rows else [*sinks, anomaly]
+    ordered = [shadow, *monitors, turns, trend, *alone, fisher, *last]
     return Observers(trend, stall, shadow, alerts, [observer for observer in ordered if observer is not None])
 
 

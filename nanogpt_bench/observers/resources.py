@@ -45,7 +45,7 @@ class Resources(Observer):
     def written(self, step: Step) -> None:
         if metrics.VAL_LOSS.name not in step.record:
             return
-        step.record[metrics.PEAK_BYTES.name] = _peak_bytes(self._device)
+        step.record[metrics.PEAK_BYTES.name] = peak_bytes(self._device)
         speed = step.record.get(metrics.SPEED.name)
         if self._peak is not None and speed is not None:
             step.record[metrics.MFU.name] = speed * self._flops / self._peak
@@ -70,7 +70,7 @@ def _peak_flops(config: Config, device: torch.device) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
     """Return the most memory so far: the GPU's, or the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -18,6 +18,7 @@ from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.length import LADDERS, ladder_section
 from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.processes import processes_section
 from nanogpt_bench.report.results import Result, Row, findings
 from nanogpt_bench.report.section import Section, css_class, figures, legend
 from nanogpt_bench.report.studies import Studies
@@ -58,6 +59,7 @@ def all_sections(page: Page) -> list[Section]:
     found: list[Section | None] = [
         _what(page),
         _results(page),
+        processes_section(page.rows),
         *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
         tuned_section(page.studies.tunings),
         _loss(page),

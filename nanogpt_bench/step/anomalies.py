@@ -13,8 +13,9 @@ from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.step.layers import plain
+from nanogpt_bench.step.layers import held, plain
 from nanogpt_bench.step.points import Anomaly, Step
+from nanogpt_bench.system.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from nanogpt_bench.step.trainer import Trainer
@@ -45,7 +46,7 @@ class Sentry:
         passed = not (step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name])
         if passed and self._whole():
             return None
-        weight, state = first_bad_weight(self._trainer.model), first_bad_state(self._trainer)
+        weight, state = first_bad_weight(self._trainer.model, self._trainer.ranks), first_bad_state(self._trainer)
         if passed and weight is None and state is None:
             return None  # finite, but with a norm that overflows
         step.record |= {
@@ -62,7 +63,10 @@ class Sentry:
 
     def _whole(self) -> bool:
         """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
-        weights = [weight for weight in self._trainer.model.parameters() if _can_be_bad(weight)]
+        return not self._trainer.ranks.any(not self._is_whole_here())
+
+    def _is_whole_here(self) -> bool:
+        weights = [held(weight) for weight in self._trainer.model.parameters() if _can_be_bad(held(weight))]
         # Codes are decoded a layer at a time: all of them would take four times what the weights do.
         norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
         floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
@@ -79,7 +83,7 @@ def _clones(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def first_bad_weight(model: nn.Module) -> str | None:
+def first_bad_weight(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
     """Return the first parameter with a value that is not finite, None where there is none.
 
     >>> layer = nn.Linear(2, 1)
@@ -88,15 +92,15 @@ def first_bad_weight(model: nn.Module) -> str | None:
     >>> first_bad_weight(layer)
     'weight of weight'
     """
-    weights = {name: plain(weight) for name, weight in model.named_parameters() if _can_be_bad(weight)}
-    return _first_bad("weight of ", weights)
+    own = {name: held(weight) for name, weight in model.named_parameters()}
+    return _first_bad("weight of ", {name: plain(rows) for name, rows in own.items() if _can_be_bad(rows)}, ranks)
 
 
 def first_bad_state(trainer: Trainer) -> str | None:
     """Return the first entry of the optimizer's state that is not finite, None where there is none."""
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     states = {f"{entry} of {names.get(owner, 'a parameter')}": leaf for entry, owner, leaf in _states(trainer)}
-    return _first_bad("optimizer state ", states)
+    return _first_bad("optimizer state ", states, trainer.ranks)
 
 
 def first_seen(trainer: Trainer, step: Step) -> str:
@@ -105,14 +109,18 @@ def first_seen(trainer: Trainer, step: Step) -> str:
     Of activations the first in the order of the forward pass counts, of gradients the first in that of the backward
     pass. What does not happen again is looked for in the gradients that the step left.
     """
-    copied = copy.deepcopy(trainer.model)
-    for batch in trainer.micro_batches(step.number):
-        where = _first_bad_activation(trainer, copied, batch)
-        if where is not None:
-            return where
-    repeated = _last_bad_gradient(copied)
+    repeated = None
+    if trainer.ranks.size == 1:  # several processes would not take the same way through the repetition
+        copied = copy.deepcopy(trainer.model)
+        for batch in trainer.micro_batches(step.number):
+            where = _first_bad_activation(trainer, copied, batch)
+            if where is not None:
+                return where
+        repeated = _last_bad_gradient(copied)
     return repeated or (
-        "loss" if step.record[metrics.LOSS_IS_NAN.name] else _last_bad_gradient(trainer.model) or "gradient"
+        "loss"
+        if step.record[metrics.LOSS_IS_NAN.name]
+        else _last_bad_gradient(trainer.model, trainer.ranks) or "gradient"
     )
 
 
@@ -138,16 +146,16 @@ def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Ten
     return None
 
 
-def _last_bad_gradient(model: nn.Module) -> str | None:
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return _first_bad("gradient of ", dict(reversed(gradients.items())))
+def _last_bad_gradient(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
+    named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    return _first_bad("gradient of ", {name: held(gradient) for name, gradient in reversed(named)}, ranks)
 
 
-def _first_bad(prefix: str, tensors: Mapping[str, Tensor]) -> str | None:
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            return prefix + name
-    return None
+def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> str | None:
+    """The first that is not finite, here or in another process."""
+    bad = (float(not bool(tensor.isfinite().all())) for tensor in tensors.values())
+    flags = bad if ranks.size == 1 else ranks.total(list(bad))
+    return next((prefix + name for name, flag in zip(tensors, flags, strict=False) if flag), None)
 
 
 def _can_be_bad(parameter: Tensor) -> bool:

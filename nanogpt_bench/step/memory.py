@@ -46,6 +46,8 @@ class GradientPeak:
         """Called after a backward pass."""
         for hook in self._hooks:
             hook.remove()
+        if not self._most and self.bytes is None:  # of shards nobody calls hooks
+            self._most = memory_of([parameter.grad for parameter in self._own if parameter.grad is not None])
         self._hooks, self.bytes = [], self.bytes or self._most or None
 
 
@@ -76,8 +78,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     if flatten is None:
         yield tensor
         return
-    for name in flatten()[0]:
-        yield from plain_tensors(getattr(tensor, name))
+    for part in [getattr(tensor, name) for name in flatten()[0]]:
+        if isinstance(part, Tensor):  # a DTensor has its mesh among them
+            yield from plain_tensors(part)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

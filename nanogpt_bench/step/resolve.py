@@ -22,6 +22,7 @@ from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.constraints import check_constraint, fill_constraint, fill_rates
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
+from nanogpt_bench.step.parallel import check_parallel
 from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -55,6 +56,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     _check_monitors(config)
     _check_pretrained(config)
     _check_in_backward(config)
+    check_parallel(config)
     if formats:
         config.layers = dict(read_layers(config.model, formats))
     check_constraint(config)

@@ -10,7 +10,8 @@ import torch
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
-from nanogpt_bench.model.weights import fill, tensors_of
+from nanogpt_bench.model.weights import fill, gathered, tensors_of
+from nanogpt_bench.step.layers import held
 from nanogpt_bench.step.points import Observer
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -21,17 +22,25 @@ if TYPE_CHECKING:
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
-def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: dict[str, Any]) -> Contents:
+def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: dict[str, Any]) -> Contents | None:
     """Return everything that the steps after `step` depend on, and `facts` beside it; all tensors are copies.
 
     Model, optimizer, observers and random generators are taken. Batches and schedules are functions of the step, and
     need not be. Scales, histories of magnitudes and counters of random bits are the model's.
+
+    What is sharded is gathered: of several processes, which all have to ask, the first gets it and the others None.
     """
-    tensors, metadata = tensors_of(trainer.model)
+    kept = trainer.ranks.first
+    tensors, metadata = tensors_of(trainer.model, kept=kept)
+    optimizer = {"state": trainer.optimizer.state_dict(), "remainders": _remainders(trainer)}
+    if trainer.in_rows:
+        optimizer = _gathered(optimizer, kept=kept)
+    if not kept:
+        return None
     files = {"model": {name: plain_copy(tensor) for name, tensor in tensors.items()}}
     outlines = {}
     for stem, tree in (
-        ("optimizer", {"state": trainer.optimizer.state_dict(), "remainders": _remainders(trainer)}),
+        ("optimizer", optimizer),
         ("observers", {type(observer).__name__: observer.state() for observer in observers}),
         ("random", _random_states(trainer.device)),
     ):
@@ -53,6 +62,15 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
     _attempt(f"{source} does not fit the optimizer", lambda: _restore_optimizer(contents, trainer, classes))
     _attempt(f"{source} does not fit the monitors", lambda: _restore_observers(contents, trainer, observers))
     _attempt(f"{source} has no random state", lambda: _restore_random(contents, trainer.device))
+
+
+def _gathered(tree: Any, *, kept: bool) -> Any:
+    """A tree with every tensor in it whole, in the first process."""
+    if isinstance(tree, dict):
+        return {key: _gathered(value, kept=kept) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_gathered(value, kept=kept) for value in tree)
+    return gathered(tree, kept=kept)
 
 
 def expected_bytes(trainer: Trainer) -> int:
@@ -80,10 +98,15 @@ def _tree(contents: Contents, stem: str, classes: Sequence[type] = (), device: t
 def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
     tree = _tree(contents, "optimizer", classes)
     for name, parameter in trainer.model.named_parameters():
-        if isinstance(parameter, fm.FP8Tensor):
+        own = held(parameter)
+        if isinstance(own, fm.FP8Tensor):
             kept = tree["remainders"].get(name)
-            parameter.remainder = None if kept is None else kept.to(parameter.device)
-    trainer.optimizer.load_state_dict(tree["state"])
+            rows = None if kept is None else held(fm.distributed.rows_of(kept, parameter))
+            own.remainder = None if rows is None else rows.to(parameter.device)
+    state = tree["state"]
+    if trainer.in_rows:
+        state = fm.optim.rows_of_state(state, trainer.optimizer)
+    trainer.optimizer.load_state_dict(state)
 
 
 def _restore_observers(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
@@ -109,9 +132,12 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 
 def _remainders(trainer: Trainer) -> dict[str, Any]:
     """What rounding the first weights left, until the optimizer's first step takes it."""
-    parameters = trainer.model.named_parameters()
-    kept = {name: parameter.remainder for name, parameter in parameters if isinstance(parameter, fm.FP8Tensor)}
-    return {name: remainder for name, remainder in kept.items() if remainder is not None}
+    kept = {}
+    for name, parameter in trainer.model.named_parameters():
+        own = held(parameter)
+        if isinstance(own, fm.FP8Tensor) and own.remainder is not None:
+            kept[name] = fm.distributed.in_rows_of(parameter, own.remainder)
+    return kept
 
 
 def _state_classes(trainer: Trainer) -> tuple[type, ...]:

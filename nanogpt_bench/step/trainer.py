@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +21,14 @@ from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.memory import GradientPeak
 from nanogpt_bench.step.optimizers import build_optimizer, peak_lr, stiffness_at
+from nanogpt_bench.step.parallel import Loss, joined_model, replicated
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.step.schedule import decay_course, lr_factor
 from nanogpt_bench.step.start import model_shape, start_model
 from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.torchao_float8 import train_in_float8
+from nanogpt_bench.step.wire import Wire
+from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
 def initial_model(config: Config, corpus: Corpus) -> Any:
@@ -50,21 +54,36 @@ def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
 
 
 class Trainer:
-    """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already."""
+    """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already.
 
-    def __init__(self, config: Config, corpus: Corpus, device: torch.device, start: GPT | None = None) -> None:
-        self.config, self.corpus, self.device = config, corpus, device
+    `ranks` train it together, as `train.parallel` says.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        device: torch.device,
+        start: GPT | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
         model = initial_model(config, corpus) if start is None else start
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
-        self.model: Any = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+        model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+        self.model: Any = joined_model(model, config, ranks, device)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._decay = decay_course(config.optimizer, config.train.max_steps)
         #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
         self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
-        self._clipping = clipping_of(self.model, self.optimizer, config)
+        replicas = ranks.size > 1 and config.train.parallel == "ddp"
+        #: what a training step passes in place of the model's loss
+        self._replicated = replicated(self.model, self._model_loss) if replicas else None
+        self._clipping = clipping_of(self.model, self.optimizer, config, ranks)
         #: most bytes of gradients at once, in the first step that this process takes
         self.gradient_peak = GradientPeak(self.model)
+        self.wire = Wire(ranks.size)
         if config.train.step_in_backward:
             fm.optim.step_in_backward(self.optimizer)
         #: by how many steps the batches are ahead of the steps, after rollbacks
@@ -72,6 +91,11 @@ class Trainer:
         self._eval_batches = self._draw_eval_batches(corpus)
         also = open_also(config, corpus)
         self._also_batches = [] if also is None else self._draw_eval_batches(also)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether this process holds rows of the weights, of their gradients and of the optimizer's state."""
+        return self.ranks.size > 1 and self.config.train.parallel == "fsdp"
 
     @property
     def tokens_per_step(self) -> int:
@@ -88,7 +112,12 @@ class Trainer:
 
         The weights stay as they are when the loss or the gradient is not finite.
         """
-        observers = list(observers)
+        with self.wire.step():
+            return self._train_step(step, list(observers))
+
+    def _train_step(self, step: Step, observers: list[Observer]) -> float:
+        if self.ranks.size > 1:
+            torch.manual_seed(self._seed_of_step(step.number))
         lr = self._set_lr(step.number - 1)
         self._set_decay(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
@@ -115,6 +144,10 @@ class Trainer:
             self._update(step, observers)
         return loss
 
+    def _seed_of_step(self, number: int) -> int:
+        """What dropout draws from in this process: a function of the step, so that nothing of it has to be saved."""
+        return int(np.random.SeedSequence([self.config.seed, number, self.ranks.rank]).generate_state(1, np.uint64)[0])
+
     def _set_lr(self, index: int) -> float:
         settings = self.config.optimizer
         factor = lr_factor(settings, index, self.config.train.max_steps)
@@ -140,7 +173,7 @@ class Trainer:
             step.micro_step = micro_step
             for observer in observers:
                 observer.before_forward(step)
-            loss = self._loss(tokens, targets) / train.accumulation
+            loss = self._loss(tokens, targets, self._replicated) / train.accumulation
             for observer in observers:
                 observer.after_forward(step)
             self._clipping.before_backward()
@@ -149,7 +182,7 @@ class Trainer:
             for observer in observers:
                 observer.after_backward(step)
             total += loss.detach()
-        return total.item()
+        return self.ranks.mean(total.item())
 
     def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
         """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
@@ -174,9 +207,9 @@ class Trainer:
         for observer in observers:
             observer.after_step(step)
 
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
         with self.precision():
-            loss: Tensor = self._model_loss(tokens, targets)
+            loss: Tensor = (of or self._model_loss)(tokens, targets)
         return loss
 
     def precision(self) -> Any:
@@ -215,10 +248,16 @@ class Trainer:
 
     @torch.no_grad()
     def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+        """The loss of each batch; every process passes some of them, and as many as the others."""
+        rank, size = self.ranks.rank, self.ranks.size
+        losses = [0.0] * len(batches)
         self.model.eval()
-        losses = [self._loss(tokens, targets).item() for tokens, targets in batches]
+        for begin in range(0, len(batches), size):
+            index = min(begin + rank, len(batches) - 1)
+            loss = self._loss(*batches[index]).item()
+            losses[index] = loss if begin + rank < len(batches) else 0.0
         self.model.train()
-        return losses
+        return self.ranks.total(losses)
 
     @torch.no_grad()
     def look(self, one_in: int = 1) -> None:
@@ -241,7 +280,10 @@ class Trainer:
     def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
         size, block = self.config.train.batch_size, self.config.model.block_size or 0
         seed, index = self.config.data.seed or 0, index + self.batches_left_out
-        return batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
+        drawn = batch(self.corpus.train, size, block, seed=seed, step=index, micro_step=micro_step)
+        share = size // self.ranks.size
+        own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
+        return drawn[0][own], drawn[1][own]
 
     def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
         """Return a batch that step `index` does not train on."""

@@ -19,6 +19,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.results import row_label
 from nanogpt_bench.step.formats import format_summary, weight_format
+from nanogpt_bench.step.parallel import refuse_parallel
 from nanogpt_bench.step.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
@@ -130,6 +131,7 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
     try:
         built = build_config(settings)
         config = resolve(built)
+        refuse_parallel(config.train.parallel, "each run of a sweep")
     except BenchError as error:
         where = ", ".join(f"{key} {value!r}" for key, value in axes.items())
         raise BenchError(f"{error}" + f" (at {where})" * bool(where)) from None

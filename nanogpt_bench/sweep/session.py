@@ -13,8 +13,8 @@ from rich.console import Console
 
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.cores import divide, threads_asked
-from nanogpt_bench.compare.executor import Executor, Local
-from nanogpt_bench.compare.pool import Event, Pool
+from nanogpt_bench.compare.executor import Executor
+from nanogpt_bench.compare.pool import Event, Local, Pool
 from nanogpt_bench.report.build import PAGE_SHARE, SECONDS_BETWEEN_PAGES
 from nanogpt_bench.runs.earlier import PASSING
 from nanogpt_bench.sweep.plan import PlannedPoint

@@ -30,6 +30,11 @@ class StopRequest:
         return self._signal is not None
 
     @property
+    def number(self) -> int:
+        """The number of the first signal, 0 before one has come."""
+        return 0 if self._signal is None else int(self._signal)
+
+    @property
     def name(self) -> str:
         """The name of the first signal, "" before one has come.
 
@@ -67,8 +72,8 @@ def stop_requests(before_exit: Callable[[], None] = lambda: None) -> Iterator[St
 
 
 @contextmanager
-def stop_requests_once() -> Iterator[StopRequest]:
-    """Turn the first SIGTERM into a request and ignore those that follow; SIGINT stays as it is handled.
+def stop_requests_once(numbers: tuple[signal.Signals, ...] = (signal.SIGTERM,)) -> Iterator[StopRequest]:
+    """Turn the first SIGTERM into a request and ignore those that follow; other signals stay as they are handled.
 
     For a process whose parent answers for it: it may be told to stop twice, by its parent and as one of a group.
     """
@@ -77,7 +82,7 @@ def stop_requests_once() -> Iterator[StopRequest]:
     def handle(number: int, _: Any) -> None:
         request.note(number)
 
-    with _handling(handle, (signal.SIGTERM,)):
+    with _handling(handle, numbers):
         yield request
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.checkpoint import Contents, clean, newest, read
+from nanogpt_bench.checkpoint.layout import step_folder
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.runs.history import latest
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.ranks import Ranks
 
 #: what a run leaves behind that begins anew; its other files are written over
 _OUTPUT = ("metrics.jsonl", "histograms.jsonl", "alerts.jsonl", "summary.json", "weights.json", "tracking.json")
@@ -55,6 +57,28 @@ def find_checkpoint(
     _check_environment(contents.facts.get("environment", {}), environment, allow_change=allow_change, say=say)
     say(f"{run_dir} goes on after step {contents.step}")
     return contents
+
+
+def newest_whole(run_dir: Path) -> Contents | None:
+    """Return the newest checkpoint that verifies, None where there is none."""
+    folder, _ = newest(run_dir)
+    return None if folder is None else read(folder)
+
+
+def found_by_all(ranks: Ranks, run_dir: Path, find: Callable[[], Contents | None]) -> Contents | None:
+    """Return in every process what the first one finds: the others read the same checkpoint from the same folder.
+
+    Raises:
+        BenchError: it can't be found or read in one of them.
+    """
+    found = None
+    with ranks.together():
+        found = find() if ranks.first else None
+    step = ranks.told("" if found is None else str(found.step))
+    with ranks.together():
+        if step and not ranks.first:
+            found = read(step_folder(run_dir, int(step)))
+    return found
 
 
 def config_facts(config: Config) -> dict[str, Any]:
@@ -149,7 +173,7 @@ def _check_environment(saved: Mapping[str, Any], current: Mapping[str, Any], *, 
             "data.dir: the corpus is not the one that the run was begun on (its sha256 differs); give that one, or "
             "--allow-config-change"
         )
-    differing = list(_differences(saved, current, ("libraries.torch", "threads", "cpu", "gpu")))
+    differing = list(_differences(saved, current, ("libraries.torch", "threads", "cpu", "gpu", "processes")))
     if differing:
         say(f"the last bits may differ from an uninterrupted run's: {', '.join(differing)}")
 

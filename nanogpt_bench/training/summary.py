@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.observers.resources import peak_bytes
 from nanogpt_bench.step.formats import format_summary
-from nanogpt_bench.step.memory import bytes_of
+from nanogpt_bench.step.memory import bytes_of, held_bytes
 from nanogpt_bench.step.resolve import rule_name
 from nanogpt_bench.step.surgery import quantized_layers
 
@@ -26,6 +27,8 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
     weights = [layer.weight for layer in _layers(model, config).values()]
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
+    if trainer.in_rows and of_weights is not None:
+        of_weights = int(sum(trainer.ranks.each(of_weights)))
     return {
         "name": name,
         "rule": rule_name(config),
@@ -58,6 +61,25 @@ def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, wat
         "tokens": outcome.tokens,
         "lr": config.optimizer.lr,
         "bits_per_byte": None if loss is None else trainer.bits_per_byte(loss),
+        **_processes(trainer),
+    }
+
+
+def _processes(trainer: Trainer) -> dict[str, Any]:
+    """What each of several processes holds and sends; nothing of one. All of them have to ask."""
+    ranks = trainer.ranks
+    if ranks.size == 1:
+        return {}
+    held = ranks.each(held_bytes(trainer.model, trainer.optimizer))
+    peak = ranks.each(peak_bytes(trainer.device))
+    return {
+        "processes": {
+            "parallel": trainer.config.train.parallel,
+            "count": ranks.size,
+            "held_bytes": [int(size) for size in held],
+            "peak_bytes": [int(size) for size in peak],
+            "sent_bytes": trainer.wire.bytes,
+        }
     }
 
 
@@ -77,7 +99,21 @@ def count(parameters: Iterable[Tensor]) -> int:
 @torch.no_grad()
 def weight_histograms(model: nn.Module, config: Config) -> dict[str, Any]:
     """Return, per quantised layer, how many weights lie on each value of the format, in increasing order."""
-    return {name: _histogram(layer) for name, layer in _layers(model, config).items()}
+    return {name: _whole_histogram(model, name, layer) for name, layer in _layers(model, config).items()}
+
+
+def _whole_histogram(model: nn.Module, name: str, layer: fm.QuantizedLinear) -> dict[str, Any]:
+    """Of a layer that is sharded once all processes have its weight, for as long as that takes."""
+    parts = name.split(".")
+    above = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts), -1, -1)]
+    sharded: Any = next((module for module in above if hasattr(module, "unshard")), None)
+    if sharded is None:
+        return _histogram(layer)
+    sharded.unshard()
+    try:
+        return _histogram(layer)
+    finally:
+        sharded.reshard()
 
 
 def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:

@@ -1,51 +1,39 @@
-"""One training run: the loop, its files in the run folder, and the summary."""
+"""One training run: settings, corpus and folder made ready, and the loop."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, check_room, commit, newest, read
-from nanogpt_bench.config import metrics
-from nanogpt_bench.config.rules import stall_counts
+from nanogpt_bench.checkpoint import check_room
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.failures import failures_of
 from nanogpt_bench.model.gpt import build_model
-from nanogpt_bench.observers import Alert, Observer, Step, baseline_curve
-from nanogpt_bench.observers.build import build_observers, check_monitors
-from nanogpt_bench.observers.trackers import check_trackers, start_trackers
-from nanogpt_bench.observers.tracking import Trackers
+from nanogpt_bench.observers import baseline_curve
+from nanogpt_bench.observers.build import check_monitors
+from nanogpt_bench.observers.trackers import check_trackers
 from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.runs.history import config_history, history_comment
-from nanogpt_bench.step.anomalies import Anomaly, Sentry, figure_of
-from nanogpt_bench.step.memory import held_bytes
 from nanogpt_bench.step.older import resolve_for
-from nanogpt_bench.step.run_state import capture, expected_bytes, restore
+from nanogpt_bench.step.parallel import check_ranks, processes
+from nanogpt_bench.step.run_state import expected_bytes
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.start import check_start, start_facts
-from nanogpt_bench.step.trainer import Trainer, mean_and_error
-from nanogpt_bench.system.errors import BenchError, disk_failure
-from nanogpt_bench.system.files import remove_parts, write_json, write_text
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import locked
+from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.best import commit_best, withdraw_best
+from nanogpt_bench.training.loop import Loop
 from nanogpt_bench.training.outcome import Outcome, Progress
 from nanogpt_bench.training.resume import (
     check_unused,
-    config_facts,
     find_checkpoint,
-    remove_output,
-    resumed_environment,
+    found_by_all,
 )
-from nanogpt_bench.training.summary import summarize, weight_histograms
 
 __all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]
 
@@ -60,6 +48,7 @@ def run(
     allow_config_change: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     stop: StopRequest | None = None,
+    ranks: Ranks = ALONE,
     say: Callable[[str], None] = _LOG.warning,
 ) -> dict[str, Any]:
     """Train as `config` says, write everything into `run_dir` and return the content of summary.json.
@@ -72,329 +61,32 @@ def run(
     for ends the run after the step at hand, with a checkpoint; a file that can't be written ends it without one.
     KeyboardInterrupt writes the summary, then interrupts.
 
+    Of several `ranks`, each of which calls this, the first one writes; all stop together, and read the same checkpoint.
+
     Raises:
         BenchError: settings or corpus that can't be used, or a `run_dir` that already holds a run; nothing is written.
             With `resume`, settings that would change the numbers, unless `allow_config_change`.
     """
     config = resolve_for(config, run_dir, resume=resume)
+    check_ranks(config, ranks)
     with runtime(config) as device:
         corpus = open_corpus(config)
-        facts = environment(corpus, config.runtime.threads) | start_facts(config)
+        facts = environment(corpus, config.runtime.threads) | start_facts(config) | processes(config, ranks)
         baseline = baseline_curve(config.alerts)
         check_trackers(config)
         check_monitors(config)
         if not resume:
             check_unused(run_dir)
-        trainer = Trainer(config, corpus, device, start=config.begun and build_model(config.begun, 0))
+        trainer = Trainer(config, corpus, device, start=config.begun and build_model(config.begun, 0), ranks=ranks)
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
-        with locked(run_dir, "run folder"):
-            if not resume:
+        with locked(run_dir, "run folder") if ranks.first else nullcontext():
+            if not resume and ranks.first:
                 check_unused(run_dir)  # another process may have come and gone
             told = {"allow_change": allow_config_change, "say": say}
-            found = find_checkpoint(run_dir, config, facts, **told) if resume else None
+            find = partial(find_checkpoint, run_dir, config, facts, **told)
+            found = found_by_all(ranks, run_dir, find) if resume else None
             check_start(config, found)
-            progress = _Run(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
+            progress = Loop(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
             progress.begin(found)
             del found  # its tensors would be held as long as the run takes
             return progress.go()
-
-
-class _Run:
-    """One run in progress: steps, validations, records."""
-
-    def __init__(
-        self,
-        config: Config,
-        trainer: Trainer,
-        run_dir: Path,
-        baseline: Mapping[int, float],
-        on_progress: Callable[[Progress], None] | None,
-        stop: StopRequest,
-        environment: dict[str, Any],
-    ) -> None:
-        self.config, self.trainer, self.run_dir, self.on_progress = config, trainer, run_dir, on_progress
-        self.stop, self.environment = stop, environment
-        self.outcome, self.trackers = Outcome(), Trackers([])
-        self.raised: list[Alert] = []
-        self.watch = build_observers(config, trainer, run_dir, baseline=baseline, tell=self._tell)
-        self.observers: list[Observer] = [*self.watch.all]
-        self.sentry = Sentry(trainer)
-        self.stall_counts = stall_counts(config.model.storage, config.optimizer.writeback)
-        self.started = perf_counter()
-        #: whether this process has taken a step
-        self.stepped = False
-        #: the last step that is over, skipped or not; None before the first validation
-        self.done: int | None = None
-
-    def begin(self, found: Contents | None) -> None:
-        """Make the folder ready and start the trackers, at step 0 or where a checkpoint was committed."""
-        earlier: dict[str, Any] = {}
-        if found is None:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            remove_output(self.run_dir)
-            withdraw_best(self.run_dir, -1)
-        else:
-            self._take_up(found)
-            withdraw_best(self.run_dir, found.step)
-            earlier = found.facts["trackers"]
-        remove_parts(self.run_dir)
-        write_text(self.run_dir / "config.yaml", history_comment(self.environment) + to_yaml(self.config))
-        write_json(self.run_dir / "environment.json", self.environment)
-        after = -1 if self.done is None else self.done
-        self.trackers = start_trackers(self.config, self.run_dir, earlier, after)
-        self.observers.append(self.trackers)
-
-    def _take_up(self, found: Contents) -> None:
-        restore(found, self.trainer, self.watch.all)
-        facts = found.facts
-        self.outcome, self.done = Outcome(**facts["outcome"]), found.step
-        self.outcome.go_on()
-        self.trainer.batches_left_out = self.outcome.batches_left_out
-        self.started = perf_counter() - facts["elapsed_s"]
-        self.environment = resumed_environment(found, self.environment, self.config)
-        (self.run_dir / "summary.json").unlink(missing_ok=True)  # it spoke of the end of what goes on now
-
-    def save(self, step: Step) -> None:
-        """Commit a checkpoint of the state after a step."""
-        commit(self.run_dir, self._contents(step), keep_last=self.config.checkpoint.keep)
-
-    def _contents(self, step: Step) -> Contents:
-        loss, outcome = step.record.get(metrics.VAL_LOSS.name), self.outcome
-        self._measure()
-        facts = {
-            "config": config_facts(self.config),
-            "environment": self.environment,
-            "trackers": self.trackers.facts,
-            "best": self._is_best(step),
-            "val_loss": loss if loss is not None and math.isfinite(loss) else None,
-            "best_val_loss": outcome.best_val_loss,
-            "outcome": dataclasses.asdict(outcome),
-            "elapsed_s": perf_counter() - self.started,
-        }
-        return capture(step.number, self.trainer, self.watch.all, facts)
-
-    def _is_best(self, step: Step) -> bool:
-        loss = step.record.get(metrics.VAL_LOSS.name)
-        return loss is not None and loss == self.outcome.best_val_loss
-
-    def _save_if_best(self, step: Step) -> None:
-        if self.config.checkpoint.best and self._is_best(step) and step.anomaly is None:
-            commit_best(self.run_dir, self._contents(step))
-
-    def _measure(self) -> None:
-        """Count what is held once a step has given the optimizer its state; a run that goes on knows it already."""
-        if self.outcome.steps and (self.stepped or self.outcome.held_bytes is None):
-            self.outcome.held_bytes = held_bytes(self.trainer.model, self.trainer.optimizer)
-            self.outcome.gradient_peak_bytes = self.trainer.gradient_peak.bytes
-
-    def _save_if_due(self, step: Step) -> None:
-        settings, status = self.config.checkpoint, self.outcome.status
-        ends = settings.last and (step.last or status == "stopped")
-        due = settings.every is not None and step.number % settings.every == 0 and step.anomaly is None
-        if status != "failed" and (ends or due or self.outcome.ended_by_signal):
-            self.save(step)
-        if status != "failed":
-            self._save_if_best(step)
-
-    def _tell(self, alert: Alert) -> None:
-        self.raised.append(alert)
-        self.trackers.alert(alert)
-
-    def go(self) -> dict[str, Any]:
-        try:
-            if self.done is None:
-                self._first_validation()
-            self._loop()
-            return self._finish()
-        except KeyboardInterrupt:
-            self.outcome.status = "stopped"
-            self._finish()
-            raise
-        except (OSError, CheckpointNotWritten) as error:
-            why = disk_failure(error) if isinstance(error, OSError) else str(error)
-            if why is None:
-                self._break_off()
-                raise
-            self.outcome.end_on_disk(why, self.done or 0, self.trainer.tokens_per_step)
-            return self._finish()
-        except BaseException:
-            self._break_off()
-            raise
-
-    def _break_off(self) -> None:
-        self._close()
-        self.trackers.finish(None)
-
-    def _loop(self) -> None:
-        while self.outcome.status == "finished" and (self.done or 0) < self.config.train.max_steps:
-            self._one_step((self.done or 0) + 1)
-
-    def _one_step(self, number: int) -> None:
-        begun = perf_counter()
-        step = self.trainer.new_step(number, last=number == self.config.train.max_steps)
-        self.sentry.before()
-        self.trainer.train_step(step, self.observers)
-        self.stepped = True
-        spent = perf_counter() - begun
-        step.anomaly = self.sentry.after(step)
-        if step.anomaly is None:
-            self._count(step, spent)
-        else:
-            self._skip(step, step.anomaly)
-        self._validate_if_due(step)
-        self._write(step)
-        if self._rolled_back(step):
-            return
-        self._end_if_asked(step)
-        self._end_if_told(step)
-        self.done = step.number
-        self._save_if_due(step)
-
-    def _end_if_told(self, step: Step) -> None:
-        """End the run after a step in which a signal came; the last step ends it anyway."""
-        if self.stop.asked and self.outcome.status == "finished" and not step.last:
-            self.outcome.end_early("signal", f"{self.stop.name} after step {step.number}", step.number)
-
-    def _skip(self, step: Step, anomaly: Anomaly) -> None:
-        """Leave a step out; fail where that is no help, or was not in as many steps as patience allows."""
-        outcome, train = self.outcome, self.config.train
-        patience = 1 if train.on_anomaly == "stop" else self.config.alerts.nan_patience
-        outcome.skip(step.number)
-        if anomaly.lasting:
-            outcome.fail("nan", f"{anomaly.where} is not finite at step {step.number}", step.number)
-        elif outcome.anomalies >= patience and ("nan" in train.stop_on or train.on_anomaly == "rollback"):
-            rest = f", and not finite in the {patience - 1} steps before" if patience > 1 else ""
-            message = f"{figure_of(step)} at step {step.number}{rest}; first seen in {anomaly.where}"
-            outcome.fail("nan", message, outcome.first_anomaly)
-
-    def _rolled_back(self, step: Step) -> bool:
-        """Undo a step that was not finite, and those since the last checkpoint, where the run is told to."""
-        failure, earlier = self.outcome.failure, self.outcome.rollbacks
-        if failure is None or failure["kind"] != "nan" or self.config.train.on_anomaly != "rollback":
-            return False
-        if len(earlier) >= self.config.train.max_rollbacks:
-            failure["message"] += f", after {len(earlier)} rollbacks"
-            return False
-        folder, _ = newest(self.run_dir)
-        if folder is None:
-            failure["message"] += ", and there is no checkpoint to go back to"
-            return False
-        found = read(folder)
-        restore(found, self.trainer, self.watch.all)
-        gone_back = {"step": step.number, "to": found.step, "why": failure["message"]}
-        withdraw_best(self.run_dir, found.step)
-        self.outcome, self.done = Outcome(**found.facts["outcome"]), found.step
-        self.outcome.go_back([*earlier, gone_back])
-        self.trainer.batches_left_out = self.outcome.batches_left_out
-        if self.watch.alerts is not None:
-            self.watch.alerts.tell_rollback(**gone_back)
-        return True
-
-    def _end_if_asked(self, step: Step) -> None:
-        """End the run on what `train.stop_on` names, seen in this step's validation."""
-        asked, trend, alerts = self.config.train.stop_on, self.watch.trend, self.config.alerts
-        if trend is None or self.outcome.status != "finished" or metrics.VAL_LOSS.name not in step.record or step.last:
-            return
-        if "divergence" in asked and trend.diverging and trend.excess is not None:
-            against = "the baseline's" if alerts.baseline else "its own best"
-            message = f"the smoothed training loss is {trend.excess:.1%} above {against} at step {step.number}"
-            self.outcome.fail("divergence", message, step.number)
-        elif "plateau" in asked and trend.flat:
-            flat = f"has not fallen for {trend.evals_flat} validations"
-            message = f"{metrics.VAL_LOSS.name} {flat}, up to step {step.number}"
-            self.outcome.end_early("plateau", message, step.number)
-
-    def _count(self, step: Step, spent: float) -> None:
-        outcome, tokens = self.outcome, self.trainer.tokens_per_step
-        outcome.steps, outcome.anomalies = step.number, 0
-        outcome.tokens += tokens
-        outcome.training_seconds += spent
-        step.record[metrics.SPEED.name] = tokens / spent
-        limit = self.config.train.max_seconds
-        if limit is not None and perf_counter() - self.started >= limit and not step.last:
-            outcome.end_early("time", f"train.max_seconds {limit:g} were over after step {step.number}", step.number)
-
-    def _first_validation(self) -> None:
-        step = self.trainer.new_step(0, last=False)
-        self._validate(step)
-        self.outcome.first_val_loss = step.record.get(metrics.VAL_LOSS.name)
-        self._write(step)
-        self.done = 0
-        self._end_if_told(step)
-        # A rollback needs a checkpoint to go back to, however early.
-        needed = self.config.train.on_anomaly == "rollback" and self.outcome.failure is None
-        if needed or self.outcome.ended_by_signal:
-            self.save(step)
-        self._save_if_best(step)
-
-    def _validate_if_due(self, step: Step) -> None:
-        if self.outcome.status == "failed":
-            return
-        if step.last or step.number % self.config.eval.interval == 0 or self.outcome.status == "stopped":
-            self._validate(step)
-
-    def _validate(self, step: Step) -> None:
-        loss, self.outcome.final_val_loss_se = mean_and_error(self.trainer.validation_losses())
-        step.record |= {metrics.VAL_LOSS.name: loss, metrics.VAL_LOSS_SE.name: self.outcome.final_val_loss_se}
-        step.record |= self.trainer.also_loss()
-        if not math.isfinite(loss):
-            self.outcome.final_val_loss = None
-            asked = "nan" in self.config.train.stop_on or self.config.train.on_anomaly == "rollback"
-            if asked or step.last or self.outcome.status == "stopped":
-                self.outcome.fail("nan", f"{metrics.VAL_LOSS.name} is {loss} at step {step.number}", step.number)
-            return
-        step.record[metrics.VAL_PERPLEXITY.name] = math.exp(loss) if loss < 700 else None
-        step.record[metrics.VAL_BITS_PER_BYTE.name] = self.trainer.bits_per_byte(loss)
-        self.outcome.final_val_loss = loss
-        self.outcome.best_val_loss = min(loss, self.outcome.best_val_loss or math.inf)
-
-    def _write(self, step: Step) -> None:
-        step.record[metrics.TOKENS.name] = self.outcome.tokens
-        step.record[metrics.ELAPSED.name] = perf_counter() - self.started
-        for observer in self.observers:
-            observer.written(step)
-        if self.on_progress is not None:
-            self.on_progress(self._progress(step))
-        self.raised.clear()
-
-    def _progress(self, step: Step) -> Progress:
-        record, outcome, stall = step.record, self.outcome, self.watch.stall
-        return Progress(
-            step=step.number,
-            max_steps=self.config.train.max_steps,
-            train_loss=record.get(metrics.TRAIN_LOSS.name),
-            val_loss=outcome.final_val_loss,
-            best_val_loss=outcome.best_val_loss,
-            stall=stall.mean if stall and self.stall_counts else None,
-            arrived=stall.arrived if stall else None,
-            lr=record.get(metrics.LR.name) or 0.0,
-            tokens_per_s=record.get(metrics.SPEED.name) or 0.0,
-            elapsed_s=perf_counter() - self.started,
-            alerts=tuple(self.raised),
-        )
-
-    def _finish(self) -> dict[str, Any]:
-        """Write the run's end down and return the summary; what a disk that has ended the run refuses is left out."""
-        attempt = suppress(OSError, BenchError) if self.outcome.ended_by_disk else nullcontext()
-        self._close()
-        self._measure()
-        self.outcome.seconds = perf_counter() - self.started
-        with attempt:
-            write_json(self.run_dir / "weights.json", weight_histograms(self.trainer.model, self.config), None)
-        summary = summarize(self.run_dir.name, self.config, self.trainer, self.outcome, self.watch)
-        summary["config_history"] = config_history(self.environment)
-        with attempt:
-            write_json(self.run_dir / "summary.json", summary)
-            # Judged from what the folder now holds, summary included, as anyone can repeat later.
-            summary["failures"] = failures_of(self.run_dir)
-        self.trackers.finish(summary)
-        summary["trackers"] = self.trackers.facts
-        with attempt:
-            write_json(self.run_dir / "summary.json", summary)
-        return summary
-
-    def _close(self) -> None:
-        attempt = suppress(OSError) if self.outcome.ended_by_disk else nullcontext()
-        for observer in self.observers:
-            with attempt:
-                observer.close()

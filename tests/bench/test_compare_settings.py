@@ -21,7 +21,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function from a command line to the records of what it would have trained, by label."""
     records: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_train", lambda record, workers: records.append(record))
+    monkeypatch.setattr(command, "_train", lambda record, *_: records.append(record))
     monkeypatch.setattr(command, "_finish", lambda record, whole: 0)
 
     def plan(*words: str) -> Any:

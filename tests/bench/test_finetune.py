@@ -181,6 +181,50 @@ def test_the_command_trains_says_its_memory_and_saves(
     assert "--save 'saved' is in use" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
+@pytest.mark.parametrize(
+    ("layout", "package", "rule"),
+    [("compressed-tensors", "compressed_tensors", "stochastic"), ("torchao", "torchao", "master")],
+)
+def test_a_fine_tuned_model_is_saved_as_others_keep_it(
+    layout: str, package: str, rule: str, model: Path, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    words = ["finetune", "--model", str(model), "--data.dir", str(law), "--rule", rule]
+    words += [f"--{key}={value}" for key, value in SMALL.items()]
+    assert main([*words, "--save", "coded", "--layout", layout]) == 0
+    assert main([*words, "--resume", "--save", "floats"]) == 0
+    with reading("saved") as transformers:
+        floats, coded = (transformers.AutoModelForCausalLM.from_pretrained(name) for name in ("floats", "coded"))
+        assert len(transformers.AutoTokenizer.from_pretrained("coded")) == 23
+    tokens = torch.arange(8).view(1, 8)
+    with torch.no_grad():
+        assert torch.equal(coded(tokens).logits, floats(tokens).logits)
+    size = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("coded", "floats")]
+    assert size[0] < 0.6 * size[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layout", "torchao"], "--layout goes with --save DIR"),
+        (["--save", "s", "--layout", "torchao", "--rule", "fp32"], "--layout torchao takes quantised weights"),
+        (
+            ["--save", "s", "--layout", "compressed-tensors", "--rule", "stochastic", "--model.format", "E3M4"],
+            "--layout compressed-tensors: layer 'model.layers.0.self_attn.q_proj' is of E3M4",
+        ),
+    ],
+)
+def test_a_layout_that_can_not_hold_the_model_is_refused_before_it_trains(
+    options: list[str], words: str, model: Path, law: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", "--model", str(model), "--data.dir", str(law), "--model.block_size=16", *options]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -13,13 +13,14 @@ import torch.distributed.checkpoint as dcp
 from optimizer_cases import bits_of, normal
 from rank_cases import model, seeds, stored
 from rank_pool import Pool
-from test_ranks_fsdp import check_same, put_equal_gradients, sharded
+from test_ranks_fsdp import check_same, own_rows, put_equal_gradients, sharded
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -145,3 +146,82 @@ def gathered(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "riemannian"])
 def test_full_states_are_the_wholes(pools: dict[int, Pool], kind: str) -> None:
     pools[2].run(gathered, kind)
+
+
+# ------------------------------------------------------------------------------------------ whole states into rows
+def taken_whole(kind: str, broadcast: bool) -> str:
+    """A full state into shards by torch's helper: what each rank says of it, and that no code has changed."""
+    parts, whole = sharded(model(seed=0)), model(seed=0)
+    state = model(seed=3).state_dict() if dist.get_rank() == 0 or not broadcast else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    try:
+        set_model_state_dict(parts, state, options=options)
+    except RuntimeError as error:
+        for p, q in zip(parts.parameters(), whole.parameters(), strict=True):
+            if isinstance(q, fm.FP8Tensor):
+                assert torch.equal(p._local_tensor.codes, own_rows(q.codes, p._local_tensor))
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_a_full_state_into_shards_is_refused_in_every_rank(pools: dict[int, Pool], broadcast: bool) -> None:
+    first, second = pools[2].run(taken_whole, "adamw", broadcast, limit=60)
+    if broadcast:
+        assert first.startswith("broadcast_from_rank0 would send an FP8Tensor as floats")
+        assert second.startswith("a sharded FP8Tensor is written by")
+    else:
+        assert "can't take an FP8Tensor" in first
+        assert first == second
+    assert "\n" not in first + second
+
+
+def cut(kind: str, from_rows: bool) -> None:
+    """Rows of a whole model and of a whole state, or of one that rows had been gathered to, go on as the whole."""
+    parts, whole, ours, its = prepared(kind, 0)
+    _, other, _, theirs = prepared(kind, 5)
+    others = list(zip(other.parameters(), whole.parameters(), strict=True))
+    for step in range(3):
+        put_equal_gradients(parts, whole, step)
+        for p, q in others:
+            p.grad = q.grad.clone()
+        for optimizer in (ours, its, theirs):
+            optimizer.step()
+    state = theirs.state_dict() if not from_rows else None
+    source, state = (other, state) if state else (whole, get_whole(ours))
+    own = parts.state_dict()
+    parts.load_state_dict({name: fm.distributed.rows_of(x, own[name]) for name, x in source.state_dict().items()})
+    ours.load_state_dict(fm.optim.rows_of_state(state, ours))
+    alone, stepping = (other, theirs) if not from_rows else (whole, its)
+    check_same(parts, alone, seeds=False)
+    step_on(parts, alone, (ours, stepping), range(3, 6))
+    check_same(parts, alone, seeds=False)
+
+
+def get_whole(optimizer: Any) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    entries = {
+        index: {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    return state | {"state": entries}
+
+
+@pytest.mark.parametrize("from_rows", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_cut_from_the_whole(pools: dict[int, Pool], kind: str, from_rows: bool) -> None:
+    for size in (1, 2, 3):
+        pools[size].run(cut, kind, from_rows)
+
+
+def uncut() -> str:
+    parts = sharded(model())
+    try:
+        fm.distributed.rows_of(torch.zeros(3, 64), next(parts.parameters()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_another_number_of_rows_is_refused(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(uncut) == ["whole has shape (3, 64): 22 rows are needed"] * 2

@@ -293,3 +293,33 @@ def in_buckets() -> str:
 def test_buckets_of_floats_are_refused(pair: Pool) -> None:
     for said in pair.run(in_buckets):
         assert "take parameters_as_bucket_view=False" in said
+
+
+def with_one_parameter(what: str) -> Any:
+    """Two ranks and one parameter: one of them steps it, the other agrees on the step and receives it."""
+    rank, gradient = dist.get_rank(), torch.full((8, 64), 0.5)
+    net = fm.quantize_model(nn.Sequential(nn.Linear(64, 8, bias=False)), "E4M3", "fp8", seed=rank)
+    fm.distributed.sync(net)
+    alone = copy.deepcopy(net)
+    options = {"lr": 0.01, "on_nonfinite": "raise" if what == "raises" else "skip"}
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=fm.optim.StiffnessAdamW, **options)
+    its = fm.optim.StiffnessAdamW(alone.parameters(), **options)
+    for step in range(3):
+        net[0].weight.grad, alone[0].weight.grad = gradient.clone(), gradient.clone()
+        if step == 1 and what != "steps":
+            net[0].weight.grad[0, 0] = torch.nan
+        try:
+            optimizer.step()
+        except FloatingPointError:
+            return "raised"
+        if step != 1 or what == "steps":
+            its.step()
+    assert stored(net) == stored(alone)
+    return stored(net)
+
+
+@pytest.mark.parametrize("what", ["steps", "skips", "raises"])
+def test_zero_redundancy_with_a_rank_that_has_no_parameter(pair: Pool, what: str) -> None:
+    each = pair.run(with_one_parameter, what)
+    equal_everywhere(each)
+    assert (each[0] == "raised") == (what == "raises")

@@ -52,16 +52,47 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     w = parameter("E5M2", (3, 4))
     tensors, metadata = flatten_state_dict({"a.w": w, "b": normal(2)[::2]})
     assert {name: str(t.dtype) for name, t in tensors.items()} == {
-        "a.w.codes": "torch.uint8",
-        "a.w.scale": "torch.float32",
-        "a.w.counter": "torch.int64",
+        "a.w": "torch.float8_e5m2",
+        "a.w_scale": "torch.float32",
+        "a.w_counter": "torch.int64",
         "b": "torch.float32",
     }
     assert json.loads(metadata["fp8:a.w"])["format"] == "E5M2"
     assert all(isinstance(text, str) for text in metadata.values())
     assert all(t.is_contiguous() and type(t) is Tensor for t in tensors.values())
-    values = tensors["a.w.codes"].view(torch.float8_e5m2).float() * tensors["a.w.scale"]
-    assert torch.equal(values, w.dequantize())
+    assert torch.equal(tensors["a.w"].float() * tensors["a.w_scale"], w.dequantize())
+    others = ("E3M4", "E4M3FNUZ", "E2M1", "E4M3_B8")  # of which safetensors, or torch, has no dtype
+    assert {flatten_state_dict({"w": parameter(name)})[0]["w"].dtype for name in others} == {torch.uint8}
+
+
+def before(tensors: dict[str, Tensor], name: str = "w") -> dict[str, Tensor]:
+    """The same tensors as they were called, and kept, in files of before."""
+    parts = {name: ".codes", f"{name}_scale": ".scale", f"{name}_counter": ".counter"}
+    renamed = {name + parts[key] if key in parts else key: tensor for key, tensor in tensors.items()}
+    return renamed | {f"{name}.codes": renamed[f"{name}.codes"].view(torch.uint8)}
+
+
+@every_granularity
+@every_format
+def test_a_file_of_before_is_read(name: str, granularity: Any) -> None:
+    w = parameter(name, granularity=granularity)
+    tensors, metadata = flatten_state_dict({"w": w, "b": normal(2)})
+    back = unflatten_state_dict(before(tensors), metadata)
+    assert same_store(w, back["w"])  # type: ignore[arg-type]
+    assert back.keys() == {"w", "b"}
+
+
+def test_a_file_that_was_written_before() -> None:
+    """Byte for byte what the library wrote when the parts were called codes, scale and counter."""
+    path = Path(__file__).parent / "written_before.safetensors"
+    with safe_open(path, "pt") as file:
+        state = unflatten_state_dict(load_file(path), file.metadata())
+    fixed: dict[str, Any] = {"scale": 0.25, "seed": 7, "rounding": "nearest"}
+    values = torch.linspace(-2, 2, 12).view(3, 4)
+    assert sorted(state) == ["b", "x.e3m4", "x.e4m3"]
+    for name, fmt in (("x.e4m3", "E4M3"), ("x.e3m4", "E3M4")):
+        assert same_store(fm.FP8Parameter(values, fmt, **fixed), state[name])  # type: ignore[arg-type]
+        assert (state[name].seed, state[name].rounding, int(state[name].counter)) == (7, "nearest", 0)  # type: ignore[attr-defined]
 
 
 def test_without_stored_weights_nothing_changes() -> None:
@@ -105,7 +136,7 @@ def test_another_format_is_refused() -> None:
         (described(more=1), "expected the keys format, block_size"),
         ({"fp8:w": "{"}, "'w' can't be put together from '{'"),
         ({"fp8:w": "[]"}, "expected the keys"),
-        ({"fp8:v": described()["fp8:w"]}, "lack 'v.codes'"),
+        ({"fp8:v": described()["fp8:w"]}, "lack 'v'"),
     ],
 )
 def test_metadata_that_do_not_fit_are_refused(metadata: dict[str, str], message: str) -> None:
@@ -116,11 +147,11 @@ def test_metadata_that_do_not_fit_are_refused(metadata: dict[str, str], message:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"w.codes": torch.zeros(4, 64)}, "codes must be a uint8 tensor, not torch.float32"),
-        ({"w.scale": torch.full((4, 1), 0.3)}, r"scale holds 0\.3"),
-        ({"w.scale": torch.ones(3, 1)}, r"\(3, 1\).*needs \(4, 1\)"),
-        ({"w.codes": torch.zeros(5, 64, dtype=torch.uint8)}, r"needs \(5, 1\)"),
-        ({"w.counter": torch.zeros(2, dtype=torch.int64)}, "counter"),
+        ({"w": torch.zeros(4, 64)}, "codes must be a uint8 tensor, not torch.float32"),
+        ({"w_scale": torch.full((4, 1), 0.3)}, r"scale holds 0\.3"),
+        ({"w_scale": torch.ones(3, 1)}, r"\(3, 1\).*needs \(4, 1\)"),
+        ({"w": torch.zeros(5, 64, dtype=torch.uint8)}, r"needs \(5, 1\)"),
+        ({"w_counter": torch.zeros(2, dtype=torch.int64)}, "counter"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Tensor], message: str) -> None:
@@ -132,6 +163,7 @@ def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Tensor], message
 def test_what_can_not_be_exported_is_refused() -> None:
     with pytest.raises(TypeError, match=r"state\['step'\] is of int"):
         flatten_state_dict({"step": 3})
-    for state in ({"w": parameter(), "w.codes": torch.ones(1)}, {"w.scale": torch.ones(1), "w": parameter()}):
-        with pytest.raises(ValueError, match="called like a part of it"):
-            flatten_state_dict(state)
+    for part in ("w.codes", "w.scale", "w.counter", "w_scale", "w_counter"):
+        for state in ({"w": parameter(), part: torch.ones(1)}, {part: torch.ones(1), "w": parameter()}):
+            with pytest.raises(ValueError, match="called like a part of it"):
+                flatten_state_dict(state)

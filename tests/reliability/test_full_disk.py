@@ -20,7 +20,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.system import files
-from nanogpt_bench.training import train
+from nanogpt_bench.training import loop
 
 KIND = "fp8 stochastic"
 #: the checkpoint of step 9 is the third, and has six files
@@ -81,7 +81,7 @@ def without_a_summary(patch: pytest.MonkeyPatch) -> None:
 
     write = files.write_text
     patch.setattr(files, "write_text", refusing)
-    patch.setattr(train, "write_text", refusing)
+    patch.setattr(loop, "write_text", refusing)
 
 
 def at_the_summary(patch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def at_the_summary(patch: pytest.MonkeyPatch) -> None:
 
     write = files.write_text
     patch.setattr(files, "write_text", refusing)
-    patch.setattr(train, "write_text", refusing)
+    patch.setattr(loop, "write_text", refusing)
 
 
 @pytest.mark.parametrize(

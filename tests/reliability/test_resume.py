@@ -22,7 +22,7 @@ from nanogpt_bench.report.sections import _config
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training import train
+from nanogpt_bench.training import loop, train
 
 KIND = "fp8 stochastic"
 RUN = Path("runs/r")
@@ -233,7 +233,7 @@ class Clock:
             return step(trainer, *arguments)
 
         patch.setattr(Trainer, "train_step", train_step)
-        patch.setattr(train, "perf_counter", lambda: self.now)
+        patch.setattr(loop, "perf_counter", lambda: self.now)
 
 
 def after(step: int) -> tuple[StopRequest, Callable[[train.Progress], None]]:

@@ -1,0 +1,297 @@
+"""Layouts of other libraries, compressed-tensors' and torchao's, for the codes and scales that a model has."""
+
+import copy
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold._encoded.float8 import FLOAT8
+from fp8manifold._numerics.checks import check_choice
+from fp8manifold._ranks import share_of
+from fp8manifold.formats import FloatFormat
+from fp8manifold.grid import decode
+from fp8manifold.nn._candidates import is_linear
+from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._parts import PARTS
+from fp8manifold.scaling import BLOCK_SIZE
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["ExchangeLayout", "export_model", "exported_state_dict"]
+
+ExchangeLayout = Literal["compressed-tensors", "torchao"]
+_FORMATS: Final = {
+    "compressed-tensors": ("E4M3",),
+    "torchao": tuple(fmt.name for fmt in FLOAT8),
+}
+_STRATEGIES: Final[dict[str, dict[str, Any]]] = {
+    "tensor": {"strategy": "tensor"},
+    "channel": {"strategy": "channel"},
+    "block": {"strategy": "group", "group_size": BLOCK_SIZE, "scale_dtype": "torch.uint8"},
+}
+_E8M0_BIAS: Final = 127
+_OF_WEIGHT: Final = frozenset(f"weight{suffix}" for suffix in PARTS if suffix)
+_PLAIN, _BLOCKS, _MIXED = "float-quantized", "mxfp8-quantized", "mixed-precision"
+
+
+def exported_state_dict(
+    model: nn.Module, layout: ExchangeLayout = "compressed-tensors"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Give a model's state as another library keeps it, with the codes and scales that it has: nothing is rounded.
+
+    .. math:: w = s \\cdot \\operatorname{decode}(code)
+
+    - ``compressed-tensors``: ``weight`` is float8_e4m3fn, ``weight_scale`` float32 of shape ``(1,)`` or ``(R, 1)``
+      (format ``float-quantized``), or uint8 exponents ``(R, C/32)`` (E8M0, format ``mxfp8-quantized``) where blocks of
+      32 have scales.
+    - ``torchao``: ``weight`` is a ``Float8Tensor``, whose ``block_size`` is that of what shares a scale.
+
+    Only weights are described: how a layer quantises its input and its gradients when it is trained is not.  The
+    weights that the other library decodes in float32 are :meth:`QuantizedLinear.quantized_weight` to the bit, and in
+    bfloat16 too, where stored weights have scales that are powers of two.  NaN and -0 are kept, Inf does not occur.
+
+    Args:
+        model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is.
+        layout: ``compressed-tensors``, which takes E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ and E5M2FNUZ.
+
+    Returns:
+        The tensors, of which codes share the model's memory, and tied ones are there once; and the
+        ``quantization_config`` that transformers' ``config.json`` has for them.
+
+    Raises:
+        ImportError: torchao is missing.
+        TypeError: no module, or one that several processes hold a part of each.
+        ValueError: an unknown layout, a format that it has no dtype for, a layer that it does not take (transformers'
+            ``Conv1D``), values between those of the format, a block scale that is no E8M0, or no quantised weight.
+
+    Example:
+        >>> from fp8manifold import quantize_model
+        >>> model = quantize_model(nn.Sequential(nn.Linear(4, 2)), "E4M3", storage="fp8")
+        >>> tensors, config = exported_state_dict(model)
+        >>> {name: (str(x.dtype), tuple(x.shape)) for name, x in tensors.items() if "weight" in name}
+        {'0.weight': ('torch.float8_e4m3fn', (2, 4)), '0.weight_scale': ('torch.float32', (2, 1))}
+        >>> config["format"], config["config_groups"]["group_0"]["weights"]["strategy"]
+        ('float-quantized', 'channel')
+
+    Source: compressed-tensors (vllm-project) 0.20 and torchao 0.18, as transformers 5.23 reads them; OCP Microscaling
+    Formats 1.0 for E8M0.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    check_choice("layout", layout, tuple(_FORMATS))
+    weights = {weight.name: weight for weight in _quantized(model, layout)}
+    if not weights:
+        raise ValueError("the model has no quantised weight: call quantize_model first")
+    made = _compressed if layout == "compressed-tensors" else _float8_tensors
+    tensors: dict[str, Tensor] = {}
+    for name, value in _state(model):
+        if name in weights:
+            tensors |= made(weights[name])
+        elif isinstance(value, FP8Tensor):
+            raise ValueError(f"{name!r} is an {type(value).__name__}, and in no QuantizedLinear: {layout} takes none")
+        else:
+            tensors[name] = value
+    left = [
+        name
+        for name, module in model.named_modules()
+        if is_linear(module) and f"{name}.weight".lstrip(".") not in weights
+    ]
+    described = _compressed_config if layout == "compressed-tensors" else _torchao_config
+    return tensors, described(list(weights.values()), left)
+
+
+def export_model(model: Any, folder: str | Path, layout: ExchangeLayout = "compressed-tensors") -> None:
+    """Write a model of transformers as a folder that ``from_pretrained`` reads as another library's.
+
+    Written is what :func:`exported_state_dict` gives, in safetensors, beside a ``config.json`` that says so; the model
+    stays what it is.  A tokenizer is saved by itself (``tokenizer.save_pretrained(folder)``).
+
+    Args:
+        model: of transformers, and of :func:`quantize_model`.
+        folder: as of ``save_pretrained``.
+        layout: as in :func:`exported_state_dict`.
+
+    Raises:
+        ImportError: transformers or torchao is missing.
+        TypeError: a model that is not of transformers.
+        ValueError: as :func:`exported_state_dict`.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("my_model")  # doctest: +SKIP
+        >>> quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")  # doctest: +SKIP
+        >>> export_model(model, "my_model-fp8")  # doctest: +SKIP
+        >>> export_model(nn.Linear(4, 2), "my_model-fp8")
+        Traceback (most recent call last):
+        TypeError: model is a Linear, no model of transformers: write what exported_state_dict gives with \
+safetensors.torch.save_file
+    """
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise TypeError(
+            f"model is a {type(model).__name__}, no model of transformers: write what exported_state_dict gives with "
+            "safetensors.torch.save_file"
+        )
+    base = needed("transformers.quantizers.base", "hf", "export_model").HfQuantizer
+    tensors, described = exported_state_dict(model, layout)
+    metadata: dict[str, str] = {}
+    if layout == "torchao":
+        support = needed("torchao.prototype.safetensors.safetensors_support", "torchao", "layout='torchao'")
+        tensors, metadata = support.flatten_tensor_state_dict(tensors)
+    methods = {
+        "__init__": lambda self: None,
+        "is_serializable": lambda self, *_: True,
+        "is_trainable": False,
+        "get_state_dict_and_metadata": lambda self, *_: (tensors, metadata),
+    }
+    kept = {key: vars(model)[key] for key in ("config", "hf_quantizer") if key in vars(model)}
+    try:
+        model.config, model.hf_quantizer = copy.deepcopy(model.config), type("Exported", (base,), methods)()
+        model.config.quantization_config = described
+        if has_own_head(model):
+            model.config.tie_word_embeddings = False
+        model.save_pretrained(folder)
+    finally:
+        vars(model).pop("hf_quantizer", None)
+        vars(model).update(kept)
+
+
+def has_own_head(model: Any) -> bool:
+    """Whether a model's output layer is there and does not share the embedding, whatever its settings say."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is not model.get_input_embeddings().weight
+
+
+def needed(module: str, extra: str, by: str) -> Any:
+    """A module of a package that only some need.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{by} needs {package}: pip install 'fp8manifold[{extra}]'") from error
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A quantised weight by its name: codes, and scales of shape (), (R, 1) or (R, C/32)."""
+
+    name: str
+    codes: Tensor
+    scale: Tensor
+    format: FloatFormat
+    dtype: torch.dtype
+
+    @property
+    def shares(self) -> str:
+        if not self.scale.dim():
+            return "tensor"
+        return "channel" if self.scale.shape[-1] == 1 else "block"
+
+
+@torch.no_grad()
+def _quantized(model: nn.Module, layout: str) -> Iterator[_Weight]:
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLinear) or layer.weight_format is None:
+            continue
+        fmt, allowed = layer.weight_format, _FORMATS[layout]
+        if share_of(layer.weight) is not None:
+            raise TypeError(f"layer {name!r} is sharded: export the model in one process")
+        if isinstance(layer, QuantizedConv1D):
+            raise ValueError(f"layer {name!r} is a Conv1D of transformers, and {layout} takes nn.Linear only")
+        if fmt.name not in allowed:
+            taken = ", ".join(allowed)
+            raise ValueError(f"layer {name!r} is of {fmt.name}, which {layout} has no dtype for; allowed: {taken}")
+        weight = layer.weight
+        if isinstance(weight, FP8Tensor):
+            codes, scale = weight.codes, weight.scale
+        else:
+            codes, scale = layer.weight_codes(), _one_each(layer.weight_scale(), layer)
+            if not torch.equal(decode(codes, fmt) * layer.weight_scale(), layer.quantized_weight().float()):
+                raise ValueError(f"layer {name!r} holds values between those of {fmt.name}: quantise it first")
+        yield _Weight(f"{name}.weight".lstrip("."), codes, scale.float(), fmt, weight.dtype)
+
+
+def _one_each(scale: Tensor, layer: QuantizedLinear) -> Tensor:
+    """A scale that broadcasts against the weight, as one for each of those that share it."""
+    if scale.numel() == 1 and layer.spec.operands["weight"].granularity == "tensor":
+        return scale.reshape(())
+    return scale[:, ::BLOCK_SIZE].contiguous() if scale.shape[-1] > 1 else scale
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the model computes with, by name: tied parameters once, and nothing that layers keep for their training."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    first: dict[int, str] = {}
+    again = {
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(parameter), name) != name
+    }
+    for name, value in model.state_dict().items():
+        if name not in again and not _is_for_training(name, layers):
+            yield name, value
+
+
+def _is_for_training(name: str, layers: dict[str, QuantizedLinear]) -> bool:
+    """Whether an entry of a state is what a quantised layer keeps beside its weight and bias."""
+    for prefix, layer in layers.items():
+        start = f"{prefix}." if prefix else ""
+        if name.startswith(start):
+            return name.removeprefix(start).partition(".")[0] in layer._own_names | _OF_WEIGHT
+    return False
+
+
+def _compressed(weight: _Weight) -> dict[str, Tensor]:
+    scale = weight.scale.reshape(1) if weight.shares == "tensor" else weight.scale
+    if weight.shares == "block" and not scale.is_meta:
+        exponents = torch.frexp(scale).exponent - 1 + _E8M0_BIAS
+        if bool((torch.ldexp(torch.ones_like(scale), exponents - _E8M0_BIAS) != scale).any() | (exponents < 0).any()):
+            raise ValueError(f"{weight.name!r} has a block scale that is no E8M0: a power of two, 2^-127 at least")
+        scale = exponents.to(torch.uint8)
+    return {weight.name: weight.codes.view(FLOAT8[weight.format]), f"{weight.name}_scale": scale}
+
+
+def _compressed_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
+    kinds = {shares: [w.name.rpartition(".")[0] for w in weights if w.shares == shares] for shares in _STRATEGIES}
+    kinds = {shares: names for shares, names in kinds.items() if names}
+    formats = {shares: _BLOCKS if shares == "block" else _PLAIN for shares in kinds}
+    groups = {
+        f"group_{index}": {
+            "targets": ["Linear"] if len(kinds) == 1 else names,
+            "format": formats[shares],
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, **_STRATEGIES[shares]},
+        }
+        for index, (shares, names) in enumerate(kinds.items())
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": next(iter(formats.values())) if len({*formats.values()}) == 1 else _MIXED,
+        "config_groups": groups,
+        "ignore": left,
+    }
+
+
+def _float8_tensors(weight: _Weight) -> dict[str, Tensor]:
+    rows, columns = weight.codes.shape
+    block = {"tensor": [rows, columns], "channel": [1, columns], "block": [1, BLOCK_SIZE]}[weight.shares]
+    scale = weight.scale.reshape(1, 1) if weight.shares == "tensor" else weight.scale
+    made = needed("torchao.quantization", "torchao", "layout='torchao'").Float8Tensor
+    return {weight.name: made(weight.codes.view(FLOAT8[weight.format]), scale, block_size=block, dtype=weight.dtype)}
+
+
+def _torchao_config(weights: list[_Weight], left: list[str]) -> dict[str, Any]:
+    """That of float8 weights, rounded anew; what a file's tensors are is said in its metadata."""
+    package = needed("torchao.quantization", "torchao", "layout='torchao'")
+    kind = package.Float8WeightOnlyConfig(weight_dtype=FLOAT8[weights[0].format])
+    default = needed("torchao.core.config", "torchao", "layout='torchao'").config_to_dict(kind)
+    return {"quant_method": "torchao", "quant_type": {"default": default}, "modules_to_not_convert": left}

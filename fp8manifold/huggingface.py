@@ -1,0 +1,262 @@
+"""Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` keep them to the bit."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import geoopt
+import torch
+from torch import Tensor, nn
+
+from fp8manifold.exchange import has_own_head, needed
+from fp8manifold.formats import FloatFormat
+from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.nn._parts import PARTS, gather_parts
+from fp8manifold.nn._plain_state import use_plain_state
+from fp8manifold.nn._recipe import put_layers, recipe_of, spec_as_json
+from fp8manifold.nn._scalers import Scale
+from fp8manifold.nn._spec import Formats, LayerSpec
+from fp8manifold.nn._surgery import dequantize_model, quantize_model
+from fp8manifold.tensor import FP8Tensor
+
+__all__ = ["attach", "quantization_config", "register"]
+
+_METHOD: Final = "fp8manifold"
+_BY: Final = "fp8manifold.huggingface"
+_FLOATS: Final = {"F64", "F32", "F16", "BF16", torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def register() -> None:
+    """Teach transformers the method ``fp8manifold``: ``from_pretrained`` then reads what was saved under it.
+
+    Called in a process before ``from_pretrained``; :func:`attach` and :func:`quantization_config` do it too.
+
+    Raises:
+        ImportError: transformers is missing, or older than version 5.
+
+    Example:
+        >>> register()
+        >>> from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+        >>> AUTO_QUANTIZER_MAPPING["fp8manifold"].__name__
+        'Fp8ManifoldQuantizer'
+        >>> model = AutoModelForCausalLM.from_pretrained("saved")  # doctest: +SKIP
+    """
+    config, quantizer = _classes()
+    auto = needed("transformers.quantizers.auto", "hf", _BY)
+    if _METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(_METHOD)(config)
+        auto.register_quantizer(_METHOD)(quantizer)
+
+
+def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **options: Any) -> Any:
+    """Give what ``from_pretrained(..., quantization_config=...)`` quantises a float model by while it loads it.
+
+    Args:
+        formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte a weight unless told otherwise.
+
+    Returns:
+        A configuration of transformers.  The model has all its weights as floats for a moment.
+
+    Raises:
+        ImportError: as :func:`register`.
+
+    Example:
+        >>> config = quantization_config({"*": "E4M3", "lm_head": "none"}, tied="leave")
+        >>> config.formats, config.storage, config.options
+        ({'*': 'E4M3', 'lm_head': 'none'}, 'fp8', {'tied': 'leave'})
+        >>> AutoModelForCausalLM.from_pretrained("my_model", quantization_config=config)  # doctest: +SKIP
+    """
+    register()
+    return _classes()[0](formats=formats, storage=storage, options=options)
+
+
+def attach(model: Any) -> Any:
+    """Let transformers save a model that :func:`fp8manifold.quantize_model` has changed, and its ``Trainer`` train it.
+
+    ``save_pretrained`` then writes codes, scales, counts and seeds, as :func:`fp8manifold.use_plain_state` names them,
+    and ``config.json`` says what each layer is.  ``from_pretrained`` gives the model back to the bit, and ``Trainer``
+    goes on so with ``resume_from_checkpoint``, the optimizer's state included.  NaN and -0 are kept.  What
+    ``from_pretrained`` has read or quantised is attached already.
+
+    Args:
+        model: of transformers; changed in place, with its ``config``, which says that an output layer that was untied
+            is not tied.
+
+    Returns:
+        The model.
+
+    Raises:
+        ImportError: as :func:`register`.
+        TypeError: no model of transformers.
+        ValueError: no quantised layer, or one on the continuous manifold.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=20))
+        >>> model = attach(quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave"))
+        >>> [(group["storage"], len(group["seeds"])) for group in model.config.quantization_config.layers]
+        [('fp8', 4)]
+        >>> model.save_pretrained("saved")  # doctest: +SKIP
+
+    Source: the interface of transformers 5 for quantisers (``register_quantizer``).
+    """
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise TypeError(f"model is a {type(model).__name__}, no model of transformers: use_plain_state is for others")
+    register()
+    config, quantizer = _classes()
+    layers = recipe_of(model)
+    if not layers:
+        raise ValueError("the model has no quantised layer: call quantize_model first")
+    model.hf_quantizer = quantizer(config(layers=layers), pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, _METHOD
+    _describe(model)
+    return use_plain_state(model)
+
+
+@functools.cache
+def _classes() -> tuple[Any, Any]:
+    """The two classes that transformers knows a method by, and makes objects of."""
+    loading = needed("transformers", "hf", _BY)
+    if int(loading.__version__.split(".")[0]) < 5:
+        raise ImportError(f"{_BY} needs transformers 5 or newer, not {loading.__version__}")
+    config = needed("transformers.utils.quantization_config", "hf", _BY).QuantizationConfigMixin
+    quantizer = needed("transformers.quantizers.base", "hf", _BY).HfQuantizer
+    return type("Fp8ManifoldConfig", (_Config, config), {}), type("Fp8ManifoldQuantizer", (_Quantizer, quantizer), {})
+
+
+class _Config:
+    """What is to be quantised, or the layers that were: an object with nothing but what JSON has."""
+
+    def __init__(
+        self,
+        formats: Formats | None = None,
+        storage: str = "fp8",
+        options: Mapping[str, Any] | None = None,
+        layers: list[dict[str, Any]] | None = None,
+        quant_method: str = _METHOD,
+    ) -> None:
+        self.quant_method = quant_method
+        if layers is not None:
+            self.layers = layers
+        else:
+            self.formats, self.storage, self.options = _formats_as_json(formats), storage, dict(options or {})
+
+
+def _formats_as_json(formats: Any) -> Any:
+    if isinstance(formats, Mapping):
+        return {pattern: _formats_as_json(each) for pattern, each in formats.items()}
+    if isinstance(formats, LayerSpec):
+        return spec_as_json(formats)
+    return formats.name if isinstance(formats, FloatFormat) else formats
+
+
+class _Quantizer:
+    """What transformers asks when it loads and saves; put before its own class."""
+
+    quantization_config: Any
+    pre_quantized: bool
+    requires_calibration = False
+    is_trainable = True
+    is_qat_trainable = True
+
+    def is_serializable(self, *_: Any) -> bool:
+        return True
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
+        """Whether a tensor may be of another shape than the model has: a measured scale, that of what it has seen."""
+        owner, entry = param_name.rpartition(".")[::2]
+        return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
+
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        """Bytes of a parameter's element, for those who place layers on devices."""
+        return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Codes and counts stay what they are."""
+        return dtype if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in _FLOATS else None
+
+    def get_weight_conversions(self) -> list[Any]:
+        if not self.pre_quantized:
+            return []
+        package = needed("transformers.core_model_loading", "hf", _BY)
+        operation = type("Gather", (_Gather, package.ConversionOps), {})()
+        return [package.WeightConverter([f"weight{suffix}" for suffix in PARTS], "weight", [operation])]
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        if self.pre_quantized:
+            dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
+            try:
+                torch.set_default_dtype(torch.float32)
+                put_layers(model, [_named_here(model, group) for group in self.quantization_config.layers])
+            finally:
+                torch.set_default_dtype(dtype)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        wanted = self.quantization_config
+        if not self.pre_quantized:
+            quantize_model(model, wanted.formats, wanted.storage, **wanted.options)
+        conversions = getattr(model, "_weight_conversions", None) or []
+        model._weight_conversions = [each for each in conversions if not _is_ours(each)]
+        attach(model)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """What ``model.dequantize()`` does: ordinary layers that hold the values."""
+        return dequantize_model(model).to(dtype)  # None leaves what it is
+
+    def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What is saved, of the model as it is now; its settings are written after that."""
+        _describe(model)
+        return use_plain_state(model).state_dict(), {}
+
+
+def _named_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of layers by the names in this model, which may be the base of the one that was saved, or have it as one.
+
+    What the base does not have, such as an output layer, is left out, as transformers leaves out its weights.
+    """
+    start, modules = f"{model.base_model_prefix}.", dict(model.named_modules())
+    seeds: dict[str, Any] = group.get("seeds", {})
+    is_base = any(name.startswith(start) and name.removeprefix(start) in modules for name in seeds)
+    named = {}
+    for name, seed in seeds.items():
+        here = next((each for each in (name, name.removeprefix(start), start + name) if each in modules), name)
+        if here in modules or not is_base:
+            named[here] = seed
+    return {**group, "seeds": named}
+
+
+def _is_ours(conversion: Any) -> bool:
+    return any(isinstance(operation, _Gather) for operation in getattr(conversion, "operations", ()))
+
+
+def _describe(model: Any) -> None:
+    """Let a model's settings say what its layers are, and whether its output layer is the embedding still."""
+    if has_own_head(model):
+        model.config.tie_word_embeddings = False
+    if layers := recipe_of(model):
+        model.config.quantization_config = _classes()[0](layers=layers)
+    else:
+        vars(model.config).pop("quantization_config", None)
+
+
+class _Gather:
+    """From what a file has under a weight's name to the parameter that the layer takes."""
+
+    def convert(self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> dict[str, Tensor]:
+        parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        owner, entry = full_layer_name.rpartition(".")[::2]
+        layer = model.get_submodule(owner)
+        own = getattr(layer, entry)  # without values
+        gather_parts(parts, "weight", own)
+        value = parts["weight"]
+        if isinstance(value, FP8Tensor):
+            if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (own.format, own.scale.shape):
+                its, wanted = ((x.format.name, x.granularity) for x in (value, own))
+                raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} by config.json")
+            value.requires_grad_(own.requires_grad)
+        elif isinstance(layer, QuantizedConv1D):
+            value = value.t().contiguous()
+        if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
+            value = geoopt.ManifoldParameter(value, manifold=layer.manifold)
+        return {full_layer_name: value}

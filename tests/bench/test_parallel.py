@@ -1,0 +1,302 @@
+"""A run in several processes: shares of one batch, the same steps to the bit, and checkpoints of any number of them."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fp8manifold as fm
+from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, read
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import batch, load_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.run_state import capture, restore
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.sweep.file import read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.ranks import ALONE, Ranks
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
+from rank_pool import Pool
+
+MONITORS = {f"monitor__{name}": False for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")}
+#: 8-bit averages with and without residuals, orthogonal steps, packed residuals, ULPs, floats, delayed scales
+KINDS: dict[str, dict[str, Any]] = {
+    "stochastic-8bit": {"rule": "stochastic-8bit", "model__format": "E4M3"},
+    "muon-residual8": {"rule": "muon-residual8", "model__format": "E5M2"},
+    "residual4": {
+        "model__storage": "fp8",
+        "model__format": "E4M3",
+        "optimizer__name": "stiffness_adamw",
+        "optimizer__writeback": "residual4",
+        "optimizer__moments": "8bit",
+    },
+    "riemannian": {"rule": "riemannian", "model__format": "E3M4"},
+    "fp32": {"rule": "fp32"},
+    "delayed": {
+        "rule": "master",
+        "model__formats": '{"*": {"weight": "E4M3", "activation": "E4M3", "policy": "delayed"}}',
+        "model__granularity": "tensor",
+    },
+}
+#: stepped by torch's own AdamW, whose last bits depend on where in its memory a number lies
+OF_TORCH = ("fp32", "delayed")
+Tiny = Callable[..., Config]
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
+    pools = {size: Pool(size, tmp_path_factory.mktemp("ranks")) for size in (2, 3)}
+    yield pools
+    for pool in pools.values():
+        pool.end()
+
+
+def settings(tiny: Tiny, kind: str, mode: str | None) -> Config:
+    return tiny(**KINDS[kind], **MONITORS, train__batch_size=6, train__parallel=mode, train__precision="float32")
+
+
+def own_ranks() -> Ranks:
+    store: Any = dist.distributed_c10d._get_default_store()
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.PrefixStore("bench", store))
+
+
+def trainer_of(config: Config, ranks: Ranks = ALONE) -> Trainer:
+    config = resolve(config)
+    corpus = load_corpus(Path(config.data.dir), config.model.block_size or 0)
+    return Trainer(config, corpus, torch.device("cpu"), ranks=ranks)
+
+
+def step_on_equal_gradients(trainer: Trainer, steps: range) -> None:
+    """What a reduction would have left, the same bits in whole and in rows."""
+    for step in steps:
+        for index, parameter in enumerate(trainer.model.parameters()):
+            drawn = torch.Generator().manual_seed(100 * step + index)
+            gradient = torch.randn(parameter.shape, generator=drawn).to(parameter.dtype) * 0.1
+            parameter.grad = fm.distributed.rows_of(gradient, parameter)
+        trainer.optimizer.step()
+
+
+def bits(contents: Contents, stems: tuple[str, ...] = ("model", "optimizer")) -> dict[str, bytes]:
+    """All that later steps depend on: the scale that an operand had last is for the record."""
+    return {
+        f"{stem}/{name}": tensor.flatten().view(torch.uint8).numpy().tobytes()
+        for stem in stems
+        for name, tensor in contents.tensors[stem].items()
+        if not name.endswith("scaler.value")
+    }
+
+
+def check_close(found: Contents, whole: Contents) -> None:
+    for name, tensor in whole.tensors["model"].items():
+        if not name.endswith("scaler.value"):
+            torch.testing.assert_close(found.tensors["model"][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def captured(trainer: Trainer, step: int) -> Contents:
+    contents = capture(step, trainer, [], {})
+    assert contents is not None
+    return contents
+
+
+# ------------------------------------------------------------------------------------------ one state, any number
+def gone_on(config: Config, folder: str, begun: int) -> list[float]:
+    """Take a checkpoint up in every rank, go on, and write another one; the losses on the way."""
+    ranks = own_ranks()
+    trainer = trainer_of(config, ranks)
+    restore(read(Path(folder) / "checkpoints" / f"step-{begun}"), trainer, [])
+    losses = trainer.validation_losses()
+    step_on_equal_gradients(trainer, range(begun, begun + 3))
+    contents = capture(begun + 3, trainer, [], {})
+    assert (contents is None) == (not ranks.first)
+    if contents is not None:
+        commit(Path(folder), contents, keep_last=9)
+    dist.barrier()
+    return losses
+
+
+@pytest.mark.parametrize("begun", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
+    tiny: Tiny, pools: dict[int, Pool], tmp_path: Path, kind: str, begun: int
+) -> None:
+    """One process begins, two go on by rows, three, two as replicas, one: as the one that went all the way alone."""
+    alone = trainer_of(settings(tiny, kind, None))
+    step_on_equal_gradients(alone, range(begun))
+    commit(tmp_path, captured(alone, begun), keep_last=9)
+    for size, mode in ((2, "fsdp"), (3, "fsdp"), (2, "ddp")):
+        expected = alone.validation_losses()
+        said = pools[size].run(gone_on, settings(tiny, kind, mode), str(tmp_path), begun)
+        for losses in said:
+            assert losses == (pytest.approx(expected, rel=1e-4) if kind in OF_TORCH else expected)
+        step_on_equal_gradients(alone, range(begun, begun + 3))
+        begun += 3
+        found, whole = read(tmp_path / "checkpoints" / f"step-{begun}"), captured(alone, begun)
+        if kind in OF_TORCH:
+            check_close(found, whole)
+            continue
+        assert bits(found, ("model",)) == bits(whole, ("model",))
+        packed = {name for name in bits(whole) if name.endswith("/residual") and kind == "residual4"}
+        ours, theirs = bits(found), bits(whole)
+        assert {name for name in theirs if ours[name] != theirs[name]} <= packed  # rows in bytes of their own
+    again = trainer_of(settings(tiny, kind, None))
+    restore(read(tmp_path / "checkpoints" / f"step-{begun}"), again, [])
+    for trainer in (again, alone):
+        step_on_equal_gradients(trainer, range(begun, begun + 2))
+    found, whole = captured(again, begun), captured(alone, begun)
+    if kind in OF_TORCH:
+        check_close(found, whole)
+    else:
+        assert bits(found, ("model",)) == bits(whole, ("model",))
+
+
+# ------------------------------------------------------------------------------------------ real gradients
+def trained(config: Config, size: int) -> tuple[Any, ...]:
+    ranks = own_ranks() if size > 1 else ALONE
+    trainer = trainer_of(config, ranks)
+    records = []
+    for number in range(1, 5):
+        step = trainer.new_step(number, last=False)
+        trainer.train_step(step, [])
+        records.append((step.record["train/loss"], step.record["grad/norm"]))
+    contents = capture(4, trainer, [], {})
+    return records, None if contents is None else bits(contents), trainer.wire.bytes
+
+
+@pytest.mark.parametrize("kind", ["stochastic-8bit", "fp32", "delayed"])
+def test_processes_train_on_the_batch_of_one(tiny: Tiny, pools: dict[int, Pool], kind: str) -> None:
+    """Sums of another order apart, which change the last bits; replicas and rows are the same to the bit."""
+    found = {}
+    for mode in ("ddp", "fsdp"):
+        config = settings(tiny, kind, mode)
+        config.optimizer.grad_clip = 0.0
+        first, second = pools[2].run(trained, config, 2)
+        assert first[0] == second[0]
+        found[mode] = first
+    alone = settings(tiny, kind, None)
+    alone.optimizer.grad_clip = 0.0
+    records, _, sent = trained(alone, 1)
+    assert sent is None
+    torch.testing.assert_close(torch.tensor(found["ddp"][0][:1]), torch.tensor(records[:1]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(found["ddp"][0]), torch.tensor(records), rtol=2e-3, atol=0)
+    assert [loss for loss, _ in found["ddp"][0]] == [loss for loss, _ in found["fsdp"][0]]
+    assert found["ddp"][1] == found["fsdp"][1]
+    assert found["ddp"][2] > 0
+
+
+def test_bytes_sent_are_those_of_the_gradients(tiny: Tiny, pools: dict[int, Pool]) -> None:
+    """Replicas send every gradient once, and to one number's worth of agreement; rows of codes a byte a weight."""
+    parameters = sum(p.numel() for p in trainer_of(settings(tiny, "stochastic-8bit", None)).model.parameters())
+    replicas, rows = (
+        pools[2].run(trained, settings(tiny, "stochastic-8bit", mode), 2)[0][2] for mode in ("ddp", "fsdp")
+    )
+    assert 4 * parameters <= replicas <= 4 * parameters + 500
+    assert rows < replicas
+
+
+def drawn_by(config: Config) -> list[list[int]]:
+    trainer = trainer_of(config, own_ranks())
+    return [trainer._draw(7, 1)[0].tolist(), trainer._draw(7, 1)[1].tolist()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shares_are_the_batch(tiny: Tiny, pools: dict[int, Pool], size: int) -> None:
+    config = settings(tiny, "fp32", "ddp")
+    each = pools[size].run(drawn_by, config)
+    whole = batch(load_corpus(Path(config.data.dir), 16).train, 6, 16, seed=config.seed, step=7, micro_step=1)
+    for part in (0, 1):
+        assert [row for own in each for row in own[part]] == whole[part].tolist()
+
+
+# ------------------------------------------------------------------------------------------ what all do together
+def failing(what: str) -> list[Any]:
+    ranks = own_ranks()
+    said: list[Any] = [ranks.told(f"from {ranks.rank}"), ranks.each(ranks.rank), ranks.mean(ranks.rank)]
+    errors = {"disk": OSError(errno.ENOSPC, "No space left on device", "a"), "line": BenchError("no"), "none": None}
+    try:
+        with ranks.together(CheckpointNotWritten):
+            if ranks.rank == 1 and errors[what]:
+                raise errors[what]
+    except (OSError, BenchError) as error:
+        said.append((type(error).__name__, getattr(error, "errno", None), str(error)))
+    return said
+
+
+@pytest.mark.parametrize("what", ["disk", "line", "none"])
+def test_what_fails_in_one_fails_in_all(pools: dict[int, Pool], what: str) -> None:
+    first, second = pools[2].run(failing, what)
+    assert first[:3] == second[:3] == ["from 0", [0.0, 1.0], 0.5]
+    if what == "disk":
+        assert first[3:] == second[3:] == [("OSError", errno.ENOSPC, "[Errno 28] No space left on device: 'a'")]
+    elif what == "line":
+        assert first[3:] == [("CheckpointNotWritten", None, "no")]
+        assert second[3:] == [("BenchError", None, "no")]
+    else:
+        assert first[3:] == second[3:] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            {"train__parallel": "fsdp"},
+            "train.parallel: 'fsdp' can't be used with monitor.ranges, monitor.bits, monitor.",
+        ),
+        (
+            {"train__parallel": "ddp", "shadow__enabled": True},
+            "can't be used with shadow.enabled; give --shadow.enabled",
+        ),
+        (
+            {
+                "train__parallel": "fsdp",
+                **MONITORS,
+                "rule": "stochastic",
+                "model__format": "E4M3",
+                "model__storage": "grid",
+            },
+            "model.storage: 'grid' can't be sharded; allowed with fsdp: float32, master, fp8",
+        ),
+        (
+            {"train__parallel": "ddp", "rule": "stochastic", "model__format": "E4M3", "train__step_in_backward": True},
+            "train.step_in_backward",
+        ),
+    ],
+)
+def test_what_would_be_wrong_is_refused(tiny: Tiny, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(BenchError) as refused:
+        resolve(tiny(**({"monitor__stall": False} | overrides)))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--rules", "fp32", "--train.parallel", "ddp"],
+        ["profile", "e4m3.yaml", "--train.parallel", "ddp", "--shadow.enabled", "false"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_of_one_process_refuse_it(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train.parallel: 'ddp' is for torchrun -m nanogpt_bench run" in line
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_sweep_refuses_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("settings: {rule: fp32, train.parallel: ddp}\naxes: {seed: [1, 2]}\n", encoding="utf-8")
+    with pytest.raises(BenchError, match="'ddp' is for torchrun -m nanogpt_bench run; each run of a sweep"):
+        plan_sweep(read_sweep(path))

@@ -1,0 +1,233 @@
+"""Quantised models in the layouts of compressed-tensors and torchao: read back to the bit, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import LayerSpec, QuantizedLinear, export_model, exported_state_dict, quantize_model
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+COMPRESSED, TORCHAO = (importlib.util.find_spec(name) is not None for name in ("compressed_tensors", "torchao"))
+compressed = pytest.mark.skipif(not COMPRESSED, reason="needs the package compressed-tensors")
+torchao = pytest.mark.skipif(not TORCHAO, reason="needs the package torchao")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries' imports announce is their own business
+TOKENS = torch.arange(10).view(2, 5)
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 48}
+STORED = [
+    (s, g) for s in ("fp8", "grid", "master") for g in ("tensor", "channel", "block") if (s, g) != ("grid", "block")
+]
+stored = pytest.mark.parametrize(("storage", "granularity"), STORED, ids="-".join)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def llama(tied: bool = True, **options: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied, **options)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, **options
+    )
+    assert not any(said.values()), said
+    return model
+
+
+def assert_same(model: Any, other: Any) -> None:
+    """The same function, and every quantised weight decoded to the same bits."""
+    assert torch.equal(logits(other), logits(model))
+    assert_same_weights(model, other)
+
+
+def assert_same_weights(model: Any, other: Any) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear) and layer.weight_format is not None:
+            assert type(other.get_submodule(name)) is nn.Linear
+            theirs, ours = other.get_submodule(name).weight.detach(), layer.quantized_weight().detach()
+            theirs = (theirs.dequantize() if type(theirs).__name__ == "Float8Tensor" else theirs).float()
+            ours = ours.dequantize() if isinstance(ours, fm.FP8Tensor) else ours.as_subclass(Tensor)
+            assert torch.equal(theirs.view(torch.int32), ours.contiguous().view(torch.int32)), name
+
+
+@compressed
+@stored
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_transformers_reads_compressed_tensors(
+    storage: Any, granularity: Any, dequantize: bool, tmp_path: Path
+) -> None:
+    model = quantize_model(llama(), {"*": "E4M3"}, storage, granularity=granularity, tied="leave")
+    settings = copy.deepcopy(model.config.to_dict())
+    export_model(model, tmp_path)
+    assert model.config.to_dict() | {"dtype": None} == settings | {"dtype": None}
+    assert "hf_quantizer" not in vars(model)
+    options = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    if granularity == "block" and not dequantize:  # whose weights become bfloat16 at the first pass
+        logits(other := read(tmp_path, torch.bfloat16))
+        assert_same_weights(model, other)
+    else:
+        assert_same(model, read(tmp_path, **options))
+
+
+@torchao
+@stored
+def test_torchao_reads_its_own(storage: Any, granularity: Any, tmp_path: Path) -> None:
+    for fmt in ("E4M3", "E5M2"):
+        model = quantize_model(llama(), {"*": fmt}, storage, granularity=granularity, tied="leave")
+        tensors, _ = exported_state_dict(model, "torchao")
+        own = llama()
+        own.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, assign=True)
+        assert_same(model, own)
+        export_model(model, tmp_path / fmt, "torchao")
+        assert_same(model, read(tmp_path / fmt))
+
+
+@compressed
+@torchao
+def test_bfloat16_weights_are_exact_too(tmp_path: Path) -> None:
+    model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, "fp8", tied="leave")
+    tensors, _ = exported_state_dict(model)
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.float32
+    for layout in ("compressed-tensors", "torchao"):
+        export_model(model, tmp_path / layout, layout)  # type: ignore[arg-type]
+        logits(other := read(tmp_path / layout, torch.bfloat16))
+        assert_same_weights(quantize_model(llama().bfloat16().float(), {"*": "E4M3"}, "fp8", tied="leave"), other)
+
+
+@compressed
+@torchao
+def test_granularities_and_layers_are_mixed(tmp_path: Path) -> None:
+    """Float layers, scales of three kinds, an untied output layer, activations that only training quantises."""
+    formats = {
+        "*": "none",
+        "q_proj": LayerSpec("E4M3", granularity="tensor"),
+        "mlp": LayerSpec("E4M3"),
+        "o_proj": LayerSpec("E4M3", granularity="block"),
+        "lm_head": LayerSpec("E4M3"),
+    }
+    model = quantize_model(llama(), formats, "fp8", tied="untie")
+    _, described = exported_state_dict(model)
+    assert described["format"] == "mixed-precision"
+    assert [len(group["targets"]) for group in described["config_groups"].values()] == [2, 7, 2]
+    assert len(described["ignore"]) == 4
+    export_model(model, tmp_path / "one")
+    assert model.config.tie_word_embeddings
+    logits(other := read(tmp_path / "one", torch.bfloat16))  # not dequantize=True, which reads one kind of scale only
+    assert_same_weights(model, other)
+    export_model(model, tmp_path / "other", "torchao")
+    assert_same(model, read(tmp_path / "other"))
+
+
+def test_what_is_held_beside_a_weight_stays_behind() -> None:
+    """Counts, measured scales and manifolds; what somebody has registered in a layer goes along."""
+    spec = LayerSpec("E4M3", activation="E5M2", policy="delayed", rounding="split")
+    for storage in ("master", "fp8", "grid"):
+        chosen = spec if storage == "master" else LayerSpec("E4M3", activation="E5M2")
+        model = quantize_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), chosen, storage)  # type: ignore[arg-type]
+        model[0].register_buffer("mine", torch.ones(1))
+        tensors, _ = exported_state_dict(model)
+        weights = [f"{i}.{name}" for i in range(2) for name in ("bias", "weight", "weight_scale")]
+        assert sorted(tensors) == sorted([*weights, "0.mine"])
+        assert not tensors["0.weight"].requires_grad
+
+
+def test_a_layer_by_itself_and_special_codes() -> None:
+    layer: Any = quantize_model(nn.Linear(4, 2, bias=False), "E4M3", "fp8")
+    codes = torch.tensor([[0, 128, 127, 255], [1, 129, 126, 254]], dtype=torch.uint8)  # NaN and -0 among them
+    layer.weight.codes.copy_(codes)
+    tensors, described = exported_state_dict(layer)
+    assert sorted(tensors) == ["weight", "weight_scale"]
+    assert torch.equal(tensors["weight"].view(torch.uint8), codes)
+    assert torch.equal(tensors["weight_scale"], layer.weight.scale)
+    assert described["ignore"] == []
+    if TORCHAO:
+        values = exported_state_dict(layer, "torchao")[0]["weight"].dequantize()
+        assert torch.equal(values.nan_to_num(7.0), layer.weight.dequantize().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", [*fm.NAMED_FORMATS, "E4M3_B8", "E4M3IEEE"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "torchao"])
+def test_formats_without_a_dtype_are_refused_by_name(name: str, layout: Any) -> None:
+    allowed = {"compressed-tensors": ["E4M3"], "torchao": ["E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ"]}[layout]
+    model = quantize_model(nn.Sequential(nn.Linear(4, 2)), name, "fp8")
+    if name in allowed:
+        if layout == "torchao":
+            pytest.importorskip("torchao", reason="needs the package torchao")
+        tensors, _ = exported_state_dict(model, layout)
+        weight = tensors["0.weight"]
+        values = weight.dequantize() if layout == "torchao" else weight.float() * tensors["0.weight_scale"]
+        assert torch.equal(values, model[0].weight.dequantize())
+        return
+    text = f"layer '0' is of {name}, which {layout} has no dtype for; allowed: {', '.join(allowed)}$"
+    with pytest.raises(ValueError, match=text):
+        exported_state_dict(model, layout)
+
+
+def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="no quantised weight: call quantize_model"):
+        exported_state_dict(plain)
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, not dict"):
+        exported_state_dict({})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="did you mean 'compressed-tensors'"):
+        exported_state_dict(plain, "compressed_tensors")  # type: ignore[arg-type]
+    quantized = quantize_model(plain, "E4M3", "fp8")
+    with pytest.raises(TypeError, match="Sequential, no model of transformers: write what exported_state_dict gives"):
+        export_model(quantized, tmp_path)
+    quantized.append(nn.Linear(4, 4))
+    quantized[1].weight = fm.FP8Parameter(quantized[1].weight)
+    with pytest.raises(ValueError, match=r"'1.weight' is an FP8Parameter, and in no QuantizedLinear"):
+        exported_state_dict(quantized)
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=16, vocab_size=20)
+    gpt2 = quantize_model(transformers.GPT2LMHeadModel(config), {"*": "E4M3"}, "fp8", tied="leave")
+    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D of transformers"):
+        export_model(gpt2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_scale_that_is_no_e8m0_is_refused() -> None:
+    layer: Any = quantize_model(nn.Linear(64, 1, bias=False), LayerSpec("E4M3", granularity="block"), "fp8")
+    for exponent in (-127, -126, 0, 127):
+        layer.weight.scale.fill_(2.0**exponent)
+        assert exported_state_dict(layer)[0]["weight_scale"].tolist() == [[exponent + 127] * 2]
+    layer.weight.scale.fill_(2.0**-128)
+    with pytest.raises(ValueError, match=r"'weight' has a block scale that is no E8M0"):
+        exported_state_dict(layer)
+
+
+@pytest.mark.parametrize("missing", ["torchao", "transformers"])
+def test_a_missing_package_is_named(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import importlib
+
+    real = importlib.import_module
+
+    def find(name: str, package: str | None = None) -> Any:
+        if name.partition(".")[0] == missing:
+            raise ImportError(name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", find)
+    model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    extra = {"torchao": "torchao", "transformers": "hf"}[missing]
+    with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'fp8manifold\[{extra}\]'"):
+        export_model(model, tmp_path, "torchao")

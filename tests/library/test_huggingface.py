@@ -1,0 +1,358 @@
+"""Quantised models of transformers: saved, read back and trained on to the bit, by its own means."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
+from fp8manifold.nn._recipe import spec_as_json
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+TOKENS = torch.arange(12).view(2, 6)
+DELAYED = LayerSpec(
+    "E4M3", activation={"format": "E4M3", "policy": "delayed", "history": 16}, gradient="E5M2", rounding="split"
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def llama(tied: bool = True) -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=48, tie_word_embeddings=tied)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)
+
+
+def gpt2(tied: bool = True) -> Any:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16}
+    config = transformers.GPT2Config(
+        **sizes, vocab_size=48, bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=tied
+    )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config)
+
+
+MAKERS = pytest.mark.parametrize("maker", [llama, gpt2])
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits  # type: ignore[no-any-return]
+
+
+def read(folder: Path, **options: Any) -> Any:
+    huggingface.register()
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(said.values()), said
+    return model
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    """Everything that a model holds, as bytes, and what each of its layers was made as."""
+    state = fm.use_plain_state(copy.deepcopy(model)).state_dict()
+    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
+    made = {
+        name: (type(layer).__name__, layer.spec, layer.storage, layer._seed, type(layer.weight).__name__)
+        for name, layer in layers.items()
+    }
+    return {"held": held, "made": made}
+
+
+def learnt(model: Any, steps: int = 2) -> Any:
+    """The model after a few steps, so that its counts, histories and draws are not those of the start."""
+    optimizer = fm.optim.StiffnessAdamW(model.train().parameters(), lr=1e-2, compile=False)
+    for _ in range(steps):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@MAKERS
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
+def test_a_model_comes_back_to_the_bit(maker: Any, storage: Any, tied: Any, tmp_path: Path) -> None:
+    model = quantize_model(
+        maker(tied != "was not"), {"*": "E4M3"}, storage, tied="refuse" if tied == "was not" else tied
+    )
+    huggingface.attach(learnt(model)).save_pretrained(tmp_path)
+    other = read(tmp_path)
+    assert bits(other) == bits(model)
+    assert torch.equal(logits(other), logits(model))
+    head, embedding = other.get_output_embeddings().weight, other.get_input_embeddings().weight
+    assert (head is embedding) == (tied == "leave")
+    other.save_pretrained(tmp_path / "again")
+    assert bits(read(tmp_path / "again")) == bits(model)
+    assert bits(learnt(other)) == bits(learnt(model))  # and goes on as it would have
+
+
+@pytest.mark.parametrize("name", ["E5M2", "E3M4", "E1M6", "E7M0", "E4M3FNUZ", "P3109_8P4", "E2M1"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_every_format_and_scale_comes_back(name: str, granularity: Any, tmp_path: Path) -> None:
+    model = quantize_model(
+        llama(), {"*": name}, "fp8", granularity=granularity, tied="leave", seed=3, rounding="nearest"
+    )
+    huggingface.attach(model).save_pretrained(tmp_path)
+    assert bits(read(tmp_path)) == bits(model)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        DELAYED,
+        LayerSpec(),
+        LayerSpec("P3109_8P4", granularity="block", rounding="stochastic"),
+        LayerSpec(
+            {"format": "E4M3", "ste": "clipped", "scale": 0.25}, activation={"format": "E5M2", "granularity": "channel"}
+        ),
+        LayerSpec(gradient={"weight": {"format": "E5M2", "scale": "global"}}),
+        LayerSpec("E3M4", policy="static", ste="relu", gradient={"activation": "E5M2_B14"}),
+        LayerSpec(activation="E4M3", policy="delayed", history=32),
+    ],
+    ids=str,
+)
+def test_a_specification_survives_json(spec: LayerSpec) -> None:
+    assert LayerSpec(**json.loads(json.dumps(spec_as_json(spec)))) == spec
+
+
+@MAKERS
+def test_what_layers_are_made_as_comes_back(maker: Any, tmp_path: Path) -> None:
+    """Formats by pattern, measured scales with their histories, counts of draws, deferred gradients, two seeds."""
+    names = {"llama": ("q_proj", "mlp"), "gpt2": ("c_attn", "mlp")}[maker.__name__]
+    model = quantize_model(maker(), {"*": "none", names[0]: DELAYED}, tied="leave", defer_weight_gradients=True)
+    quantize_model(
+        model, {"*": "none", names[1]: "E5M2", "lm_head": "none"}, "fp8", seed=5, headroom=4.0, keep_remainder=True
+    )
+    huggingface.attach(learnt(model, 3)).save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "fp8manifold"
+    assert [len(group["seeds"]) for group in said["layers"]] == ([2, 6] if maker is llama else [2, 4])
+    other = read(tmp_path)
+    assert bits(other) == bits(model)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            mine, its = (vars(each.get_submodule(name)) for each in (model, other))
+            assert all(mine[key] == its[key] for key in ("_headroom", "_keep_remainder", "_defers"))
+    assert bits(learnt(other)) == bits(learnt(model))
+
+
+def test_bfloat16_models_come_back(tmp_path: Path) -> None:
+    for storage in ("fp8", "master"):
+        model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, storage, tied="leave")  # type: ignore[arg-type]
+        huggingface.attach(model).save_pretrained(tmp_path / storage)
+        assert bits(read(tmp_path / storage)) == bits(model)
+        wide = read(tmp_path / storage, dtype=torch.float32)
+        assert wide.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16 if storage == "fp8" else torch.float32
+
+
+@MAKERS
+def test_a_float_model_is_quantised_while_it_is_read(maker: Any, tmp_path: Path) -> None:
+    maker().save_pretrained(tmp_path / "floats")
+    spec = {"*": LayerSpec("E4M3", activation="E5M2"), "lm_head": "none"}
+    config = huggingface.quantization_config(spec, tied="leave", seed=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats", quantization_config=config)
+    assert bits(model) == bits(quantize_model(maker(), spec, "fp8", tied="leave", seed=2))
+    model.save_pretrained(tmp_path / "codes")
+    assert bits(read(tmp_path / "codes")) == bits(model)
+    size = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("codes", "floats")]
+    assert size[0] < 0.6 * size[1]
+
+
+# ------------------------------------------------------------------------------------------------------------ Trainer
+class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Forty sequences of six tokens."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(48, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trained(model: Any, folder: Path, optimizer: str, resume: Path | None = None, **more: Any) -> Any:
+    """A Trainer that has taken six steps of four sequences, with a checkpoint after three."""
+    makers: dict[str, Any] = {
+        "8bit": lambda p: fm.optim.StiffnessAdamW(p, lr=1e-2, moments="8bit"),
+        "residual8": lambda p: fm.optim.StiffnessAdamW(p, lr=1e-2, writeback="residual8"),
+        "muon": lambda p: fm.optim.StiffnessMuon.for_model(model, lr=1e-2),
+        "wrapper": lambda p: fm.optim.StiffnessWrapper(torch.optim.SGD(p, lr=1e-2)),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    }
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        save_steps=3,
+        logging_steps=1,
+        max_grad_norm=1.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+        **more,
+    )
+    made = makers[optimizer](model.parameters())
+    trainer = transformers.Trainer(model, arguments, train_dataset=Lines(), optimizers=(made, None))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, to the last number in them."""
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(each, other[key]) for key, each in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@MAKERS
+@pytest.mark.parametrize("optimizer", ["8bit", "residual8", "muon", "wrapper", "adamw"])
+def test_a_trainer_goes_on_where_it_was(maker: Any, optimizer: str, tmp_path: Path) -> None:
+    """A checkpoint that a model made anew takes up is an uninterrupted run: losses, weights and states."""
+    storage: Any = "master" if optimizer == "adamw" else "fp8"
+    whole, again = (quantize_model(maker(), {"*": DELAYED, "mlp": "E4M3"}, storage, tied="leave") for _ in range(2))
+    ended = trained(huggingface.attach(whole), tmp_path / "whole", optimizer)
+    resumed = trained(huggingface.attach(again), tmp_path / "cut", optimizer, tmp_path / "whole" / "checkpoint-3")
+    assert losses(resumed)[-3:] == losses(ended)[-3:]
+    assert bits(again) == bits(whole)
+    assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
+    assert same(resumed.optimizer.state_dict(), ended.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("more", [{"bf16": True}, {"gradient_checkpointing": True}])
+def test_a_trainer_goes_on_from_what_was_read(more: dict[str, Any], tmp_path: Path) -> None:
+    """Under autocast and with activations computed again, of a model that came out of a folder."""
+    huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave")).save_pretrained(tmp_path / "start")
+    whole, again = read(tmp_path / "start"), read(tmp_path / "start")
+    trained(whole, tmp_path / "whole", "8bit", **more)
+    trained(again, tmp_path / "cut", "8bit", tmp_path / "whole" / "checkpoint-3", **more)
+    assert bits(again) == bits(whole)
+    assert bits(whole) != bits(read(tmp_path / "start"))
+
+
+# ----------------------------------------------------------------------------------------------- what else may happen
+def test_a_model_in_several_files_comes_back(tmp_path: Path) -> None:
+    model = huggingface.attach(quantize_model(llama(), {"*": "E3M4"}, "fp8", tied="leave"))
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert bits(read(tmp_path)) == bits(model)
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"])
+def test_layers_are_placed_by_accelerate(device_map: Any, tmp_path: Path) -> None:
+    """Whose estimates count a byte for each of these weights."""
+    pytest.importorskip("accelerate")
+    model = huggingface.attach(quantize_model(llama(), {"*": DELAYED}, "fp8", tied="leave"))
+    model.save_pretrained(tmp_path)
+    assert bits(read(tmp_path, device_map=device_map)) == bits(model)
+    sizes = {name: model.hf_quantizer.param_element_size(model, name, x) for name, x in model.named_parameters()}
+    assert {size for name, size in sizes.items() if "_proj" in name} == {1}
+    assert sizes["model.embed_tokens.weight"] == 4
+
+
+def test_what_is_saved_is_what_the_model_is_now(tmp_path: Path) -> None:
+    """Layers that were dequantised or quantised after it was attached."""
+    model = huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8"))
+    quantize_model(model, {"*": "none", "q_proj": "E5M2"}, "fp8")
+    model.save_pretrained(tmp_path / "more")
+    assert bits(read(tmp_path / "more")) == bits(model)
+    fm.dequantize_model(model).save_pretrained(tmp_path / "floats")
+    assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
+    assert torch.equal(logits(read(tmp_path / "floats")), logits(model))
+
+
+def test_the_base_of_a_model_is_read_and_written(tmp_path: Path) -> None:
+    model = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="untie")
+    huggingface.attach(model).save_pretrained(tmp_path / "whole")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "whole")
+    assert bits(base) == bits(model.model)  # type: ignore[arg-type]
+    base.save_pretrained(tmp_path / "base")
+    huggingface.register()
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # its output layer is drawn
+    assert bits(other.model) == bits(base)
+    assert type(other.lm_head) is nn.Linear
+
+
+@MAKERS
+def test_a_model_is_dequantised_and_exported(maker: Any, tmp_path: Path) -> None:
+    model = huggingface.attach(quantize_model(maker(), {"*": "E4M3"}, "fp8", tied="leave"))
+    quantizer, expected = model.hf_quantizer, logits(model)
+    if maker is llama:
+        fm.export_model(model, tmp_path)
+        assert model.hf_quantizer is quantizer
+        assert model.config.quantization_config.quant_method == "fp8manifold"
+    floats = model.dequantize()
+    assert not any(isinstance(module, QuantizedLinear) for module in floats.modules())
+    assert not hasattr(floats, "hf_quantizer")
+    torch.testing.assert_close(logits(floats), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_can_not_be_attached_is_refused() -> None:
+    with pytest.raises(TypeError, match="Linear, no model of transformers: use_plain_state is for others"):
+        huggingface.attach(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no quantised layer: call quantize_model first"):
+        huggingface.attach(llama())
+    model = quantize_model(llama(), {"*": "none", "q_proj": "E4M3"}, "grid")
+    layer = model.model.layers[0].self_attn.q_proj  # type: ignore[union-attr, index]
+    layer.manifold = fm.StiffnessManifold("E4M3", layer.weight_scale())
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.self_attn\.q_proj' is on a StiffnessManifold"):
+        huggingface.attach(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": {"model.nowhere": 0}}, "'model.nowhere' has no float layer in the model"),
+        ({"seeds": {"model.embed_tokens": 0}}, "'model.embed_tokens' has no float layer"),
+        ({"seeds": {"model.layers.0.mlp.up_proj": -1}}, "seed of 'model.layers.0.mlp.up_proj'=-1 is out of range"),
+        ({"storage": "fp4"}, "storage='fp4' is unknown"),
+        ({"more": 1}, "unknown key 'more'"),
+        ({"spec": {"weight": {"format": "E9M9"}}}, "E9M9"),
+        ({"spec": {"weight": {"format": "E5M2"}}}, "automatic conversion"),  # as transformers says of any such error
+    ],
+)
+def test_a_folder_that_was_tampered_with_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    huggingface.attach(quantize_model(llama(), {"*": "none", "mlp": "E4M3"}, "fp8")).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    settings = json.loads(path.read_text())
+    settings["quantization_config"]["layers"][0] |= changes
+    path.write_text(json.dumps(settings))
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        read(tmp_path)
+
+
+def test_a_missing_or_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
+        with pytest.raises(ImportError, match=r"needs transformers 5 or newer, not 4\.57\.1"):
+            huggingface._classes.__wrapped__()
+    monkeypatch.setitem(sys.modules, "transformers.quantizers.auto", None)
+    with pytest.raises(ImportError, match=r"needs transformers: pip install 'fp8manifold\[hf\]'"):
+        huggingface.register()

@@ -1,0 +1,199 @@
+"""States of plain tensors: through safetensors and back to the bit, files of other libraries, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from safetensors.torch import load_file, save_file
+from tensor_cases import every_format, same_store
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import exported_state_dict, quantize_model, use_plain_state
+
+GRANULARITIES = pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+
+
+def made(fmt: str = "E4M3", seed: int = 0, storage: Any = "fp8", width: int = 64, **options: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    formats = {"0": fm.LayerSpec(fmt, granularity=options.pop("granularity", "channel")), "2": fmt}
+    return use_plain_state(quantize_model(net, formats, storage, seed=seed, **options))
+
+
+def through_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
+    save_file(model.state_dict(), path)
+    return load_file(path)
+
+
+@every_format
+@GRANULARITIES
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_survives_a_file(name: str, granularity: Any, assign: bool, tmp_path: Path) -> None:
+    model, other = (made(name, granularity=granularity, seed=seed) for seed in (0, 1))
+    with torch.no_grad():
+        model[0].weight.mul_(0.7)
+    before = copy.deepcopy(model)
+    assert other.load_state_dict(through_file(model, tmp_path / "m"), assign=assign).missing_keys == []
+    for ours, theirs in ((model, other), (before, other)):
+        assert same_store(ours[0].weight, theirs[0].weight)
+        assert same_store(ours[2].weight, theirs[2].weight)
+    own, others = model[0].weight, other[0].weight
+    assert (own.seed, int(own.counter), own.by_operator) == (others.seed, int(others.counter), others.by_operator)
+    for weight in (own, others):  # the same draws follow
+        with torch.no_grad():
+            weight.add_(normal(4, 64) * 1e-3)
+    assert same_store(own, others)
+
+
+def test_every_trait_survives(tmp_path: Path) -> None:
+    model = made("P3109_8P3F", rounding="nearest").bfloat16()
+    model[0].weight.by_operator = False
+    model[2].weight = fm.FP8Parameter(normal(4, 4), "P3109_8P3F", seed=2**63 - 1)
+    other = made("P3109_8P3F", seed=1).bfloat16()
+    other.load_state_dict(through_file(model, tmp_path / "m"), assign=True)
+    for index in (0, 2):
+        assert other[index].weight._traits() == model[index].weight._traits()
+        assert other[index].weight.requires_grad
+
+
+def test_the_names_and_what_is_left_as_it_is() -> None:
+    model = made()
+    names = ["weight", "bias", "weight_scale", "weight_counter", "weight_traits"]
+    assert set(model.state_dict()) == {
+        *(f"0.{name}" for name in names),
+        *(f"2.{name}" for name in names if name != "bias"),
+    }
+    assert all(type(x) is Tensor for x in model.state_dict().values())
+    assert model.state_dict(keep_vars=True)["0.weight"] is model[0].weight
+    assert model.state_dict()["0.weight_scale"].data_ptr() == model[0].weight.scale.data_ptr()
+    for storage in ("grid", "master"):
+        plain = made(storage=storage)
+        assert (
+            plain.state_dict().keys() == quantize_model(fm.dequantize_model(plain), "E4M3", storage).state_dict().keys()
+        )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("storage", ["grid", "master", "fp8"])
+def test_every_storage_takes_them(storage: Any) -> None:
+    model, other = made(), made(storage=storage, seed=1)
+    state = model.state_dict()
+    if storage == "master":
+        state |= {key: x for key, x in other.state_dict().items() if "scaler" in key}
+    other.load_state_dict(state)
+    for index in (0, 2):
+        value = other[index].weight.detach()
+        value = value.dequantize() if storage == "fp8" else value.as_subclass(Tensor)
+        assert torch.equal(value, model[index].weight.dequantize())
+
+
+@GRANULARITIES
+def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
+    model, other = made(granularity=granularity), made(granularity=granularity, seed=1)
+    if granularity == "block":  # whose scales are exponents there
+        tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(("_traits", "_counter"))}
+    else:
+        tensors, _ = exported_state_dict(model)
+    other.load_state_dict(tensors)
+    assert same_store(other[0].weight, model[0].weight)
+    assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"0.weight_scale": None}, "0.weight holds codes .*, and 0.weight_scale is missing"),
+        ({"0.weight_scale": torch.full((4, 1), 0.3)}, "0.weight can't be put together from its parts: scale holds 0.3"),
+        ({"0.weight_scale": torch.ones(3, 1)}, r"scale has shape \(3, 1\)"),
+        ({"0.weight_traits": torch.zeros(9, dtype=torch.int64)}, "0.weight_traits can't be read: .*exponent_bits=0"),
+        ({"0.weight_traits": torch.zeros(2, dtype=torch.int64)}, "0.weight_traits can't be read"),
+        ({"0.weight_traits": torch.tensor([4, 3, 7, 9, 0, 0, 0, 0, 1])}, "9 is out of range: 0 to 5"),
+        ({"0.weight_traits": torch.tensor([4, 3, 7, 1, 0, -1, 0, 0, 1])}, "seed=-1"),
+        ({"0.weight_counter": torch.zeros(2, dtype=torch.int64)}, "counter has shape"),
+        ({"0.weight": torch.zeros(4, 64, dtype=torch.uint8), "0.weight_traits": None}, "which say of which format"),
+        (
+            {"0.weight": torch.zeros(4, 64).to(torch.float8_e5m2), "0.weight_traits": None},
+            "is of E5M2, but this layer's",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    model = made()
+    kept = copy.deepcopy(model[0].weight)
+    state = {name: x for name, x in (model.state_dict() | changes).items() if x is not None}
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(state)
+    assert same_store(model[0].weight, kept)
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"0.weight is of E3M4, but this layer's is of E4M3"):
+        made().load_state_dict(made("E3M4").state_dict())
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, not dict"):
+        use_plain_state({})  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ writers of other libraries
+def test_safetensors_writes_a_whole_model(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = made(), made(seed=1)
+    safetensors.save_model(model, str(tmp_path / "m"))
+    assert safetensors.load_model(other, str(tmp_path / "m")) == (set(), [])
+    assert same_store(other[0].weight, model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, other, placed = made(), made(seed=1), made(seed=2)
+    kept = copy.deepcopy(placed[0].weight)
+    try:
+        accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    finally:  # the process has one accelerator, and the next test wants another
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.load_checkpoint_in_model(other, tmp_path)
+    assert same_store(other[0].weight, model[0].weight)
+    with pytest.raises(ValueError, match="does not have a parameter or a buffer named weight_counter"):
+        accelerate.load_checkpoint_in_model(placed, tmp_path, device_map={"": "cpu"})
+    assert placed[0].weight.seed == kept.seed
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("optimizer", ["8bit", "residual4", "momentum"])
+def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> None:
+    """Two steps after what was saved, and two after what was loaded into a model and an optimizer made anew."""
+    accelerate = pytest.importorskip("accelerate")
+    options: Any = {"moments": "8bit"} if optimizer == "8bit" else {"writeback": optimizer}
+    ended = []
+    try:
+        for load in (False, True):
+            accelerator = accelerate.Accelerator(cpu=True)
+            model = made()
+            model, steps = accelerator.prepare(model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options))
+            if load:
+                accelerator.load_state(tmp_path)
+            for step in range(2, 4) if load else range(4):
+                if step == 2 and not load:
+                    accelerator.save_state(tmp_path)
+                steps.zero_grad()
+                accelerator.backward(model(normal(8, 64) * (step + 1)).square().sum())
+                steps.step()
+            ended.append((model, steps.state_dict()["state"]))
+            accelerator.free_memory()
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    (one, state), (other, its) = ended
+    for index in (0, 2):
+        assert same_store(one[index].weight, other[index].weight)
+        assert int(one[index].weight.counter) == int(other[index].weight.counter)
+    for key, entry in state.items():
+        for name, value in entry.items():
+            same = torch.equal(value, its[key][name]) if isinstance(value, Tensor) else value == its[key][name]
+            assert same, (key, name)

@@ -1,0 +1,219 @@
+"""Runs in several processes of torchrun: stopped, killed, gone on with by as many or others, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_runs
+
+from nanogpt_bench.commands.verify import verify_command
+from nanogpt_bench.system.signals import RESUMABLE
+from nanogpt_bench.system.torchrun import LOST
+
+#: seconds within which a killed process has to end the run
+WITHIN_S = 10.0
+PATIENCE_S = 180.0
+ENDLESS = 100_000
+_MONITORS = ("stall", "ranges", "bits", "attention", "gradients", "geometry")
+#: a run by rows has nobody who looks at whole weights, and no clipping, whose norm is summed up by rows
+MODES: Mapping[str, Mapping[str, object]] = {
+    "ddp": {"train.parallel": "ddp", "model.dropout": 0.1},
+    "fsdp": {
+        "train.parallel": "fsdp",
+        "model.dropout": 0.1,
+        "optimizer.grad_clip": 0,
+        **{f"monitor.{name}": False for name in _MONITORS},
+    },
+}
+
+
+def words(corpus: Path, mode: str, **more: object) -> list[str]:
+    settings = {"checkpoint.every": 3, "shadow.enabled": False, **MODES[mode]}
+    return small_runs.words("fp8 residual8", corpus, settings | {k.replace("__", "."): v for k, v in more.items()})
+
+
+def command(words: list[str], processes: int) -> list[str]:
+    """A command line of the bench, in so many processes of torchrun; in none of them where it is 1."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, *(ranks if processes > 1 else []), "-m", "nanogpt_bench", *words]
+
+
+@contextmanager
+def started(folder: Path, words: list[str], processes: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that goes on, what it says in output.txt, and none of it left afterwards."""
+    folder.mkdir(exist_ok=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with (folder / "output.txt").open("ab") as output:
+        child = subprocess.Popen(command(words, processes), cwd=folder, env=env, stdout=output, stderr=output)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            for process in (*children_of(child), child.pid):
+                os.kill(process, signal.SIGKILL)
+        child.wait()
+
+
+def finished(folder: Path, words: list[str], processes: int) -> int:
+    with started(folder, words, processes) as child:
+        return child.wait(PATIENCE_S)
+
+
+def said(folder: Path) -> list[str]:
+    """What the command said itself: torchrun's lines about it are others."""
+    return [line for line in (folder / "output.txt").read_text().splitlines() if line.startswith("nanogpt-bench")]
+
+
+def children_of(child: subprocess.Popen[bytes]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()]
+
+
+def ranks_of(child: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that torchrun has started, in the order of their ranks."""
+    ranks = {}
+    for pid in children_of(child):
+        words = dict(word.partition("=")[::2] for word in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+        if "TORCHELASTIC_RUN_ID" in words:
+            ranks[int(words["RANK"])] = pid
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def wait_for_step(child: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (run_dir / "checkpoints" / f"step-{step}").exists():
+        assert child.poll() is None, (run_dir.parent.parent / "output.txt").read_text()[-2000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+#: memory as it is counted: that of a last row's padding, which FSDP keeps and a resumed run does not have
+COUNTED = ("held_bytes", "bytes_per_parameter", "bytes_per_quantized_parameter", "peak_bytes")
+
+
+def without_counts(left: Any) -> Any:
+    if isinstance(left, dict):
+        return {key: without_counts(value) for key, value in left.items() if key not in COUNTED}
+    return [without_counts(value) for value in left] if isinstance(left, list) else left
+
+
+def losses(run_dir: Path) -> list[Any]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r.get("train/loss"), r.get("val/loss")) for r in records]
+
+
+@pytest.fixture(scope="module")
+def whole(small_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What a run of two processes leaves that nobody has interrupted, by mode."""
+
+    @cache
+    def left(mode: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(mode)
+        assert finished(folder, words(small_corpus, mode), 2) == 0, (folder / "output.txt").read_text()
+        assert verify_command([folder / "runs" / "r"]) == 0
+        return without_counts(small_runs.traces(folder / "runs" / "r"))
+
+    return left
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("mode", "to"),
+    [
+        ("fsdp", "torchrun"),
+        pytest.param("fsdp", "a rank", marks=SLOW),
+        pytest.param("ddp", "torchrun", marks=SLOW),
+        pytest.param("ddp", "a rank", marks=SLOW),
+    ],
+)
+def test_a_signal_stops_all_and_as_many_go_on_to_the_bit(
+    small_corpus: Path, tmp_path: Path, whole: Callable[[str], dict[str, Any]], mode: str, to: str
+) -> None:
+    run_dir = tmp_path / "runs" / "r"
+    with started(tmp_path, words(small_corpus, mode), 2) as child:
+        wait_for_step(child, run_dir, 6)
+        if to == "torchrun":
+            child.terminate()
+        else:
+            os.kill(ranks_of(child)[1], signal.SIGTERM)
+        child.wait(PATIENCE_S)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["stop"]["kind"] == "signal", (tmp_path / "output.txt").read_text()
+    stopped = summary["steps"]
+    assert (run_dir / "checkpoints" / f"step-{stopped}").is_dir()
+    assert to == "torchrun" or f"exitcode  : {RESUMABLE}" in (tmp_path / "output.txt").read_text()
+    assert verify_command([run_dir]) == 0
+    assert finished(tmp_path, words(small_corpus, mode), 2) == 0
+    left = without_counts(small_runs.traces(run_dir))
+    gone = [name for name in small_runs.differences(left, whole(mode)) if not name.startswith("config")]
+    assert {name.partition("/")[0] for name in gone} <= {"checkpoints"}, gone  # the stop's own, and what it displaced
+    assert left["checkpoints/step-24/model.safetensors"] == whole(mode)["checkpoints/step-24/model.safetensors"]
+
+
+@pytest.mark.parametrize(("mode", "dying", "then"), [("ddp", 1, 1), pytest.param("fsdp", 0, 3, marks=SLOW)])
+def test_a_killed_rank_ends_the_run_and_others_go_on(
+    small_corpus: Path, tmp_path: Path, mode: str, dying: int, then: int
+) -> None:
+    run_dir = tmp_path / "runs" / "r"
+    with started(tmp_path, words(small_corpus, mode, train__max_steps=ENDLESS, train__batch_size=6), 2) as child:
+        wait_for_step(child, run_dir, 6)
+        begun = time.monotonic()
+        os.kill(ranks_of(child)[dying], signal.SIGKILL)
+        assert child.wait(PATIENCE_S) == 1
+        assert time.monotonic() - begun < WITHIN_S
+    assert said(tmp_path) == [LOST]
+    assert verify_command([run_dir]) == 0
+    step = max(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
+    more = {"train__max_steps": ENDLESS, "train__max_seconds": 1e-9, "train__batch_size": 6}
+    if then == 1:
+        more["train__parallel"] = None
+    if then == 3 and mode == "fsdp":
+        (tmp_path / "output.txt").unlink()
+    assert finished(tmp_path, words(small_corpus, mode, **more), then) == 0
+    records = losses(run_dir)
+    assert [record[0] for record in records] == [*range(step + 2)]
+    output = (tmp_path / "output.txt").read_text()
+    assert f"processes was 2, is {then if then > 1 else None}" in output
+    assert verify_command([run_dir]) == 0
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "line"),
+    [
+        (2, {"train.parallel": "null"}, "torchrun started this and train.parallel is null; give --train.parallel ddp"),
+        (1, {"train.parallel": "ddp"}, "train.parallel: 'ddp' needs processes; start them with torchrun"),
+        (2, {"train.batch_size": 5}, "train.batch_size: 5 sequences can't be divided among 2 processes; give a mult"),
+        pytest.param(2, {"train.parallel": "dp"}, "train.parallel: 'dp' is not known; did you mean 'ddp'?", marks=SLOW),
+        pytest.param(2, {"shadow.enabled": True}, "train.parallel: 'ddp' can't be used with shadow.enab", marks=SLOW),
+    ],
+)
+def test_one_line_and_nothing_on_the_disk(
+    small_corpus: Path, tmp_path: Path, processes: int, settings: dict[str, Any], line: str
+) -> None:
+    given = {key.replace(".", "__"): value for key, value in settings.items()}
+    code = finished(tmp_path, words(small_corpus, "ddp", **given), processes)
+    (only,) = said(tmp_path)
+    assert only.startswith(f"nanogpt-bench: error: {line}")
+    assert code == (2 if processes == 1 else 1)
+    assert processes == 1 or (tmp_path / "output.txt").read_text().count("exitcode  : 2 ") == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@SLOW
+def test_other_commands_take_one_process(tmp_path: Path) -> None:
+    assert finished(tmp_path, ["compare"], 2) == 1
+    assert said(tmp_path) == [
+        "nanogpt-bench: error: torchrun is for run: compare works in one process; start it without"
+    ]
