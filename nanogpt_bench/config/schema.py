@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import section, setting
+from nanogpt_bench.config.machine import RuntimeConfig
 from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
 from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
 from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, TrackingConfig
@@ -361,25 +362,6 @@ class EvalConfig:
         "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets",
     )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
-
-
-@dataclass
-class RuntimeConfig:
-    """The machine."""
-
-    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
-    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
-    compile: bool = setting(
-        False,
-        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
-        "monitor hooks itself run uncompiled",
-    )
-    peak_tflops: float | None = setting(
-        None,
-        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
-        above=0.0,
-        changes_numbers=False,
-    )
 
 
 @dataclass

@@ -196,6 +196,8 @@ def test_a_constraint_fills_in_what_it_calls_for() -> None:
     assert resolve(load_config(None, [])).model.constrained == []
 
 
+#: monitors that look at whole weights, which rows are not
+SHARDED_OFF = [f"monitor__{name}" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")]
 SGD = {"optimizer__name": "riemannian_sgd"}
 REFUSED = {
     r"optimizer.name: 'adamw' can't keep weights on a manifold \(model.constraint 'stiefel'\); "
@@ -223,6 +225,11 @@ REFUSED = {
         **SGD,
         "optimizer__weight_decay": 0.1,
     },
+    r"train.parallel: 'fsdp' can't be used with model.constraint; give --model.constraint null": {
+        **dict.fromkeys(SHARDED_OFF, False),
+        "train__parallel": "fsdp",
+    },
+    r"train.parallel: 'ddp' can't be used with model.constraint": {"train__parallel": "ddp"},
     r"model.n_embd: 1 leaves nothing to turn": {"model__n_embd": 1, "model__n_head": 1},
     r"model.constraint: 'stifel' is not known; did you mean 'stiefel'\?": {"model__constraint": "stifel"},
     r"model.constrained: \['attn'\] needs model.constraint": {
