@@ -425,3 +425,14 @@ def test_checkpoint_from_end_to_end(tmp_path: Path) -> None:
     assert all(0 < float(low) <= float(median) <= float(high) for _, median, low, high in ratios)
     assert len(re.findall(r"bytes / torch.save's +[\d.]+x of [\d,]+$", printed, re.MULTILINE)) == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_momentum_by_stiffness_from_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"Line {n} of a text.\n" for n in range(400)), encoding="utf-8")
+    prepare_text(tmp_path / "text.txt", tmp_path / "data", "byte")
+    words = ("--max-steps", "2", "--formats", "E4M3", "--seeds", "1", "--powers", "library,0,0.5")
+    printed = run("momentum_by_stiffness.py", "--data-dir", str(tmp_path / "data"), *words)
+    for power in ("library", "0.0", "0.5"):
+        assert re.search(rf"^E4M3 seed 1 p {power} beta1 0.9: \d\.\d{{4}}$", printed, re.MULTILINE)
+    assert re.search(r"^E4M3 p 0.0: \d\.\d{4}, less p 0: \+0.0000$", printed, re.MULTILINE)

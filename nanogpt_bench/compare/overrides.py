@@ -78,6 +78,8 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
         return option in OPTIONS[rule.optimizer]
     if key in FIELDS and (storages := FIELDS[key].facts["storages"]):
         return rule.storage in storages
+    if key in FIELDS and (optimizers := FIELDS[key].facts["optimizers"]):
+        return rule.optimizer in optimizers
     if key == "model.storage":
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
     if key == "shadow.of":

@@ -15,6 +15,8 @@ FACTS: dict[str, Any] = {
     "of_formats": False,
     #: storages under which it means something; None: all
     "storages": None,
+    #: optimizers under which it means something; None: all
+    "optimizers": None,
     #: losses are set against each other only where it is the same
     "of_task": False,
     #: a learning rate, in the optimizer's own unit, of which every rule has one of its own

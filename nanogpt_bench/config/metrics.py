@@ -330,15 +330,12 @@ WARP_SPREAD = _geometry("geometry/warp_spread", "Spread of the stiffness", "bina
 WARP_SLOPE = _geometry("geometry/warp_slope", "Slope of the stiffness", "", "Of log S over log |w|; 1 on powers of 2.")
 WARP_CROSSINGS = _geometry("geometry/warp_crossings", "Binades crossed", SHARE, "Steps that end in another binade.")
 WARP_DISTORTION = _geometry("geometry/warp_distortion", "Distortion of a step", ULPS, "Mean of |exp_x(u) - (x + u)|.")
-ORTHOGONALITY = _geometry(
-    "geometry/orthogonality",
-    "Off the Stiefel manifold",
-    "distance",
-    "Of parameters on geoopt's.",
-    over=LARGEST,
-    bad=ABOVE,
-    at_most=1e-4,
-)
+_constraint = partial(_geometry, unit="distance", over=LARGEST, bad=ABOVE, chart=LOG)
+_ORTHONORMAL = "|Q^T Q - I| of parameters on geoopt's."
+ORTHOGONALITY = _constraint("geometry/orthogonality", "Off the Stiefel manifold", meaning=_ORTHONORMAL, at_most=1e-4)
+OFF_SPHERE = _constraint("geometry/off_sphere", "Off the sphere", meaning="Rows' lengths less 1.", at_most=1e-4)
+_ROUNDED = "The same of what their formats make of them."
+CONSTRAINT_ROUNDED = _constraint("geometry/constraint_rounded", "Constraints, rounded", meaning=_ROUNDED)
 _fisher = partial(Metric, monitor="fisher", over=MEAN)
 FISHER_RATIO = _fisher(
     "geometry/fisher_ratio", "Fisher trace against the shadow's", RATIO, "At the same batch.", chart=LOG

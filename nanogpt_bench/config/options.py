@@ -31,6 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
 #: what the options are called, of which each optimizer takes some
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
+#: those that step weights on manifolds of geoopt's too
+RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
 _UNITS = {
     "sgd": "gradients",
     "stiffness_sgd": "gradients",

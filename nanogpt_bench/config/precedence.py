@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, unit
+from nanogpt_bench.config.keys import FIELDS, keys_where
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RIEMANNIAN, unit
 from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
 from nanogpt_bench.config.schema import ROUNDED
 
@@ -83,6 +83,8 @@ def _by_meaning(file: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[
         yield from ("train.precision",) if kept.get("train.precision") == "bf16-pure" else ()
         one_byte = rule is not None and rule.storage in ROUNDED
         yield from ("shadow.of",) if one_byte and kept.get("shadow.of") == "master" else ()
+    if said.get("model.constraint") is not None and _rule(kept) is None:  # nothing is stepped by ULPs, or decays
+        yield "optimizer.weight_decay"
     if said.get("model.init_from") is not None:
         yield "model.size"
     if said.get("model.tie_weights") is False:
@@ -103,23 +105,25 @@ def _exponents(rule: Rule) -> Settings:
 
 
 def _options(file: Mapping[str, Any], _: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the options that another optimizer than the file's does not take, and rates in another one's unit."""
+    """Yield what another optimizer than the file's does not take, and rates in another one's unit."""
     before, now = optimizer_of(file), optimizer_of(kept)
     if before == now or before not in OPTIONS or now not in OPTIONS:
         return
     yield from (f"optimizer.{option}" for option in OPTION_NAMES if option not in OPTIONS[now])
+    yield from (key for key in keys_where("optimizers") if now not in FIELDS[key].facts["optimizers"])
     if unit(before) != unit(now):
         yield from keys_where("is_rate")
 
 
 def optimizer_of(settings: Mapping[str, Any]) -> str:
-    """Return the optimizer that settings call for, by its name or by that of a rule.
+    """Return the optimizer that settings call for, by its name or by that of a rule, or by a constraint.
 
     >>> optimizer_of({"rule": "madam"}), optimizer_of({})
     ('madam', 'adamw')
     """
     rule = _rule(settings)
-    return str(settings.get("optimizer.name") or (rule.optimizer if rule else "adamw"))
+    called_for = RIEMANNIAN[0] if settings.get("model.constraint") else "adamw"
+    return str(settings.get("optimizer.name") or (rule.optimizer if rule else called_for))
 
 
 def _reaches_tied_head(weak: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import section, setting
+from nanogpt_bench.config.machine import RuntimeConfig
 from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
-from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
 from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
@@ -163,6 +164,16 @@ class ModelConfig:
         of_rule=True,
         of_formats=True,
     )
+    constraint: str | None = setting(
+        None,
+        "where weights stay: stiefel (orthonormal columns, or rows if fewer) or sphere (rows of length 1); null: free",
+        choices=("stiefel", "sphere"),
+        of_rule=True,
+        optimizers=RIEMANNIAN,
+    )
+    constrained: list[str] = setting(
+        list, "layer patterns of constraint; empty: attn.qkv, attn.proj", of_rule=True, optimizers=RIEMANNIAN
+    )
     outliers: str = setting(
         "none",
         "clip_sigma: clamp what a block adds up to, its residual output, to its mean and outlier_sigma standard "
@@ -190,6 +201,12 @@ class OptimizerConfig:
         "hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon 4e-3",
         above=0.0,
         is_rate=True,
+    )
+    constrained_lr: float | None = setting(
+        None,
+        "rate of constrained weights; riemannian_adam: radians a row or column a step, null: 0.01; sgd: null: 0.1",
+        above=0.0,
+        optimizers=RIEMANNIAN,
     )
     beta1: float | None = setting(None, "decay of the first moment; null: 0.9", minimum=0.0, below=1.0)
     beta2: float | None = setting(None, "decay of the second moment; null: 0.99", minimum=0.0, below=1.0)
@@ -349,29 +366,9 @@ class EvalConfig:
     interval: int = setting(250, "steps between validations", minimum=1)
     batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
     also: str | None = setting(
-        None,
-        "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets",
+        None, "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets"
     )
     seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
-
-
-@dataclass
-class RuntimeConfig:
-    """The machine."""
-
-    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
-    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
-    compile: bool = setting(
-        False,
-        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
-        "monitor hooks itself run uncompiled",
-    )
-    peak_tflops: float | None = setting(
-        None,
-        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
-        above=0.0,
-        changes_numbers=False,
-    )
 
 
 @dataclass

@@ -27,6 +27,7 @@ from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
 from nanogpt_bench.observers.zones import Zones
+from nanogpt_bench.step.constraints import constrained_weights
 from nanogpt_bench.step.layers import linear_layers
 from nanogpt_bench.step.points import Observer
 from nanogpt_bench.step.surgery import clip_residual_outputs, quantized_layers
@@ -89,13 +90,14 @@ def build_observers(
 def _monitors(config: Config, trainer: Trainer, turns: Turns) -> tuple[Stall | None, list[Observer]]:
     monitor, storage = config.monitor, config.model.storage or ""
     layers, quantized = linear_layers(trainer.model), quantized_layers(trainer.model)
+    constrained = constrained_weights(trainer.model)
     capture = Capture(monitor.interval, turns)
     stall = _stall(config, trainer, turns)
     ranges = Ranges(layers, capture, monitor, turns) if monitor.ranges else None
     bits = Bits(layers, capture, monitor, turns) if monitor.bits else None
     # Steps in the backward pass leave no gradients to look at.
     gradients = Gradients(layers, monitor, turns) if monitor.gradients and not config.train.step_in_backward else None
-    geometry = Geometry(quantized, monitor, turns) if monitor.geometry and quantized else None
+    geometry = Geometry(quantized, monitor, turns) if monitor.geometry and (quantized or constrained) else None
     zones = Zones(quantized, capture, monitor.interval, turns) if stall is not None else None
     seeing = [consumer for consumer in (stall, ranges, gradients, geometry) if consumer is not None]
     consumers: list[UpdateConsumer] = [*seeing]

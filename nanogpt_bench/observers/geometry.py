@@ -15,6 +15,7 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
+from nanogpt_bench.step.constraints import constrained_weights
 from nanogpt_bench.step.layers import forward_weight, is_rounded, plain
 from nanogpt_bench.step.points import Step
 
@@ -52,10 +53,8 @@ class Geometry(Monitor):
                 continue
             gradient = None if layer.weight.grad is None else plain(layer.weight.grad).float()
             self._measure(step, name, layer, gradient)
-        for name, parameter in step.model.named_parameters():
-            if isinstance(getattr(parameter, "manifold", None), geoopt.Stiefel):
-                distance = fm.monitor.orthogonality(plain(parameter))
-                self._figures.add(metrics.ORTHOGONALITY, name, distance, parameter.numel())
+        for name, parameter in constrained_weights(step.model).items():
+            self._measure_constraint(name, parameter)
 
     def _measure(self, step: Step, name: str, layer: fm.QuantizedLinear, gradient: Tensor | None) -> None:
         fmt, scale, weight = layer.weight_format, layer.weight_scale().detach(), forward_weight(layer)
@@ -67,6 +66,15 @@ class Geometry(Monitor):
             self._figures.add(metric, name, getattr(found, metric.figure), found.size)
         if step.due(self._monitor.histogram_interval):
             self._write_histograms(step, name, layer, weight)
+
+    def _measure_constraint(self, name: str, parameter: geoopt.ManifoldParameter) -> None:
+        """Measure how far a weight is off its manifold, and how far off it what the layer multiplies by is."""
+        on_sphere, size = isinstance(parameter.manifold, geoopt.Sphere), parameter.numel()
+        distance = _row_length_error if on_sphere else _orthogonality
+        self._figures.add(metrics.OFF_SPHERE if on_sphere else metrics.ORTHOGONALITY, name, distance(parameter), size)
+        layer = self._layers.get(name.removesuffix(".weight"))
+        if layer is not None and layer.weight_scaler is not None:
+            self._figures.add(metrics.CONSTRAINT_ROUNDED, name, distance(forward_weight(layer)), size)
 
     def _write_histograms(self, step: Step, name: str, layer: fm.QuantizedLinear, weight: Tensor) -> None:
         fmt, scale = layer.weight_format, layer.weight_scale().detach()
@@ -97,3 +105,15 @@ class Geometry(Monitor):
         for name, path in self._paths.items():
             path.load_state_dict(state["paths"][name])
         super().load_state(state)
+
+
+def _orthogonality(weight: Tensor) -> float:
+    """How far the columns are from orthonormal, or the rows where there are fewer of these."""
+    matrix = plain(weight)
+    return fm.monitor.orthogonality(matrix.mT if matrix.shape[-2] < matrix.shape[-1] else matrix)
+
+
+def _row_length_error(weight: Tensor) -> float:
+    """The largest distance of a row's length from 1."""
+    lengths = plain(weight).double().norm(dim=-1)
+    return float((lengths - 1).abs().max()) if lengths.numel() else 0.0

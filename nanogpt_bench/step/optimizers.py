@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.options import OPTIONS
 from nanogpt_bench.config.schema import MANIFOLDS, Config, OptimizerConfig
+from nanogpt_bench.step.constraints import constrained_weights, rate_of
 from nanogpt_bench.step.schedule import Course
 from nanogpt_bench.step.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError, one_line
@@ -136,16 +137,22 @@ def _fisher(model: nn.Module, config: Config, batches: Batches | None) -> torch.
 
 
 def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Return a group of quantised weights, which decay, and one of all others.
+    """Return a group of weights stepped by ULPs, which decay, one of all others, and one for each rate of constraints.
 
     The Riemannian optimizers' decay of quantised weights is a share a step, not one of lr, and that of floats is added
     to the gradient: so quantised weights shrink as under AdamW at float_lr, and the others don't.
     """
     settings = config.optimizer
-    weights = [layer.weight for layer in quantized_layers(model).values()]
-    own = {id(weight) for weight in weights}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in own]
-    return _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
+    on_manifolds = config.model.storage in MANIFOLDS
+    weights = [layer.weight for layer in quantized_layers(model).values()] if on_manifolds else []
+    rates = {id(weight): rate_of(weight, settings) for weight in constrained_weights(model).values()}
+    apart = {id(weight) for weight in weights} | rates.keys()
+    others = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    groups = _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
+    for rate in dict.fromkeys(rates.values()):
+        members = [parameter for parameter in model.parameters() if rates.get(id(parameter)) == rate]
+        groups.append({"params": members, "weight_decay": 0.0, "float_lr": rate})
+    return groups
 
 
 def _torchao(model: nn.Module, config: Config) -> torch.optim.Optimizer:

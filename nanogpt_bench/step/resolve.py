@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, OWN_OPTIMIZERS, PEERS, unit
+from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, OWN_OPTIMIZERS, PEERS, RIEMANNIAN, unit
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
@@ -20,6 +20,7 @@ from nanogpt_bench.config.schema import (
 )
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
+from nanogpt_bench.step.constraints import check_constraint, fill_constraint, fill_rates
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.step.parallel import check_parallel
 from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
@@ -50,6 +51,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     if config.model.pretrained and config.model.tie_weights and formats:
         _fill(config.model, tied="leave")
     _fill_outliers(config.model)
+    fill_constraint(config)
     _fill_rule(config, preset)
     _check_storage(config)
     _check_optimizer(config)
@@ -60,6 +62,7 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
     check_parallel(config)
     if formats:
         config.layers = dict(read_layers(config.model, formats))
+    check_constraint(config)
     return config
 
 
@@ -179,6 +182,7 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
     options = OPTIONS[optimizer.name or ""]
     rates = keys_where("is_rate")
+    fill_rates(config)
     _fill(optimizer, **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates})
     if config.model.pretrained and "float_lr" in options and unit(optimizer.name or "") == unit("adamw"):
         _fill(
@@ -233,7 +237,8 @@ def _check_storage(config: Config) -> None:
 def _check_optimizer(config: Config) -> None:
     """Refuse an optimizer that can't step this storage, and options that this storage would ignore."""
     optimizer, storage = config.optimizer, config.model.storage
-    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS and optimizer.name not in ON_FLOATS:
+    on_floats = (*ON_FLOATS, *(RIEMANNIAN if config.model.constraint else ()))
+    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS and optimizer.name not in on_floats:
         raise BenchError(
             f"optimizer.name: {optimizer.name!r} needs model.storage {_either(MANIFOLDS)}, not {storage!r}; "
             f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}"

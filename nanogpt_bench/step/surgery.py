@@ -10,20 +10,29 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, Config
+from nanogpt_bench.step.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
 
 
 def quantize(model: nn.Module, config: Resolved) -> nn.Module:
-    """Replace the linear layers that `model.formats` names; a run in float returns the model as it is.
+    """Replace the linear layers that `model.formats` names, and constrain the weights that are to be.
+
+    A run in float without a constraint returns the model as it is.
 
     Raises:
-        BenchError: weights that can't be quantised.
+        BenchError: weights that can't be quantised or constrained.
     """
     settings = config.model
     if settings.outliers == "clip_sigma":
         clip_residual_outputs(model, settings.outlier_sigma or 0.0)
-    if not config.layers:
-        return model
+    if config.layers:
+        model = _in_formats(model, config)
+    constrain(model, settings)
+    return model
+
+
+def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
+    settings = config.model
     continuous = settings.storage == "continuous"
     weights = _float_weights(model) if continuous else {}
     try:

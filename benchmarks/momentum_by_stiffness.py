@@ -1,0 +1,119 @@
+"""Whether Adam's first average should remember longer, or shorter, where the spacing is wide: final loss by exponent.
+
+    python benchmarks/momentum_by_stiffness.py --data-dir data/stdlib [--formats E4M3,E5M2] [--seeds 42,43,44]
+                                               [--powers library,0,0.5,1,-0.5] [--beta1 0.9] [--max-steps 300]
+
+Model, batches and schedule are those of ``nanogpt-bench compare``, under its rule ``stiffness``.  A weight's average
+has a time constant of its own, ``beta_1`` to the power ``(S / S_ref)^-p``: with p above 0 it grows with the spacing S
+of the format at the weight, with p = 0 all have that of ``beta_1``.  ``library`` is the library's StiffnessAdamW, which
+p = 0 repeats with other random bits.  Prints a line for every training and the paired differences to p = 0 at the end.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.compare.demonstration import Demonstration
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+
+DAMPING, CLIP = 2.0**-8, 2.0**4
+#: bounds of S / S_ref in the time constant: beyond eight times the average no run of a few hundred steps tells it apart
+SHORTEST, LONGEST = 2.0**-3, 2.0**3
+LIBRARY = "library"
+
+
+class DecayByStiffness(torch.optim.Optimizer):
+    """StiffnessAdamW with k = 1 and a decay of the first average by weight, on a grid of floats.
+
+    The average is divided by what the weights of its gradients add up to, as Adam's by ``1 - beta_1^t``.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], power: float, **defaults: Any) -> None:
+        super().__init__(groups, defaults)
+        self._power = power
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._step(group, weight, weight.grad)
+
+    def _step(self, group: dict[str, Any], weight: Tensor, gradient: Tensor) -> None:
+        state, (beta1, beta2) = self.state[weight], group["betas"]
+        if not state:
+            state |= {name: torch.zeros_like(gradient) for name in ("first", "sum", "second")} | {"step": 0}
+        state["step"] += 1
+        manifold = getattr(weight, "manifold", None)
+        ratio = torch.ones_like(gradient) if manifold is None else _ratio(manifold.stiffness(weight.detach()))
+        decay = beta1 ** (ratio.clamp(SHORTEST, LONGEST) ** -self._power)
+        state["first"].mul_(decay).add_((1 - decay) * gradient)
+        state["sum"].mul_(decay).add_(1 - decay)
+        state["second"].mul_(beta2).add_((1 - beta2) * gradient * gradient)
+        root = (state["second"] / (1 - beta2 ** state["step"])).sqrt()
+        direction = state["first"] / state["sum"] / (root + group["eps"])
+        target = weight * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * ratio * direction
+        weight.copy_(target if manifold is None else manifold.round(target))
+
+
+def _ratio(stiffness: Tensor) -> Tensor:
+    return (stiffness / stiffness.mean()).clamp(DAMPING, CLIP)
+
+
+def trained(args: argparse.Namespace, fmt: str, seed: int, power: float | str) -> float:
+    """The final validation loss of a training."""
+    settings = Demonstration().settings(
+        "stiffness", fmt, seed=seed, max_steps=args.max_steps, data_dir=args.data_dir
+    ) | {"model.storage": "grid", "optimizer.beta1": args.beta1, "shadow.enabled": False}
+    config = resolve(build_config(settings))
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    if not isinstance(power, str):
+        groups = [{**group, "betas": tuple(group["betas"])} for group in trainer.optimizer.param_groups]
+        kept = [{name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay")} for group in groups]
+        trainer.optimizer = DecayByStiffness(kept, power)
+        assert all(isinstance(layer.manifold, fm.FP8Manifold) for layer in _quantized(trainer.model))
+    for number in range(1, args.max_steps + 1):
+        trainer.train_step(trainer.new_step(number, last=number == args.max_steps), [])
+    return trainer.validate()
+
+
+def _quantized(model: torch.nn.Module) -> Iterator[fm.QuantizedLinear]:
+    return (module for module in model.modules() if isinstance(module, fm.QuantizedLinear))
+
+
+def main() -> None:
+    """Train, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", required=True, help="prepared text: nanogpt-bench prepare stdlib")
+    parser.add_argument("--formats", default="E4M3,E5M2")
+    parser.add_argument("--seeds", default="42,43,44")
+    parser.add_argument("--powers", default=f"{LIBRARY},0,0.5,1,-0.5", help="exponents p, or library")
+    parser.add_argument("--beta1", type=float, default=0.9)
+    parser.add_argument("--max-steps", type=int, default=300)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    powers = [word if word == LIBRARY else float(word) for word in args.powers.split(",")]
+    losses: dict[tuple[str, float | str], list[float]] = {}
+    for seed in map(int, args.seeds.split(",")):
+        for fmt in args.formats.split(","):
+            for power in powers:
+                loss = trained(args, fmt, seed, power)
+                losses.setdefault((fmt, power), []).append(loss)
+                print(f"{fmt} seed {seed} p {power} beta1 {args.beta1:g}: {loss:.4f}", flush=True)
+    for (fmt, power), found in losses.items():
+        differences = [a - b for a, b in zip(found, losses.get((fmt, 0.0), ()), strict=False)]
+        paired = f", less p 0: {', '.join(f'{difference:+.4f}' for difference in differences)}" if differences else ""
+        print(f"{fmt} p {power}: {statistics.mean(found):.4f}{paired}")
+
+
+if __name__ == "__main__":
+    main()

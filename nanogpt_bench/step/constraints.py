@@ -1,0 +1,208 @@
+"""Weights on geoopt's manifolds, `model.constraint`: which, what goes with them, and how they are put there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fp8manifold as fm  # before geoopt, whose first import warns of what it does to torch
+
+# isort: split
+import geoopt
+import torch
+from torch import Tensor, nn
+
+from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
+from nanogpt_bench.config.resolved import Resolved
+from nanogpt_bench.config.schema import MANIFOLDS, Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.model.gpt import linear_sizes
+from nanogpt_bench.system.errors import BenchError, one_line
+
+#: the layers that are constrained where nobody says which
+ATTENTION = ("attn.qkv", "attn.proj")
+#: of `optimizer.constrained_lr`, where nobody gives one: an angle under Adam, a factor of the gradient under SGD
+_RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
+
+
+class RowStiefel(geoopt.EuclideanStiefel):  # type: ignore[misc]  # geoopt is untyped
+    """Matrices (n, p) with n <= p whose rows are orthonormal: geoopt's Stiefel manifold of their transposes.
+
+    >>> manifold = RowStiefel()
+    >>> x = manifold.projx(torch.tensor([[3.0, 0.0, 4.0]]))
+    >>> x.square().sum().item()
+    1.0
+    """
+
+    name = "Stiefel(rows)"
+
+    def projx(self, x: Tensor) -> Tensor:
+        return super().projx(x.mT).mT
+
+    def proju(self, x: Tensor, u: Tensor) -> Tensor:
+        return super().proju(x.mT, u.mT).mT
+
+    egrad2rgrad = proju
+
+    def retr(self, x: Tensor, u: Tensor) -> Tensor:
+        return super().retr(x.mT, u.mT).mT
+
+    def expmap(self, x: Tensor, u: Tensor) -> Tensor:
+        return super().expmap(x.mT, u.mT).mT
+
+    def _check_shape(self, shape: Any, name: str) -> tuple[bool, str | None]:
+        found: tuple[bool, str | None] = super()._check_shape((*shape[:-2], *shape[:-3:-1]), name)
+        return found
+
+    def _check_point_on_manifold(self, x: Tensor, **tolerances: float) -> tuple[bool, str | None]:
+        found: tuple[bool, str | None] = super()._check_point_on_manifold(x.mT, **tolerances)
+        return found
+
+    def _check_vector_on_tangent(self, x: Tensor, u: Tensor, **tolerances: float) -> tuple[bool, str | None]:
+        found: tuple[bool, str | None] = super()._check_vector_on_tangent(x.mT, u.mT, **tolerances)
+        return found
+
+
+def fill_constraint(config: Config) -> None:
+    """Fill in what a constraint calls for: layers and their rate, and optimizer and storage where no rule says them."""
+    model, optimizer = config.model, config.optimizer
+    if model.constraint is None:
+        return
+    model.constrained = model.constrained or list(ATTENTION)
+    if config.rule is None:
+        optimizer.name = optimizer.name or RIEMANNIAN[0]
+        model.storage = model.storage or ("master" if model.formats else "float32")
+
+
+def fill_rates(config: Config) -> None:
+    """Fill in the rate of constrained weights and, where no weight is stepped by ULPs, one rate and no decay."""
+    model, optimizer = config.model, config.optimizer
+    if model.constraint is None or optimizer.name not in RIEMANNIAN:
+        return
+    optimizer.constrained_lr = optimizer.constrained_lr or _RATES[optimizer.name]
+    if model.storage not in MANIFOLDS:
+        rate = optimizer.lr or optimizer.float_lr or OPTIONS[optimizer.name]["float_lr"]
+        optimizer.lr, optimizer.float_lr = optimizer.lr or rate, optimizer.float_lr or rate
+        optimizer.weight_decay = optimizer.weight_decay or 0.0
+
+
+def check_constraint(config: Resolved) -> None:
+    """Refuse a constraint that can't be kept, and settings that mean nothing without one or beside it.
+
+    Raises:
+        BenchError: says which, and what is allowed.
+    """
+    model, optimizer = config.model, config.optimizer
+    if model.constraint is None:
+        given = {"model.constrained": model.constrained, "optimizer.constrained_lr": optimizer.constrained_lr}
+        for key, value in given.items():
+            if value:
+                raise BenchError(f"{key}: {value!r} needs model.constraint stiefel or sphere")
+        return
+    _check_beside(config, f"model.constraint {model.constraint!r}")
+    if model.storage not in MANIFOLDS:
+        _check_rates(optimizer, f"model.storage {model.storage!r}")
+    _check_layers(config, constrained_layers(model))
+
+
+def _check_beside(config: Resolved, called: str) -> None:
+    """Refuse optimizers that don't know geoopt's manifolds, models that aren't the GPT, and bfloat16 weights."""
+    model, name = config.model, config.optimizer.name
+    if name not in RIEMANNIAN:
+        raise BenchError(
+            f"optimizer.name: {name!r} can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
+        )
+    beside = {"model.pretrained": model.pretrained, "model.torchao_float8": model.torchao_float8}
+    if config.train.precision == "bf16-pure":
+        beside["train.precision"] = config.train.precision
+    for key, value in beside.items():
+        if value is not None:
+            raise BenchError(f"{key}: {value!r} can't be used with {called}; leave one of them out")
+    if model.n_embd == 1:
+        raise BenchError(f"model.n_embd: 1 leaves nothing to turn under {called}; give 2 or more")
+
+
+def _check_rates(optimizer: OptimizerConfig, called: str) -> None:
+    """Refuse two rates where no weight is stepped by ULPs, and decay, which such weights alone have."""
+    if optimizer.lr != optimizer.float_lr:
+        raise BenchError(
+            f"optimizer.lr: {optimizer.lr:g} and optimizer.float_lr {optimizer.float_lr:g} are two rates for the same "
+            f"weights: none is stepped by ULPs with {called}; give one of them"
+        )
+    if optimizer.weight_decay:
+        raise BenchError(
+            f"optimizer.weight_decay: {optimizer.weight_decay:g} is of weights that {optimizer.name} steps by ULPs: "
+            f"none with {called}; leave it out"
+        )
+
+
+def _check_layers(config: Resolved, names: list[str]) -> None:
+    """Refuse a head that is the embedding too, and weights that are to lie on a grid as well."""
+    model = config.model
+    if model.tie_weights and "lm_head" in names:
+        raise BenchError(
+            "model.constrained: lm_head shares the token embedding's weight, which would be constrained with it; leave "
+            "it out, or give model.tie_weights false"
+        )
+    for name in names if model.storage in MANIFOLDS else ():
+        spec = config.layers.get(name)
+        if spec is not None and spec.weight is not None:
+            raise BenchError(
+                f"model.constrained: the weight of {name!r} has format {spec.weight.format.name} under model.storage "
+                f"{model.storage!r}, whose values are not on the manifold; give it the format none, or model.storage "
+                "master, whose copy is on it"
+            )
+
+
+def constrained_layers(model: ModelConfig) -> list[str]:
+    """Return the names of the layers that `model.constrained` matches, in the model's order.
+
+    Raises:
+        BenchError: a pattern that matches no linear layer.
+    """
+    layers, found = linear_sizes(model.n_layer or 0, model.n_embd or 0), set()
+    for pattern in model.constrained:
+        try:
+            found |= fm.check_formats({pattern: "E4M3"}, layers).keys()  # which format does not matter
+        except (ValueError, TypeError) as error:
+            raise BenchError(f"model.constrained: {one_line(error)}") from None
+    return [name for name in layers if name in found]
+
+
+@torch.no_grad()
+def constrain(model: nn.Module, settings: ModelConfig) -> None:
+    """Put the weights that a resolved configuration constrains onto their manifold, the nearest point of it.
+
+    Raises:
+        BenchError: a weight without a nearest point, such as one with a row of zeros on the sphere.
+    """
+    if settings.constraint is None:
+        return
+    for name in constrained_layers(settings):
+        layer: Any = model.get_submodule(name)
+        manifold = _manifold(settings.constraint, layer.weight)
+        point = manifold.projx(layer.weight.detach().double()).to(layer.weight.dtype)
+        if not bool(point.isfinite().all()):
+            raise BenchError(f"model.constraint: the weight of {name!r} has a row of zeros, or is not finite")
+        layer.weight = geoopt.ManifoldParameter(point, manifold=manifold)
+
+
+def _manifold(constraint: str, weight: Tensor) -> geoopt.Manifold:
+    if constraint == "sphere":
+        return geoopt.Sphere()
+    return RowStiefel() if weight.shape[0] < weight.shape[1] else geoopt.EuclideanStiefel()
+
+
+def constrained_weights(model: nn.Module) -> dict[str, geoopt.ManifoldParameter]:
+    """Return the parameters on geoopt's Stiefel manifold or sphere, by name."""
+    kinds = (geoopt.Stiefel, geoopt.Sphere)
+    return {name: p for name, p in model.named_parameters() if isinstance(getattr(p, "manifold", None), kinds)}
+
+
+def rate_of(weight: geoopt.ManifoldParameter, settings: OptimizerConfig) -> float:
+    """Return the rate by which geoopt's step turns each row or column of a weight by `optimizer.constrained_lr`.
+
+    Under Adam a step is as long as its rate: the row's on the sphere, the whole matrix' on the Stiefel manifold, where
+    it is shared out among orthonormal vectors.
+    """
+    rate = settings.constrained_lr or 0.0
+    one = settings.name != "riemannian_adam" or isinstance(weight.manifold, geoopt.Sphere)
+    return rate if one else rate * min(weight.shape) ** 0.5

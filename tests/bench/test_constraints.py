@@ -1,0 +1,277 @@
+"""Weights on geoopt's manifolds: they stay there, are resumed bit for bit, watched, and refused where they can't be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import geoopt
+import pytest
+import torch
+
+import fp8manifold as fm
+from nanogpt_bench.checkpoint import read
+from nanogpt_bench.cli import main
+from nanogpt_bench.compare.overrides import applies
+from nanogpt_bench.config.precedence import settle
+from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.report.build import report
+from nanogpt_bench.step.constraints import RowStiefel, constrained_weights
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer, initial_model
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
+
+#: tall (qkv, fc), square (proj of attention) and wide (proj of the MLP) matrices
+EVERYWHERE = {"model__constrained": "[attn, mlp]"}
+STIEFEL = {"model__constraint": "stiefel", **EVERYWHERE}
+SPHERE = {"model__constraint": "sphere", **EVERYWHERE}
+MASTER = {"model__format": "E4M3"}
+#: constraints beside every storage that has room for them
+CASES = {
+    "stiefel": STIEFEL,
+    "stiefel under a format": {**STIEFEL, **MASTER},
+    "stiefel, sgd": {**STIEFEL, "optimizer__name": "riemannian_sgd"},
+    "sphere": SPHERE,
+    "sphere under a format": {**SPHERE, **MASTER},
+    "sphere beside one-byte weights": {
+        "model__constraint": "sphere",
+        "rule": "riemannian",
+        "model__formats": "{'*': E4M3, attn: none}",
+    },
+    "stiefel beside a grid": {
+        "model__constraint": "stiefel",
+        "rule": "riemannian-sgd",
+        "model__storage": "grid",
+        "model__formats": "{mlp: E5M2}",
+    },
+}
+
+
+def off(weight: torch.Tensor) -> float:
+    """How far a weight is off what its manifold asks for, by the definition."""
+    matrix = weight.detach().as_subclass(torch.Tensor).double()
+    if isinstance(weight.manifold, geoopt.Sphere):
+        return float((matrix.norm(dim=1) - 1).abs().max())
+    gram = matrix.T @ matrix if matrix.shape[0] >= matrix.shape[1] else matrix @ matrix.T
+    return float((gram - torch.eye(len(gram))).norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_begin_on_their_manifold_and_stay_on_it(tiny: Callable[..., Config], case: str) -> None:
+    config = resolve(tiny(**CASES[case], train__max_steps=12, optimizer__constrained_lr=0.1))
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    weights = constrained_weights(trainer.model)
+    assert len(weights) == (4 if "model__constrained" in CASES[case] else 2)
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for number in range(1, 13):
+        trainer.train_step(trainer.new_step(number, last=number == 12), [])
+    for name, weight in weights.items():
+        assert off(weight) < 1e-5, name
+        assert float((weight.detach() - before[name]).norm()) > 1e-3, name
+    layer = trainer.model.get_submodule("blocks.0.attn.qkv")
+    if config.model.storage == "master":  # the forward pass reads the rounded value of a copy on the manifold
+        codes = fm.decode(layer.weight_codes(), "E4M3") * layer.weight_scale()
+        assert torch.equal(layer.quantized_weight().detach().as_subclass(torch.Tensor), codes)
+    else:
+        assert type(layer) is torch.nn.Linear
+
+
+def test_a_step_turns_rows_and_columns_by_its_rate(tiny: Callable[..., Config]) -> None:
+    """Of Adam's first step alone, whose length is its rate whatever the gradient."""
+    for settings in (STIEFEL, SPHERE):
+        still = {"optimizer__warmup_steps": 0, "optimizer__schedule": "constant", "optimizer__constrained_lr": 1e-3}
+        config = resolve(tiny(**settings, **still))
+        trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        weights = constrained_weights(trainer.model)
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        trainer.train_step(trainer.new_step(1, last=False), [])
+        for name, weight in weights.items():
+            moved = (weight.detach() - before[name]).as_subclass(torch.Tensor)
+            vectors = min(weight.shape) if settings is STIEFEL else len(weight)
+            assert float(moved.norm()) == pytest.approx(1e-3 * vectors**0.5, rel=0.02), name
+
+
+@pytest.mark.parametrize("case", ["stiefel under a format", "sphere beside one-byte weights"])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tiny: Callable[..., Config], tmp_path: Path, case: str) -> None:
+    config, end = tiny(**CASES[case], optimizer__stabilize_every=2, checkpoint__every=3), Path("checkpoints/step-6")
+    run(config, tmp_path / "r")
+    whole = read(tmp_path / "r" / end).tensors
+    (tmp_path / "r" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "r" / end)
+    run(config, tmp_path / "r", resume=True)
+    again = read(tmp_path / "r" / end).tensors
+    assert {"model", "optimizer"} <= whole.keys()
+    for stem in ("model", "optimizer"):
+        assert again[stem].keys() == whole[stem].keys()
+        assert all(torch.equal(tensor, again[stem][name]) for name, tensor in whole[stem].items())
+
+
+@pytest.fixture(scope="module")
+def watched(tiny: Callable[..., Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a run under each constraint, with a format that is read through a copy."""
+    folders = {}
+    for name, settings in {"stiefel": STIEFEL, "sphere": SPHERE, "float": {"model__constraint": "stiefel"}}.items():
+        folders[name] = tmp_path_factory.mktemp(name) / "r"
+        run(tiny(**settings, **({} if name == "float" else MASTER)), folders[name])
+    return folders
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "layers"),
+    [
+        ("stiefel", "geometry/orthogonality", ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")),
+        ("sphere", "geometry/off_sphere", ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")),
+        ("float", "geometry/orthogonality", ("attn.qkv", "attn.proj")),
+    ],
+)
+def test_the_monitor_watches_what_is_constrained(
+    watched: dict[str, Path], name: str, figure: str, layers: tuple[str, ...]
+) -> None:
+    looks = [record for record in records(watched[name]) if figure in record]
+    assert [record["step"] for record in looks] == [2, 4, 6]
+    keys = [f"{figure}/blocks.0.{layer}.weight" for layer in layers]
+    rounded = [key.replace(figure, "geometry/constraint_rounded") for key in keys]
+    for record in looks:
+        assert record[figure] == max(record[key] for key in keys) < 1e-5
+        if name == "float":
+            assert "geometry/constraint_rounded" not in record
+        else:  # a rounded matrix is close to the manifold, and not on it
+            assert all(1e-3 < record[key] < 1 for key in rounded)
+    assert not (watched[name] / "alerts.jsonl").exists() or "orthogonality" not in (
+        watched[name] / "alerts.jsonl"
+    ).read_text(encoding="utf-8")
+
+
+def test_the_report_draws_its_figures(watched: dict[str, Path], tmp_path: Path) -> None:
+    page = report(list(watched.values()), out=tmp_path / "report").read_text(encoding="utf-8")
+    for title in ("Off the Stiefel manifold", "Off the sphere", "Constraints, rounded"):
+        assert title in page
+
+
+def test_a_checkpoint_is_evaluated_as_any_other(watched: dict[str, Path], tmp_path: Path) -> None:
+    assert main(["evaluate", str(watched["stiefel"]), "--formats", "none,E5M2", "--out", str(tmp_path / "e")]) == 0
+
+
+def test_rows_are_orthonormal_where_there_are_fewer() -> None:
+    manifold, random = RowStiefel(), torch.Generator().manual_seed(0)
+    x = manifold.projx(torch.randn(3, 7, generator=random, dtype=torch.float64))
+    u = manifold.proju(x, torch.randn(3, 7, generator=random, dtype=torch.float64))
+    mirror = geoopt.EuclideanStiefel()
+    assert manifold.check_point_on_manifold(x)
+    assert manifold.check_vector_on_tangent(x, u)
+    assert not manifold.check_point_on_manifold(x.mT.contiguous())
+    for name in ("retr", "expmap"):
+        assert torch.equal(getattr(manifold, name)(x, u), getattr(mirror, name)(x.mT, u.mT).mT)
+    moved, transported = manifold.retr_transp(x, u, u)
+    assert manifold.check_vector_on_tangent(moved, transported)
+    assert torch.equal(manifold.egrad2rgrad(x, u), mirror.egrad2rgrad(x.mT, u.mT).mT)
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+def resolved(**settings: object) -> Config:
+    return resolve(load_config(None, [f"--{key.replace('__', '.')}={value}" for key, value in settings.items()]))
+
+
+def test_a_constraint_fills_in_what_it_calls_for() -> None:
+    config = resolved(model__constraint="stiefel")
+    assert (config.model.constrained, config.model.storage) == (["attn.qkv", "attn.proj"], "float32")
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.constrained_lr, optimizer.weight_decay) == ("riemannian_adam", 0.01, 0.0)
+    assert (optimizer.lr, optimizer.float_lr) == (1e-3, 1e-3)
+    config = resolved(model__constraint="sphere", model__format="E4M3", optimizer__float_lr=3e-3)
+    assert (config.model.storage, config.optimizer.lr) == ("master", 3e-3)
+    config = resolved(model__constraint="sphere", rule="riemannian", model__formats="{mlp: E4M3}")
+    assert (config.model.storage, config.optimizer.lr, config.optimizer.weight_decay) == ("fp8", 2.0, 0.1)
+    assert resolve(load_config(None, [])).model.constrained == []
+
+
+#: monitors that look at whole weights, which rows are not
+SHARDED_OFF = [f"monitor__{name}" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")]
+SGD = {"optimizer__name": "riemannian_sgd"}
+REFUSED = {
+    r"optimizer.name: 'adamw' can't keep weights on a manifold \(model.constraint 'stiefel'\); "
+    "allowed: riemannian_adam, riemannian_sgd": {"optimizer__name": "adamw"},
+    r"optimizer.name: 'stiffness_muon' can't keep weights": {"rule": "muon"},
+    r"optimizer.name: 'stiffness_adamw' can't keep weights": {"rule": "stiffness", **MASTER},
+    r"the weight of 'blocks.0.attn.qkv' has format E4M3 under model.storage 'fp8'.*; give it the format none, or "
+    "model.storage master": {"rule": "riemannian", **MASTER},
+    r"has format E4M3 under model.storage 'grid'": {**MASTER, "model__storage": "grid"},
+    r"has format E4M3 under model.storage 'continuous'": {**MASTER, "model__storage": "continuous"},
+    r"model.constrained: pattern 'atn' matches none of the 17 linear layers; did you mean 'attn'\?": {
+        "model__constrained": "[atn]"
+    },
+    r"model.constrained: lm_head shares the token embedding's weight": {
+        "model__constrained": "[lm_head]",
+        "model__tie_weights": True,
+    },
+    r"train.precision: 'bf16-pure' can't be used with model.constraint 'stiefel'": {"train__precision": "bf16-pure"},
+    r"model.torchao_float8: 'tensorwise' can't be used with": {"model__torchao_float8": "tensorwise"},
+    r"optimizer.lr: 0.001 and optimizer.float_lr 0.002 are two rates": {
+        "optimizer__lr": 1e-3,
+        "optimizer__float_lr": 2e-3,
+    },
+    r"optimizer.weight_decay: 0.1 is of weights that riemannian_sgd steps by ULPs": {
+        **SGD,
+        "optimizer__weight_decay": 0.1,
+    },
+    r"train.parallel: 'fsdp' can't be used with model.constraint; give --model.constraint null": {
+        **dict.fromkeys(SHARDED_OFF, False),
+        "train__parallel": "fsdp",
+    },
+    r"train.parallel: 'ddp' can't be used with model.constraint": {"train__parallel": "ddp"},
+    r"model.n_embd: 1 leaves nothing to turn": {"model__n_embd": 1, "model__n_head": 1},
+    r"model.constraint: 'stifel' is not known; did you mean 'stiefel'\?": {"model__constraint": "stifel"},
+    r"model.constrained: \['attn'\] needs model.constraint": {
+        "model__constraint": "null",
+        "model__constrained": "[attn]",
+    },
+    r"optimizer.constrained_lr: 0.5 needs model.constraint": {
+        "model__constraint": "null",
+        "optimizer__constrained_lr": 0.5,
+    },
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_constrained_is_refused(said: str) -> None:
+    with pytest.raises(BenchError, match=said) as refusal:
+        resolved(**{"model__constraint": "stiefel"} | REFUSED[said])
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_row_of_zeros_has_no_nearest_point(tiny: Callable[..., Config]) -> None:
+    config = resolve(tiny(**SPHERE))
+    corpus = open_corpus(config)
+    model = initial_model(config, corpus)
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.weight[3] = 0.0
+    with pytest.raises(BenchError, match=r"the weight of 'blocks.0.attn.qkv' has a row of zeros"):
+        Trainer(config, corpus, torch.device("cpu"), start=model)
+
+
+def test_a_comparison_constrains_the_rows_that_can_be() -> None:
+    assert applies("model.constraint", "stiefel", RULES["riemannian"])
+    assert not applies("model.constraint", "stiefel", RULES["fp32"])
+    assert not applies("optimizer.constrained_lr", 0.1, RULES["stochastic"])
+    given = {"model.constraint": "stiefel", "optimizer.name": "riemannian_adam", "optimizer.constrained_lr": 0.1}
+    for file in (given, {"model.constraint": "stiefel"}):
+        kept, lines = settle(file, {"rule": "fp32"}, file | {"rule": "fp32"})
+        assert kept == {"rule": "fp32"}
+        assert "model.constraint 'stiefel'" in lines[0]
+
+
+@pytest.mark.parametrize("shipped", ["e4m3", "bf16_baseline"])
+def test_a_shipped_configuration_takes_a_constraint(shipped: str) -> None:
+    config = resolve(load_config(find_config(shipped), ["--model.constraint=stiefel"], say=lambda line: None))
+    assert (config.optimizer.name, config.optimizer.weight_decay) == ("riemannian_adam", 0.0)
