@@ -24,8 +24,7 @@ MANIFOLDS = (*ROUNDED, "continuous")
 ON_FLOATS = ("stiffness_muon",)
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-#: those of fp8manifold.optim.WRITEBACKS, and which of them lose updates: that module brings torch, for which --help
-#: does not wait; a test compares the two
+#: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
 WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
@@ -95,9 +94,7 @@ class ModelConfig:
     block_size: int | None = setting(None, "context length in tokens; null: the size's", minimum=1, of_task=True)
     dropout: float = setting(0.0, "dropout probability", minimum=0.0, below=1.0)
     bias: bool | None = setting(None, "bias in Linear and LayerNorm; null: the size's (124M: true)")
-    tie_weights: bool | None = setting(
-        None, "lm_head shares the token embedding's weight; null: the size's (124M: true)"
-    )
+    tie_weights: bool | None = setting(None, "lm_head shares the embedding's weight; null: the size's (124M: true)")
     gelu: str | None = setting(
         None, "exact, or GPT-2's tanh approximation; null: the size's (124M: tanh)", choices=("exact", "tanh")
     )
@@ -116,11 +113,7 @@ class ModelConfig:
         of_rule=True,
     )
     format: str | None = setting(
-        None,
-        "one format for every linear layer: short for formats: {'*': FORMAT}",
-        of_rule=True,
-        of_formats=True,
-        rows_by="--formats",
+        None, "one for every linear layer: formats {'*': FORMAT}", of_rule=True, of_formats=True, rows_by="--formats"
     )
     formats: dict[str, Any] = setting(
         dict,
