@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._digest import check_digest, digest
 from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
@@ -13,7 +14,7 @@ from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import Scaler, SharedAmax
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["in_rows_of", "rows_of", "sync"]
+__all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
 
 
 def sync(model: nn.Module, group: Any = None) -> None:

@@ -17,7 +17,7 @@ LIBRARY = (
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
-    ("_shards",),
+    ("_shards", "_digest"),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange", "_fisher"),
     ("huggingface",),
