@@ -31,7 +31,7 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
         ValueError: entries with other rows than the parameter's.
 
     Example:
-        >>> optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
         >>> rows_of_state(optimizer.state_dict(), optimizer)["state"]
         {}
     """

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
 
-from nanogpt_bench.compare.cores import cores
+from nanogpt_bench.compare import cores
 from nanogpt_bench.compare.executor import AnyWorker, Executor, Messages
 
 WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
@@ -104,7 +104,7 @@ class Local:
 
     def cores(self) -> int:
         """Return the cores that this process may use."""
-        return cores()
+        return cores.cores()
 
     def worker(self, messages: Messages, threads: int) -> AnyWorker:
         """Start a process."""

@@ -87,7 +87,12 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(
     ended: dict[int, Event] = {}
     with Pool(1, executor=cluster) as pool:
         for event in pool.run(jobs, [0, 1]):
-            if event.job == 0 and event.kind == "progress" and (runs[0] / "checkpoints").exists() and struck:
+            if (
+                event.job == 0
+                and event.kind == "progress"
+                and list((runs[0] / "checkpoints").glob("step-*"))
+                and struck
+            ):
                 (pid,) = workers_of(runs[0])
                 if struck == "process":
                     os.kill(pid, signal.SIGKILL)
@@ -157,6 +162,38 @@ def marked(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.slow
+def test_a_comparison_has_the_same_losses_there(corpus_dir: Path, tmp_path: Path) -> None:
+    tiny = [
+        "--model.n_layer=1",
+        "--model.n_head=2",
+        "--model.n_embd=16",
+        "--model.block_size=16",
+        "--train.batch_size=4",
+    ]
+    words = [
+        "compare",
+        "--rules",
+        "fp32,nearest",
+        "--formats",
+        "E4M3",
+        "--max-steps",
+        "4",
+        "--data.dir",
+        str(corpus_dir),
+    ]
+    for name in ("ray", "local"):
+        given = [*words, *tiny, "--executor", name, "--out", str(tmp_path / name)]
+        done = subprocess.run(
+            [sys.executable, "-m", "nanogpt_bench", *given], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    runs = sorted(path.parent.name for path in (tmp_path / "local").glob("*/summary.json"))
+    assert len(runs) == 2
+    for run in runs:
+        assert loss_of(tmp_path / "ray" / run) == loss_of(tmp_path / "local" / run)
 
 
 @pytest.mark.slow
