@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -89,12 +90,10 @@ class Measurement:
 
     def __post_init__(self) -> None:
         """Take from the model what is asked for in every row."""
-        parameters = list(self.model.named_parameters(remove_duplicate=False))
-        owners = [id(parameter) for _, parameter in parameters]
-        shared = {id(parameter) for _, parameter in parameters if owners.count(id(parameter)) > 1}
+        owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
         #: the linear layers with a weight of their own
         self.layers = [
-            name for name, module in self.model.named_modules() if is_linear(module) and id(module.weight) not in shared
+            name for name, module in self.model.named_modules() if is_linear(module) and owners[id(module.weight)] == 1
         ]
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.energies: Mapping[str, Tensor] = (

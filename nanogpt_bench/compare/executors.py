@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nanogpt_bench.compare.executor import Executor
 from nanogpt_bench.compare.pool import Local
+from nanogpt_bench.compare.ray_cluster import RayCluster
 from nanogpt_bench.system.errors import BenchError, unknown
 
 EXECUTORS = ("local", "ray")
@@ -36,7 +37,5 @@ def executor_of(name: str, address: str | None, folder: Path) -> Iterator[Execut
     if name == "local":
         yield Local()
         return
-    from nanogpt_bench.compare.ray_cluster import RayCluster
-
     with RayCluster(address, folder) as cluster:
         yield cluster

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nanogpt_bench.compare.cores import cores
 from nanogpt_bench.compare.executor import Messages
 from nanogpt_bench.compare.pool import SECONDS_TO_STOP, Worker
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
@@ -38,18 +39,19 @@ class HeldWorker:
     Several calls are answered at once: one of them waits for the next message all the time.
     """
 
-    def __init__(self, threads: int, folder: str, marker: str) -> None:
-        if not (Path(folder) / marker).is_file():
-            raise FileNotFoundError(folder)
-        os.chdir(folder)
+    def __init__(self) -> None:
         self._messages: Messages = queue.SimpleQueue()
-        self._threads = threads
         self._worker: Worker | None = None
 
-    def start(self, folder: str) -> None:
-        """Start the process in the folder where the command was given."""
+    def start(self, threads: int, marker: str, folder: str) -> None:
+        """Start the process in the folder where the command was given.
+
+        Raises:
+            FileNotFoundError: this node does not see that folder, or the marker in that of the runs.
+        """
+        os.stat(marker)
         os.chdir(folder)
-        self._worker = Worker(self._messages, self._threads)
+        self._worker = Worker(self._messages, threads)
 
     def next(self) -> str:
         """Return the next message as JSON; null when the process has ended."""
@@ -80,12 +82,19 @@ class RayWorker:
         self._ray, self._lost = ray, False
         # Runs resume themselves: what Ray would repeat is a run that has a folder already.
         options = {"num_cpus": threads, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}
-        held = ray.remote(HeldWorker).options(**options)
-        self._actor = held.remote(threads, str(cluster.folder), cluster.marker)
+        self._actor = ray.remote(HeldWorker).options(**options).remote()
+        started = self._actor.start.remote(threads, str(cluster.marker), os.getcwd())
         try:
-            ray.get(self._actor.start.remote(os.getcwd()), timeout=SECONDS_TO_START)
+            ray.get(started, timeout=SECONDS_TO_START)
+        except FileNotFoundError:  # as which Ray raises what the actor raised
+            raise BenchError(
+                f"--executor ray: a node does not see the folder {str(cluster.folder)!r}; give an --out, and a working "
+                "folder, on storage that all nodes share"
+            ) from None
         except ray.exceptions.RayError as error:
-            raise BenchError(cluster.what_failed(error)) from None
+            reason = shortened(one_line(error), _LONGEST_REASON)
+            what = f"no worker starts on the cluster ({type(error).__name__}: {reason})"
+            raise BenchError(f"--executor ray: {what}") from None
         threading.Thread(target=self._listen, args=(messages,), daemon=True).start()
 
     def _listen(self, messages: Messages) -> None:
@@ -142,7 +151,7 @@ class RayCluster:
     def __init__(self, address: str | None, folder: Path) -> None:
         self.address, self.folder = address, folder.resolve()
         #: a file that every node has to see
-        self.marker = f".ray-{secrets.token_hex(8)}"
+        self.marker = self.folder / f".ray-{secrets.token_hex(8)}"
 
     def __enter__(self) -> RayCluster:
         if find_spec("ray") is None:
@@ -150,7 +159,7 @@ class RayCluster:
         os.environ.update({key: value for key, value in _QUIET.items() if key not in os.environ})
         import ray
 
-        own = {} if self.address else {"num_cpus": self._own_cores(), "object_store_memory": _OBJECTS}
+        own = {} if self.address else {"num_cpus": cores(), "object_store_memory": _OBJECTS}
         quiet = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # advice on how a cluster is secured
@@ -162,16 +171,10 @@ class RayCluster:
         self._ray = ray
         return self
 
-    @staticmethod
-    def _own_cores() -> int:
-        from nanogpt_bench.compare.cores import cores
-
-        return cores()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        (self.folder / self.marker).unlink(missing_ok=True)
+        self.marker.unlink(missing_ok=True)
         self._ray.shutdown()
 
     def cores(self) -> int:
@@ -180,15 +183,5 @@ class RayCluster:
 
     def worker(self, messages: Messages, threads: int) -> RayWorker:
         """Start a worker on a node with so many cores free, where the folder is seen."""
-        (self.folder / self.marker).touch()  # in it by now is what says whose folder it is
+        self.marker.touch()  # in the folder by now is what says whose it is
         return RayWorker(self, messages, threads)
-
-    def what_failed(self, error: Exception) -> str:
-        """Return what to say of an actor that did not start."""
-        if "FileNotFoundError" in str(error):
-            return (
-                f"--executor ray: a node does not see the folder {str(self.folder)!r}; give an --out, and a working "
-                "folder, on storage that all nodes share"
-            )
-        reason = shortened(one_line(error), _LONGEST_REASON)
-        return f"--executor ray: no worker starts on the cluster ({type(error).__name__}: {reason})"

@@ -38,7 +38,7 @@ def mean_squares(model: nn.Module, windows: Tensor, batch: int) -> dict[str, Ten
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, floats: Mapping[str, Tensor], energies: Mapping[str, Tensor]) -> None:
+def calibrate(model: nn.Module, before: Mapping[str, nn.Module], energies: Mapping[str, Tensor]) -> None:
     """Give the one-byte weights of a model the scales of the least expected error of their layers' outputs.
 
     .. math:: \\min_k \\sum_j (w_{ij} - Q_{2^k s}(w_{ij}))^2 \\, E[x_j^2]
@@ -47,7 +47,7 @@ def calibrate(model: nn.Module, floats: Mapping[str, Tensor], energies: Mapping[
 
     Args:
         model: with `fm.QuantizedLinear` layers whose weights are stored in codes, scaled by their largest.
-        floats: the weights that they were made from, (out, in), by the layer's name.
+        before: the float layers that they were made from, by name.
         energies: what `mean_squares` gave.
 
     Source: the diagonal of the second moments of the inputs is what llama.cpp calls an importance matrix.
@@ -55,7 +55,13 @@ def calibrate(model: nn.Module, floats: Mapping[str, Tensor], energies: Mapping[
     for name, layer in model.named_modules():
         if isinstance(layer, fm.QuantizedLinear) and isinstance(layer.weight, fm.FP8Tensor) and name in energies:
             energy = energies[name].to(layer.weight.device)
-            layer.weight = _least(layer.weight, floats[name], energy)
+            layer.weight = _least(layer.weight, _values(before[name]), energy)
+
+
+def _values(layer: Any) -> Tensor:
+    """The float weight, (out, in)."""
+    weight: Tensor = layer.weight.detach()
+    return weight if isinstance(layer, nn.Linear) else weight.mT.contiguous()
 
 
 def _least(weight: Any, values: Tensor, energy: Tensor) -> fm.FP8Parameter:

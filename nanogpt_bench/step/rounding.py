@@ -51,7 +51,7 @@ def rounded(
             if linear:
                 _try(lambda: fm.quantize_model(model, linear, "fp8", tied=tied, **options))
                 if energies:
-                    calibrate(model, {name: _as_linear(before[name]) for name in energies}, energies)
+                    calibrate(model, before, energies)
             yield memory_of([*model.parameters(), *model.buffers()]) - saved
     finally:
         for name, module in list(model.named_modules()):
@@ -82,12 +82,6 @@ def _codes(values: Tensor, fmt: Any, options: Mapping[str, Any]) -> Any:
     linear.weight = nn.Parameter(values, requires_grad=False)
     made: Any = _try(lambda: fm.quantize_model(linear, fmt, "fp8", **options))
     return made.weight.detach()
-
-
-def _as_linear(layer: Any) -> Tensor:
-    """The weight, (out, in)."""
-    weight: Tensor = layer.weight.detach()
-    return weight if isinstance(layer, nn.Linear) else weight.mT.contiguous()
 
 
 def _try(act: Any) -> Any:

@@ -103,7 +103,9 @@ def test_scales_are_those_of_the_least_error(fmt: str, granularity: Any) -> None
     model[0].weight = nn.Parameter(values.clone())
     fm.quantize_model(model, fmt, "fp8", granularity=granularity)
     before = model[0].weight
-    calibrate(model, {"0": values}, {"0": energy})
+    floats = nn.Linear(64, 6, bias=False)
+    floats.weight = nn.Parameter(values.clone())
+    calibrate(model, {"0": floats}, {"0": energy})
     after: Any = model[0].weight
     assert isinstance(after, fm.FP8Parameter)
     assert after.scale.shape == before.scale.shape

@@ -119,13 +119,13 @@ def test_what_dies_loses_its_run_alone_and_that_goes_on(
 
 def test_a_folder_that_a_node_does_not_see_is_named(cluster: RayCluster, tmp_path: Path) -> None:
     messages: Messages = queue.SimpleQueue()
-    there = cluster.folder
+    there = cluster.folder, cluster.marker
     try:
-        cluster.folder = tmp_path / "elsewhere"
+        cluster.folder, cluster.marker = tmp_path / "elsewhere", tmp_path / "elsewhere" / "marker"
         with pytest.raises(BenchError, match=r"a node does not see the folder '.*elsewhere'; give an --out"):
             RayWorker(cluster, messages, 1)
     finally:
-        cluster.folder = there
+        cluster.folder, cluster.marker = there
 
 
 def sweep_file(folder: Path, corpus_dir: Path, steps: int, **more: object) -> Path:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,11 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two of them, whose sums and halves are exact."""
     yield from ranks(2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
+    """Groups of one, two and three processes, by their size."""
+    with ExitStack() as stack:
+        one_each = {size: contextmanager(ranks)(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
+        yield {size: stack.enter_context(each) for size, each in one_each.items()}

@@ -30,14 +30,6 @@ pytestmark = pytest.mark.skipif(
 FLIPS = 60
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
-    pools = {size: Pool(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
-    yield pools
-    for pool in pools.values():
-        pool.end()
-
-
 def state_of(kind: str, seed: int, *, whole: bool = False) -> dict[str, Any]:
     parts, all_of_it, ours, its = prepared(kind, seed)
     step_on(parts, all_of_it, (ours, its), range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,6 @@ import fp8manifold as fm
 pytestmark = pytest.mark.skipif(
     torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage"
 )
-
-
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Pool]]:
-    pools = {size: Pool(size, tmp_path_factory.mktemp("ranks")) for size in (1, 2, 3)}
-    yield pools
-    for pool in pools.values():
-        pool.end()
 
 
 KINDS: dict[str, Any] = {
