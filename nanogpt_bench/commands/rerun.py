@@ -6,20 +6,19 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.metrics import VAL_LOSS
-from nanogpt_bench.config.settings import build_config, flatten
+from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.exported import read_export
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.environment import environment
+from nanogpt_bench.runs.facts import DECIDING, MINOR, differing, settings_of
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import start_facts
@@ -31,22 +30,6 @@ from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.signals import RESUMABLE
 
 MODE = "rerun"
-GPU = "GPU"
-#: facts of environment.json without which a number is not that of the row, and what is said of them
-DECIDING = {
-    "torch": ("libraries", "torch"),
-    GPU: ("gpu",),
-    "text (SHA-256 of its training tokens)": ("corpus", "splits", "train", "sha256"),
-    "text (SHA-256 of its validation tokens)": ("corpus", "splits", "val", "sha256"),
-    "first weights (SHA-256)": ("init_from", "sha256"),
-}
-#: facts that may change its last digits
-MINOR = {
-    "numpy": ("libraries", "numpy"),
-    "fp8manifold": ("libraries", "fp8manifold"),
-    "commit": ("commit",),
-    "CPU": ("cpu",),
-}
 #: what the same loss to three decimals may differ by
 SAME = 5e-4
 
@@ -90,8 +73,7 @@ def _chosen(row: Row, seed: int | None) -> list[Run]:
 
 def _planned(row: Row, run: Run, data_dir: Path | None) -> PlannedPoint:
     """The same training once more: every setting as recorded, and the threads that it had."""
-    settings = {key: value for key, value in flatten(dict(run.config)) if key in FIELDS}
-    settings |= {} if data_dir is None else {"data.dir": str(data_dir)}
+    settings = settings_of(run) | ({} if data_dir is None else {"data.dir": str(data_dir)})
     settings["runtime.threads"] = run.environment.get("threads") or settings.get("runtime.threads")
     if run.environment.get("gpu") is None:
         settings["runtime.device"] = "cpu"
@@ -105,29 +87,12 @@ def _compare(runs: Sequence[Run], planned: Sequence[PlannedPoint], *, anyway: bo
     config = resolve(build_config(planned[0].settings))
     here = environment(open_corpus(config), config.runtime.threads) | start_facts(config)
     deciding, minor = (
-        dict.fromkeys(line for run in runs for line in _differing(run, here, facts)) for facts in (DECIDING, MINOR)
+        dict.fromkeys(line for run in runs for line in differing(run, here, facts)) for facts in (DECIDING, MINOR)
     )
     if deciding and not anyway:
         raise BenchError(f"not the same row: {'; '.join(deciding)}; --anyway trains it all the same")
     for line in (*deciding, *minor):
         print(printable(f"differs: {line}"), file=sys.stderr)
-
-
-def _differing(run: Run, here: Mapping[str, Any], facts: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    for name, keys in facts.items():
-        then, now = (_at(each, keys) for each in (run.environment, here))
-        if then != now and not (name == GPU and then is None):  # what was trained on a CPU is so again
-            yield f"{name} was {_short(then)}, is {_short(now)}"
-
-
-def _at(facts: Any, keys: Sequence[str]) -> Any:
-    for key in keys:
-        facts = facts.get(key) if isinstance(facts, Mapping) else None
-    return facts
-
-
-def _short(value: Any) -> str:
-    return "none" if value is None else f"{str(value)[:12]}…" if len(str(value)) > 40 else str(value)
 
 
 def _cells(runs: Sequence[Run], again: Sequence[Run]) -> Iterator[list[str]]:

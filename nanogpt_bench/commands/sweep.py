@@ -46,6 +46,8 @@ def main_sweep(args: argparse.Namespace) -> int:
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
+    if args.known is not None:
+        sweep = replace(sweep, known=args.known)
     if args.data_sizes:
         sweep = _with_sizes(sweep, args)
     check_executor(args.executor, args.address)
@@ -89,21 +91,29 @@ def sweep_grid(sweep: SweepFile, out: Path, workers: int | None = None, executor
     """
     planned = plan_sweep(sweep)
     record = SweepRecord(out, sweep.search, baseline_of(sweep.reference, planned))
-    _check(record, planned, workers, executor)
+    _check(sweep, record, planned, workers, executor)
     whole = Session(record, workers, executor=executor).train(planned)
     return _finish(record, whole)
 
 
 def _check(
-    record: SweepRecord, planned: Sequence[PlannedPoint], workers: int | None, executor: Executor | None
+    sweep: SweepFile,
+    record: SweepRecord,
+    planned: Sequence[PlannedPoint],
+    workers: int | None,
+    executor: Executor | None,
 ) -> None:
-    """Refuse what can't be trained before anything is written, the default corpus apart."""
+    """Refuse what can't be trained before anything is written, the default corpus apart; open the results file."""
     check_workers(workers, "workers", threads_set(planned), None if executor is None else executor.cores())
     for run in planned:
         record.check(run)
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
+    if sweep.known is not None:
+        from nanogpt_bench.sweep.known import Known  # brings torch along
+
+        record.known = Known(sweep.known)
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:
@@ -114,7 +124,7 @@ def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, ex
     record = SweepRecord(out, "tune")
     tuning = Tuning(sweep, record)
     record.show(tuning.labels, tuning.baseline)
-    _check(record, tuning.checked(), workers, executor)
+    _check(sweep, record, tuning.checked(), workers, executor)
     session = Session(record, workers, tuning.to_come, executor)
     tuning.say = session.say
     whole = session.train(tuning.first(), tuning.after)
@@ -130,7 +140,7 @@ def find_lr_limits(sweep: SweepFile, out: Path, workers: int | None = None, exec
     record = SweepRecord(out, "lr-limits")
     searches = Searches(sweep, record)
     first = searches.first()
-    _check(record, first, workers, executor)
+    _check(sweep, record, first, workers, executor)
     whole = Session(record, workers, executor=executor).train(first, searches.after)
     searches.write()
     return _finish(record, whole, limits_table(searches.rows()))
@@ -145,7 +155,7 @@ def measure_sensitivity(
     """
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
-    _check(record, study.planned, workers, executor)
+    _check(sweep, record, study.planned, workers, executor)
 
     def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
         write_gaps(study, record)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.metrics import ELAPSED, OF_LABELS, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
-from nanogpt_bench.report.planned import PlannedRow, planned_rows
+from nanogpt_bench.report.planned import PlannedRow, planned_rows, planned_trials
 from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.find import SWEEP
@@ -45,6 +45,8 @@ class Exported:
     rows: tuple[Row, ...]
     baseline: str | None
     tuning: tuple[Mapping[str, Any], ...]
+    #: the trials of every search, as a row of runs
+    trials: tuple[Row, ...] = ()
 
 
 def export(folder: Path) -> dict[str, Any]:
@@ -59,12 +61,12 @@ def export(folder: Path) -> dict[str, Any]:
     manifest, tuned = _manifest(folder), folder / "tuning.json"
     tuning = _read(tuned) if tuned.is_file() else None
     try:
-        planned = planned_rows(manifest, tuning or {})
-        loaded = [_ended(folder, row) for row in planned]
+        planned, searched = planned_rows(manifest, tuning or {}), planned_trials(tuning or {})
+        loaded, trials = ([_ended(folder, row) for row in rows] for rows in (planned, searched))
     except (KeyError, TypeError, AttributeError):  # of something else of that name
         raise BenchError(f"{str(folder)!r} holds no results: what its list of runs says can't be read") from None
     runs = [run for of_row in loaded for run in of_row.values()]
-    if not runs:
+    if not runs and not any(trials):
         raise BenchError(f"{str(folder)!r} has no run to export yet: none has ended")
     shared = _shared([_settings(run) for run in runs])
     looks = {id(run): looks_of(run) for run in runs}
@@ -79,10 +81,19 @@ def export(folder: Path) -> dict[str, Any]:
         "runs": {"ended": len(runs), "planned": sum(len(row.runs) for row in planned)},
         "settings": _nested(shared),
         "rows": [_row(row, of_row, shared, columns) for row, of_row in zip(planned, loaded, strict=True)],
+        "trials": _trials(searched, trials, columns),
         "environments": columns.environments,
         "monitors": columns.figures,
         "tuning": tuning,
     }
+
+
+def _trials(rows: Sequence[PlannedRow], of_rows: Sequence[Mapping[int, Run]], columns: _Columns) -> dict[str, Any]:
+    """The trials of searches as rows: what a search begun elsewhere is gone on with (`nanogpt_bench.sweep.known`)."""
+    shared = _shared([_settings(run) for runs in of_rows for run in runs.values()])
+    plain = replace(columns, figures=[])
+    told = [_row(row, runs, shared, plain) for row, runs in zip(rows, of_rows, strict=True) if runs]
+    return {"settings": _nested(shared), "rows": told}
 
 
 @dataclass
@@ -132,6 +143,8 @@ def _settings(run: Run) -> dict[Setting, Any]:
 
 
 def _shared(each: Sequence[Mapping[Setting, Any]]) -> dict[Setting, Any]:
+    if not each:
+        return {}
     first, *others = each
     return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in others)}
 
@@ -163,7 +176,8 @@ def _run(run: Run, of_row: Mapping[Setting, Any], columns: _Columns) -> dict[str
     if environment not in columns.environments:
         columns.environments.append(environment)
     own = {key: value for key, value in _settings(run).items() if key not in of_row}
-    looks = {str(step): [look.get(name) for name in columns.figures] for step, look in looks_of(run).items()}
+    seen = looks_of(run) if columns.figures else {}
+    looks = {str(step): [look.get(name) for name in columns.figures] for step, look in seen.items()}
     losses = [[record.get(name) for name in CURVES] for record in run.metrics if record.get(VAL_LOSS.name) is not None]
     return {
         **{key: run.summary[key] for key in OUTCOMES if run.summary.get(key) not in (None, {}, [])},
@@ -194,18 +208,20 @@ def read_export(path: Path) -> Exported:
             )
         if content.get("version") != VERSION:
             raise BenchError(f"{str(path)!r} is of version {content.get('version')!r}; this one reads {VERSION}")
-        rows = tuple(_read_row(path, row, content) for row in content["rows"])
+        rows = tuple(_read_row(path, row, content["settings"], content) for row in content["rows"])
+        searched = content.get("trials") or {"settings": {}, "rows": ()}
+        trials = tuple(_read_row(path, row, searched["settings"], content) for row in searched["rows"])
         tuning = content.get("tuning") or {}
         tuned = tuple(row for row in tuning.get("rows") or () if isinstance(row, Mapping))
-        return Exported(rows, content.get("baseline"), tuned)
+        return Exported(rows, content.get("baseline"), tuned, trials)
     except BenchError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise BenchError(f"{str(path)!r} can't be read: {one_line(error)}") from None
 
 
-def _read_row(path: Path, row: Mapping[str, Any], content: Mapping[str, Any]) -> Row:
-    config = _over(content["settings"], row["settings"])
+def _read_row(path: Path, row: Mapping[str, Any], shared: Mapping[str, Any], content: Mapping[str, Any]) -> Row:
+    config = _over(shared, row["settings"])
     runs = tuple(_read_run(path, row, config, entry, content) for entry in row["runs"])
     missing = tuple(seed if isinstance(seed, int) else None for seed in row.get("missing") or ())
     return Row(
@@ -243,13 +259,19 @@ def _read_run(
 
 def to_json(content: Mapping[str, Any]) -> str:
     """Return a results file's text: a line a run, so that what changed between two files can be read."""
-    parts = {key: json.dumps(value, ensure_ascii=False) for key, value in content.items() if key != "rows"}
-    rows = [
+    parts = {key: json.dumps(value, ensure_ascii=False) for key, value in content.items()}
+    parts["rows"] = _lines(content["rows"])
+    settings = json.dumps(content["trials"]["settings"], ensure_ascii=False)
+    parts["trials"] = f'{{"settings": {settings}, "rows": {_lines(content["trials"]["rows"])}}}'
+    return "{\n" + ",\n".join(f'"{key}": {parts[key]}' for key in content) + "\n}\n"
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    told = [
         json.dumps({key: value for key, value in row.items() if key != "runs"}, ensure_ascii=False)[:-1]
         + ', "runs": [\n  '
         + ",\n  ".join(json.dumps(run, ensure_ascii=False, separators=(",", ":")) for run in row["runs"])
         + "]}"
-        for row in content["rows"]
+        for row in rows
     ]
-    parts["rows"] = "[\n " + ",\n ".join(rows) + "\n]"
-    return "{\n" + ",\n".join(f'"{key}": {parts[key]}' for key in content) + "\n}\n"
+    return "[\n " + ",\n ".join(told) + "\n]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,24 @@ def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list
                 told.why = given_up(search)
                 told.runs = [] if told.why else [(seed, None) for seed in seeds]
     return list(rows.values())
+
+
+def planned_trials(tuning: Mapping[str, Any]) -> list[PlannedRow]:
+    """Return the searches of tuning.json as rows whose runs are their trials."""
+    return [
+        PlannedRow(
+            str(search["label"]),
+            str(search["rule"]),
+            str(search["format"]),
+            [(int(seed), str(name)) for trial in search["trials"] for seed, name in _runs(trial)],
+        )
+        for search in tuning.get("rows") or ()
+    ]
+
+
+def _runs(trial: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The seeds and folders of a trial."""
+    return zip(trial["losses"], trial["runs"], strict=True)
 
 
 def _row(rows: dict[str, PlannedRow], told: Mapping[str, Any]) -> PlannedRow:

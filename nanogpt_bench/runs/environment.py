@@ -28,6 +28,15 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
     return {
         "command": command_line(),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **machine(threads),
+        "corpus": {"source": corpus.meta.get("source")} | {k: v for k, v in corpus.meta.items() if k in _OF_CORPUS},
+        "tokenizer": corpus.meta["tokenizer"],
+    }
+
+
+def machine(threads: int | None = None) -> dict[str, Any]:
+    """Return what a result depends on that is the same for all runs of a machine: versions and processors."""
+    return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": commit(),
@@ -35,8 +44,6 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads or torch.get_num_threads(),
-        "corpus": {"source": corpus.meta.get("source")} | {k: v for k, v in corpus.meta.items() if k in _OF_CORPUS},
-        "tokenizer": corpus.meta["tokenizer"],
     }
 
 

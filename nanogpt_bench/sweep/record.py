@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.config.metrics import OF_LABELS
@@ -21,6 +21,9 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
+
+if TYPE_CHECKING:
+    from nanogpt_bench.sweep.known import Known
 
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"
@@ -46,6 +49,8 @@ class SweepRecord:
     def __init__(self, folder: Path, mode: str, baseline: str | None = None) -> None:
         self.folder, self.mode = folder, mode
         self.planned: list[PlannedPoint] = []
+        #: runs that need not be trained, since a results file has them
+        self.known: Known | None = None
         self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})", baseline=baseline)
         self._known = self._entries_of_before()
         #: what sweep.json says of every run that was added; the figures of one that has ended stay, whatever becomes
@@ -94,12 +99,14 @@ class SweepRecord:
     def add(self, run: PlannedPoint) -> bool:
         """Take in a run; True when an earlier start has brought it to its end.
 
-        Otherwise what it left is removed, unless it has checkpoints to go on from.
+        So is one that `known` has. Otherwise what it left is removed, unless it has checkpoints to go on from.
         """
         self.check(run)
         self.planned.append(run)
         if self._take(run):
             return True
+        if self.known is not None and not self.run_dir(run).exists() and self.known.write(run, self.run_dir(run)):
+            return self._take(run)
         before, summary = self._known.get(run.name, {}), self.summary(run)
         if before.get("ended") or summary.get("status") == "failed":
             self.again[run.name] = why_again(summary)

@@ -125,6 +125,66 @@ def test_a_row_is_made_again_to_the_bit_or_refused(study, tmp_path, monkeypatch,
     assert "SHA-256 of its validation tokens) was 000000000000…" in again(other)[2]
 
 
+def test_a_sweep_takes_from_a_file_what_it_has_and_trains_the_rest(study, tmp_path, monkeypatch, capsys):
+    """All of it is taken: nothing is trained, and its export is the file. Without one run: that one is, to the bit."""
+    monkeypatch.chdir(tmp_path)
+    file, _ = study
+    content = json.loads(file.read_text())
+    sweep = ["sweep", str(file.with_suffix(".yaml")), "--workers", "1", "--from"]
+
+    def exported(source, folder):
+        assert main([*sweep, str(source), "--out", folder]) == 0
+        said = capsys.readouterr().err
+        assert main(["results", "export", folder, "--out", f"{folder}.json"]) == 0
+        return said, json.loads(Path(f"{folder}.json").read_text())
+
+    trials = sum(len(row["runs"]) for row in content["trials"]["rows"])
+    assert trials == content["tuning"]["rows"][0]["cost"]["runs"] * 2 == 8
+    monkeypatch.setattr("sweep_runs.run", None)
+    said, again = exported(file, "again")
+    assert f"{trials + 4} of the {trials + 4} runs of {file} were taken from there" in " ".join(said.split())
+    assert {key: again[key] for key in again if key != "command"} == {
+        key: content[key] for key in content if key != "command"
+    }
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    train_here(monkeypatch)
+    fewer = json.loads(file.read_text())
+    fewer["rows"][1]["runs"], fewer["environments"][0]["commit"] = fewer["rows"][1]["runs"][:1], "deadbeef"
+    Path("fewer.json").write_text(json.dumps(fewer))
+    said, again = exported("fewer.json", "fewer")
+    assert f"{trials + 3} of the {trials + 3} runs of fewer.json were taken from there" in said
+    assert "fewer.json: commit was deadbeef" in said
+    told = [
+        [(run["seed"], [point[:-1] for point in run["curve"]]) for row in each["rows"] for run in row["runs"]]
+        for each in (again, content)
+    ]
+    assert told[0] == told[1]
+
+
+def test_runs_of_another_torch_or_text_are_not_taken(study, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    train_here(monkeypatch)
+    file, _ = study
+    sweep = ["sweep", str(file.with_suffix(".yaml")), "--workers", "1", "--from", "my.json", "--out", "out"]
+    content = json.loads(file.read_text())
+    content["environments"][0]["corpus"]["splits"]["train"]["sha256"] = "0" * 64
+    Path("my.json").write_text(json.dumps(content))
+    assert main(sweep) == 0
+    assert re.search(
+        r"0 of the 12 runs .*my\.json: text \(SHA-256 of its training tokens\) was 0+…",
+        capsys.readouterr().err,
+        re.DOTALL,
+    )
+    content["environments"][0]["libraries"]["torch"] = "1.0"
+    Path("my.json").write_text(json.dumps(content))
+    assert main(sweep) == 2
+    assert "--from 'my.json': torch was 1.0, is 2." in capsys.readouterr().err
+    assert main([*sweep[:-4], "--from", "my.yaml"]) == 2
+    assert "'my.yaml' can't be read" in capsys.readouterr().err
+    assert main(["sweep", "--sensitivity", "--of", "runs/x", "--from", "my.json"]) == 2
+
+
 def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monkeypatch, capsys):
     """Runs are made up of two real ones: one figure goes with the gap, one does not, and the loss says nothing."""
     content = json.loads(study[0].read_text())
