@@ -392,7 +392,7 @@ def _follows(config: Config, entry: Rule) -> bool:
         and optimizer.name == entry.optimizer
         and (entry.storage != "float32" or config.train.precision == entry.precision)
         and config.model.torchao_float8 == entry.torchao_float8
-        and optimizer.writeback == entry.writeback
+        and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)
         and (optimizer.moments or "float32") == (entry.moments or "float32")
         and optimizer.stiffness == entry.stiffness
         and optimizer.stiffness_end == entry.stiffness_end

@@ -121,6 +121,7 @@ class Trainer:
             torch.manual_seed(self._seed_of_step(step.number))
         lr = self._set_lr(step.number - 1)
         self._set_decay(step.number - 1)
+        self._set_writeback(step.number - 1)
         self.optimizer.zero_grad(set_to_none=True)
         skipped = self._left_out()
         loss = self._accumulate(step, observers)
@@ -166,6 +167,14 @@ class Trainer:
             share = self._decay(index) / self._decay.start
             for group, first in zip(self.optimizer.param_groups, self._first_decays, strict=True):
                 group["weight_decay"] = first * share
+
+    def _set_writeback(self, index: int) -> None:
+        """Have the last steps written back as `optimizer.writeback_end` says, and those before as `writeback` does."""
+        options = self.config.optimizer
+        if options.writeback_end is not None:
+            last = index >= options.step_at * self.config.train.max_steps
+            for group in self.optimizer.param_groups:
+                group["writeback"] = options.writeback_end if last else options.writeback
 
     def _accumulate(self, step: Step, observers: list[Observer]) -> float:
         train, total = self.config.train, torch.zeros((), device=self.device)
