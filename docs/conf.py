@@ -101,11 +101,13 @@ def _generate(app: Any) -> None:
     from _figures import draw_all
     from _format_pages import draw_formats, write_formats
     from _measured import write_measured
+    from _study import write_study
     from _tables import write_all
 
     write_all(GENERATED)
     write_formats(GENERATED)
     write_measured(GENERATED)
+    write_study(GENERATED)
     if app.builder.name != "doctest" or not (GENERATED / "number-line.svg").exists():
         draw_all(GENERATED)
         draw_formats(GENERATED)

@@ -117,3 +117,13 @@ def test_the_doctests_of_the_table_writer_pass() -> None:
 def test_every_class_of_failure_is_explained() -> None:
     page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
     assert re.findall(r"^`(\w+)`\n: ", page, re.MULTILINE) == list(KINDS)
+
+
+STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
+def test_the_study_shows_every_results_file_that_has_runs(path: Path) -> None:
+    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    shown = page.count(f"```{{include}} generated/{path.stem}.md\n```")
+    assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])

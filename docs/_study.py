@@ -1,0 +1,180 @@
+"""The tables and figures of the study's results, from the files in `measured/study` alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+from _looks import EXACT, STOCHASTIC, STYLE
+from _tables import markdown
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nanogpt_bench.compare.plan import baseline_of
+from nanogpt_bench.report.exported import Exported, read_export
+from nanogpt_bench.report.paired import in_words
+from nanogpt_bench.report.results import Result, find_reference, measure, shortfall
+from nanogpt_bench.report.tables import format_figure, format_rates
+from nanogpt_bench.report.tuned import tuning_table
+
+FOLDER = Path(__file__).parent / "measured" / "study"
+#: by the last part of `data.dir`
+TEXTS = {"stdlib": "The standard library's prose", "eurlex": "EU law"}
+#: float rows that the others are measured against, where a file has them
+BASELINES = ("fp32", "muon")
+#: nats; a smaller difference is not worth a sentence
+WORTH = 0.005
+
+
+def measured_against(file: Exported, baseline: str) -> list[Result]:
+    """The rows of a file, with their differences to the row of that name on the same text."""
+    return measure(file.rows, find_reference(file.rows, baseline_of(baseline, file.rows)))
+
+
+def baselines(file: Exported) -> list[str]:
+    """The float rows of a file that its rows are measured against."""
+    there = {row.rule for row in file.rows}
+    return [name for name in BASELINES if name in there]
+
+
+def text_of(result: Result) -> str:
+    """What the row trained on: the last part of its `data.dir`."""
+    return Path(next((str(run.config["data"]["dir"]) for run in result.row.runs), "")).name
+
+
+def short(result: Result) -> str:
+    """The row's label without its text.
+
+    >>> from nanogpt_bench.report.results import Row
+    >>> short(measure([Row("E4M3 nearest dir=data/stdlib", "nearest", "E4M3", ())], None)[0])
+    'E4M3 nearest'
+    """
+    return " ".join(word for word in result.row.label.split() if not word.startswith("dir="))
+
+
+def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
+    """The rows that have runs, text by text."""
+    there = [result for result in results if result.row.runs]
+    for text in dict.fromkeys(map(text_of, there)):
+        yield TEXTS.get(text, text), [result for result in there if text_of(result) == text]
+
+
+def table(file: Exported) -> str:
+    """Every text's rows: rates, bytes, losses and the paired differences to each baseline."""
+    each = {name: {r.row.label: r for r in measured_against(file, name)} for name in baselines(file)}
+    first = list(next(iter(each.values())).values())
+    parts = [f"({missing}: the others are still to come.)\n"] if (missing := shortfall(file.rows)) else []
+    for text, results in by_text(first):
+        header = ("rule", "lr", "bytes a parameter", "seeds", "final loss", *(f"less {name}'s" for name in each))
+        rows = [
+            (
+                f"`{short(result)}`",
+                rates(result),
+                "-" if result.bytes_per_parameter is None else f"{result.bytes_per_parameter:.2f}",
+                str(len(result.row.runs)),
+                format_figure(result.final_val_loss),
+                *(_difference(each[name][result.row.label]) for name in each),
+            )
+            for result in results
+        ]
+        parts.append(f"{text}:\n\n" + markdown(header, rows))
+    return "\n".join(parts)
+
+
+def rates(result: Result) -> str:
+    """The rate of a row, and behind it that of its float parameters where it has one of its own."""
+    own = {run.config["optimizer"].get("float_lr") for run in result.row.runs} - {None}
+    return "; ".join([format_rates(result), *(f"{rate:g}" for rate in sorted(own))])
+
+
+def _difference(result: Result) -> str:
+    return "-" if result.reference or result.difference is None else in_words(result.difference)
+
+
+def source(file: Exported) -> str:
+    """Where the runs were made."""
+    runs = [run for row in file.rows for run in row.runs]
+    commits = dict.fromkeys(str(run.environment.get("commit"))[:7] for run in runs)
+    torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
+    cpus = dict.fromkeys(str(run.environment.get("cpu")) for run in runs)
+    return f"Commit {', '.join(commits)}, torch {', '.join(torches)}, {', '.join(cpus)}, one thread a run.\n"
+
+
+def decided(file: Exported) -> str:
+    """What the intervals of all texts together say of every rule, as the study's page has laid it down."""
+    each = {name: measured_against(file, name) for name in baselines(file)}
+    labels = dict.fromkeys(short(result) for results in each.values() for result in results)
+    rows = [
+        (f"`{label}`", *(_decision([r for r in results if short(r) == label]) for results in each.values()))
+        for label in labels
+    ]
+    return markdown(("rule", *(f"against {name}" for name in each)), rows)
+
+
+def _decision(results: Sequence[Result]) -> str:
+    """One rule on every text, against one baseline.
+
+    >>> _decision([])
+    'not decided'
+    """
+    ends = [(r.difference.low, r.difference.high) for r in results if r.difference and not r.reference]
+    if any(r.reference for r in results):
+        return "-"
+    known = [(low, high) for low, high in ends if low is not None and high is not None]
+    if any(low > WORTH for low, _ in known):
+        return "behind"
+    if not known or len(known) < len(results):
+        return "not decided"
+    if all(high < -WORTH for _, high in known):
+        return "ahead"
+    return "equal" if all(high < WORTH for _, high in known) else "not decided"
+
+
+def forest(file: Exported) -> Figure:
+    """Every row's paired difference to the first baseline with its 95% interval, a panel a text."""
+    name = baselines(file)[0]
+    panels = list(by_text(measured_against(file, name)))
+    means = {short(r): r.difference.mean for _, results in reversed(panels) for r in results if r.difference}
+    order = sorted((label for label in means if label != name), key=lambda label: -means[label])
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(9, 0.9 + 0.3 * len(order)), layout="constrained", squeeze=False, sharey=True
+    )
+    for axis, (text, results) in zip(axes[0], panels, strict=True):
+        _panel(axis, {short(result): result for result in results}, order)
+        axis.set(xlabel=f"final loss less {name}'s, nats a byte")
+        axis.set_title(text)
+    return figure
+
+
+def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> None:
+    axis.axvline(0, color="#999999", linewidth=1)
+    for place, label in enumerate(order):
+        result = results.get(label)
+        if result is None or result.difference is None:
+            continue
+        found, colour = result.difference, EXACT if result.row.format == "none" else STOCHASTIC
+        if found.low is not None and found.high is not None:
+            axis.hlines(place, found.low, found.high, color=colour, linewidth=2.2)
+        axis.plot(found.mean, place, "o", color=colour, markersize=5, fillstyle="none" if found.is_lead else "full")
+    axis.set(yticks=range(len(order)), yticklabels=order, ylim=(-0.6, len(order) - 0.4))
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(axis="y", left=False)
+    axis.grid(axis="x", color="#e5e5e5", linewidth=0.8)
+
+
+def write_study(folder: Path, files: Path = FOLDER) -> None:
+    """Write the table, what was tuned, and the figure of every results file into the folder."""
+    matplotlib.use("Agg")
+    for path in sorted(files.glob("*.json")):
+        file = read_export(path)
+        if not any(row.runs for row in file.rows):
+            continue
+        (folder / f"{path.stem}.md").write_text(
+            f"{table(file)}\nOver all texts:\n\n{decided(file)}\n{source(file)}", encoding="utf-8"
+        )
+        if file.tuning:
+            (folder / f"{path.stem}-tuned.md").write_text(tuning_table(file.tuning), encoding="utf-8")
+        with plt.rc_context(STYLE):
+            drawn = forest(file)
+            drawn.savefig(folder / f"{path.stem}.svg", metadata={"Date": None})
+            plt.close(drawn)
