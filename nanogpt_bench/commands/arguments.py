@@ -101,7 +101,7 @@ def at_least_0(text: str) -> float:
 
 #: the options of `evaluate` that go with a report, and where they may be given
 OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
-ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "weights")
+ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "average", "weights")
 
 
 def wants_report(args: argparse.Namespace) -> bool:
@@ -119,6 +119,8 @@ def check_evaluate(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) is not None:
             word = repr(value) if name == "config" else f"--{name}"
             raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
+    if args.average is not None and wants_report(args):
+        raise BenchError("--average goes with --formats A,B alone: what a report measures is one checkpoint")
     if not args.model and args.config is None:
         raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
     for scale in args.scales or ():

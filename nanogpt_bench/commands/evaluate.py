@@ -117,6 +117,7 @@ def evaluate_command(
     weights: Path | None = None,
     save: Path | None = None,
     checkpoint: str | None = None,
+    average: int | None = None,
 ) -> int:
     """Print the table of `evaluate`, write it to `out` as JSON where one is given, and return 0.
 
@@ -128,9 +129,13 @@ def evaluate_command(
     """
     run_dir = run_folder(config_name)
     if run_dir is not None and weights is None:
-        rows = evaluate_run(run_dir, checkpoint or "last", formats, overrides, save=save)
+        rows = evaluate_run(run_dir, checkpoint or "last", formats, overrides, save=save, average=average or 1)
         show_rows(rows, "gap to as trained", out)
         return 0
+    if average is not None:
+        raise BenchError(
+            f"--average: {average} checkpoints are those of a run; {config_name!r} with what is given is none"
+        )
     if checkpoint is not None:
         what = "--weights says which weights; leave one out" if weights else f"{config_name!r} is no folder of a run"
         raise BenchError(f"--checkpoint: {checkpoint!r}: {what}")

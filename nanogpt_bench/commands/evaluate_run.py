@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.runs.trained import choose, load
+from nanogpt_bench.runs.trained import choose, choose_last, load
 from nanogpt_bench.step.formats import format_summary
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.trainer import Trainer
@@ -32,6 +33,7 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     *,
     save: Path | None = None,
+    average: int = 1,
 ) -> list[Evaluation]:
     """Return the validation losses of a run's weights: as trained, as floats where that differs, and in each format.
 
@@ -43,13 +45,18 @@ def evaluate_run(
         formats: each is that of every weight, in place of the run's.
         overrides: settings of the measurement, and of the rows in a format.
         save: folder to write the weights of every row to.
+        average: all rows but the first are of the mean of the weights of that many checkpoints, the last of them the
+            one named.
 
     Raises:
-        BenchError: no such checkpoint, another text, or formats that don't go with the model.
+        BenchError: no such checkpoint, fewer than are to be averaged, another text, or formats that don't go with the
+            model.
     """
     names, given = named_formats(formats), checked_overrides(overrides)
-    trained = load(choose(run_dir, checkpoint))
-    weights = Rounded(trained, given)
+    trained, *earlier = map(
+        load, choose_last(run_dir, checkpoint, average) if average > 1 else [choose(run_dir, checkpoint)]
+    )
+    weights = Rounded(trained, given, earlier)
     prepare_default(weights.own.data.dir)
     corpus = open_corpus(weights.own)
     weights.check_text(corpus)
@@ -58,10 +65,19 @@ def evaluate_run(
     with runtime(weights.own) as device:
         for name, trainer in _trainers(weights, names, corpus, device):
             if save:
-                save_weights(trainer.model, save / f"{name.replace(' (as trained)', '-as-trained')}.safetensors")
+                save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
             rows.append(measured(name, trainer, rows[0].val_loss if rows else None, str(trained.folder)))
         _say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
     return rows
+
+
+def _file_name(row: str) -> str:
+    """A row's name as that of a file.
+
+    >>> _file_name("E4M3 (as trained)"), _file_name("none, mean of 3")
+    ('E4M3-as-trained', 'none-mean-of-3')
+    """
+    return re.sub(r"[ (),]+", "-", row).strip("-")
 
 
 def _trainers(
@@ -69,13 +85,14 @@ def _trainers(
 ) -> Iterator[tuple[str, Trainer]]:
     """Yield name and model of every row."""
     yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
-    if not weights.is_plain or "none" in names:
-        yield "none", weights.rounded({}, corpus, device)
+    of = f", mean of {1 + len(weights.earlier)}" if weights.earlier else ""
+    if not weights.is_plain or "none" in names or of:
+        yield f"none{of}", weights.rounded({}, corpus, device)
     for name in names:
         if name != "none":
-            yield name, weights.rounded(weights.requantised(name), corpus, device)
+            yield f"{name}{of}", weights.rounded(weights.requantised(name), corpus, device)
     if not names and any(key in weights.given for key in OF_FORMATS):
-        yield "given", weights.rounded({**weights.own.model.formats, **weights.formats}, corpus, device)
+        yield f"given{of}", weights.rounded({**weights.own.model.formats, **weights.formats}, corpus, device)
 
 
 def _comparison(weights: Rounded, loss: float, now: Mapping[str, Any]) -> str:

@@ -23,8 +23,8 @@ def add_evaluate(commands: Any) -> Any:
     parser = commands.add_parser(
         "evaluate",
         help="validation loss of one set of weights in several formats, without training",
-        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--formats A,B] "
-        "[--section.key VALUE ...]\n"
+        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--average N] "
+        "[--formats A,B] [--section.key VALUE ...]\n"
         "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
         "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
         "                              [--budget BYTES] [--save DIR] [--out DIR]",
@@ -48,6 +48,9 @@ def add_evaluate(commands: Any) -> Any:
         "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
     )
     parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
+    parser.add_argument(
+        "--average", type=positive, metavar="N", help="of a run: the mean of the weights of its last N checkpoints, too"
+    )
     parser.add_argument(
         "--formats", type=names, metavar="A,B", help="formats of all weights, one row each; all: all of eight bits"
     )
@@ -306,7 +309,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     if wants_report(args):
         return report_command(args)
     files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
-    return evaluate_command(args.config, args.formats or (), args.overrides, **files)
+    return evaluate_command(args.config, args.formats or (), args.overrides, **files, average=args.average)
 
 
 def _sample(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ Only plain tensors and JSON are read, every byte of them checked against the che
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.runs.history import latest
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import check_header
+from nanogpt_bench.system.words import counted
 
 #: where a run keeps the checkpoint of its lowest validation loss (`checkpoint.best`), apart from the others
 BEST = "best"
@@ -97,6 +98,22 @@ def choose(run_dir: Path, which: str = "last") -> Path:
     if which not in known:
         raise BenchError(f"--checkpoint: {which!r} is not there; allowed: best, last, {', '.join(known)}")
     return known[which]
+
+
+def choose_last(run_dir: Path, which: str, count: int) -> list[Path]:
+    """Return the folders of a run's checkpoint and of those before it, `count` in all, the chosen one first.
+
+    Raises:
+        BenchError: it has kept fewer.
+    """
+    chosen = choose(run_dir, which)
+    kept = [step for step in steps(run_dir) if step <= (step_of(chosen.name) or 0)]
+    if count > len(kept) or chosen != step_folder(run_dir, kept[-1]):
+        raise BenchError(
+            f"--average {count}: {str(run_dir)!r} has kept {counted(len(kept), 'checkpoint')} up to {chosen.name}; "
+            f"{_again(run_dir, '--checkpoint.every N --checkpoint.keep')} {count} keeps as many"
+        )
+    return [step_folder(run_dir, step) for step in reversed(kept[-count:])]
 
 
 def _best(run_dir: Path, folders: list[Path]) -> Path:
@@ -219,16 +236,37 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
     }
 
 
+def mean_weights(each: Sequence[Trained]) -> dict[str, Tensor]:
+    """Return the mean of the weights of some checkpoints, as float32.
+
+    Raises:
+        BenchError: checkpoints that don't hold the same tensors.
+    """
+    first = float_weights(each[0])
+    if len(each) == 1:
+        return first
+    sums = {name: value.double() for name, value in first.items()}
+    for other in each[1:]:
+        state = float_weights(other)
+        if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in sums.items()}:
+            raise BenchError(f"checkpoints {str(each[0].folder)!r} and {str(other.folder)!r} are of different models")
+        for name, value in state.items():
+            sums[name] += value
+    return {name: (value / len(each)).float() for name, value in sums.items()}
+
+
 @torch.no_grad()
-def fill_floats(model: GPT, trained: Trained, called: str) -> None:
-    """Fill a float model with the weights of a checkpoint; `called` is what an error calls them.
+def fill_floats(model: GPT, trained: Trained, called: str, *others: Trained) -> None:
+    """Fill a float model with the weights of a checkpoint, or their mean with those of others of the same run.
+
+    `called` is what an error calls them.
 
     A model with fewer positions takes the first ones; one whose lm_head is untied gets a copy of the embedding.
 
     Raises:
         BenchError: tensors that are missing, of another shape, or unknown.
     """
-    state = float_weights(trained)
+    state = mean_weights([trained, *others])
     state.setdefault("lm_head.weight", state.get(EMBEDDING, torch.empty(0)))
     own = dict(model.named_parameters(remove_duplicate=False))
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()

@@ -50,14 +50,15 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 class Rounded:
     """A checkpoint's weights on a text, from which trainers are made.
 
-    `given` are settings as `checked_overrides` returns them.
+    `given` are settings as `checked_overrides` returns them. With `earlier` checkpoints of the same run all models but
+    that of the weights as they were trained have the mean of all.
 
     Raises:
         BenchError: a text that is not the run's, or settings that can't be used.
     """
 
-    def __init__(self, trained: Trained, given: Mapping[str, Any]) -> None:
-        self.trained, self.given = trained, given
+    def __init__(self, trained: Trained, given: Mapping[str, Any], earlier: Sequence[Trained] = ()) -> None:
+        self.trained, self.given, self.earlier = trained, given, tuple(earlier)
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
         self._shape = trained_shape(trained.folder)
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
@@ -151,7 +152,7 @@ class Rounded:
         if self._start is None:
             row = self._row({})
             self._start = build_model(model_shape(row, corpus), 0)
-            fill_floats(self._start, self.trained, _CALLED)
+            fill_floats(self._start, self.trained, _CALLED, *self.earlier)
         return self._start
 
 

@@ -15,6 +15,10 @@ from nanogpt_bench.commands.evaluate import evaluate
 from nanogpt_bench.commands.evaluate_run import evaluate_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.runs.trained import choose, float_weights, load
+from nanogpt_bench.step.runtime import runtime
+from nanogpt_bench.training.rounded import Rounded
 from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
@@ -75,6 +79,31 @@ def test_an_earlier_checkpoint_and_the_table_as_json(trained: dict[str, Path], t
     again = [*command[:2], "--weights", str(tmp_path / "w" / names[0]), "--out", str(out)]
     assert main(again) == 0
     assert json.loads(out.read_text())[0]["val_loss"] == rows[0]["val_loss"]
+
+
+def test_the_mean_of_the_last_checkpoints_is_measured_too(
+    tiny: Tiny, trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is what a model filled with their mean has; fewer than are asked for are refused."""
+    options = {"checkpoint__every": 1, "checkpoint__keep": 3, "train__max_steps": 3, "rule": "stochastic"}
+    run(tiny(**options, model__format="E4M3"), tmp_path / "a")
+    own, floats, rounded = evaluate_run(tmp_path / "a", formats=["E4M3"], average=2)
+    assert [row.format for row in (own, floats, rounded)] == ["E4M3 (as trained)", "none, mean of 2", "E4M3, mean of 2"]
+    assert own.val_loss == summary(tmp_path / "a")["final_val_loss"] != floats.val_loss
+    states = [float_weights(load(choose(tmp_path / "a", f"step-{step}"))) for step in (2, 3)]
+    mean = {name: (states[0][name].double() + states[1][name].double()).div(2).float() for name in states[0]}
+    fresh = Rounded(load(choose(tmp_path / "a")), {})
+    corpus = open_corpus(fresh.own)
+    with runtime(fresh.own) as device:
+        trainer = fresh.rounded({}, corpus, device)
+        assert trainer.model.load_state_dict(mean, strict=False).unexpected_keys == []
+        assert trainer.validate() == floats.val_loss
+    assert main(["evaluate", str(tmp_path / "a"), "--average", "4"]) == 2
+    assert "--average 4: " in (said := capsys.readouterr().err)
+    assert "has kept 3 checkpoints up to step-3" in said
+    assert main(["evaluate", str(tmp_path / "a"), "--average", "2", "--scales", "channel"]) == 2
+    assert main(["evaluate", "e4m3.yaml", "--average", "2"]) == 2
+    assert "are those of a run" in capsys.readouterr().err
 
 
 def test_it_says_why_a_loss_is_another_one(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
