@@ -126,7 +126,7 @@ def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | N
         BenchError: settings that don't go together; it says at which point.
     """
     idle = _idle(base, point)
-    axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle & {FLOAT_LR}}
+    axes = {key: value for key, value in _without_formats(base, point).items() if key not in idle}
     settings = {key: value for key, value in assemble(base, axes).items() if key not in idle}
     try:
         built = build_config(settings)
