@@ -23,7 +23,7 @@ def lint(session: nox.Session) -> None:
     """Ruff, its formatter and mypy."""
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("mypy", "fp8manifold")
+    session.run("mypy")
 
 
 @nox.session

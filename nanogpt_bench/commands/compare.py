@@ -95,8 +95,14 @@ def compare(
     demonstration = replace(demonstration, first_seed=given.pop("seed", demonstration.first_seed))
 
     def plan(corpus: Path) -> list[PlannedRun]:
-        options = {"seeds": seeds, "max_steps": steps, "data_dir": corpus}
-        return plan_runs(rows, demonstration, **options, put=lambda settings: put_into(settings, given))
+        return plan_runs(
+            rows,
+            demonstration,
+            seeds=seeds,
+            max_steps=steps,
+            data_dir=corpus,
+            put=lambda settings: put_into(settings, given),
+        )
 
     baseline = baseline_of(reference, plan(Path("corpus")))
     length = check_given(given, plan(data_dir or Path("corpus")), _say) if overrides else None

@@ -17,6 +17,7 @@ from nanogpt_bench.commands.evaluation import Evaluation, measured
 from nanogpt_bench.commands.run import say
 from nanogpt_bench.config.metrics import OF_LABELS
 from nanogpt_bench.config.precedence import has_format
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import load_config
@@ -64,7 +65,7 @@ def evaluate(
         return rows
 
 
-def _rows(config: Config, resolved: Config, formats: Sequence[str]) -> dict[str, Config]:
+def _rows(config: Config, resolved: Resolved, formats: Sequence[str]) -> dict[str, Resolved]:
     """Return the configuration without formats, then in each format, by name."""
     if not formats and not resolved.model.formats:
         raise BenchError("nothing to compare with the float weights; give --formats E4M3,E5M2 or model.formats")
@@ -73,7 +74,7 @@ def _rows(config: Config, resolved: Config, formats: Sequence[str]) -> dict[str,
     return rows if len(rows) > 1 else rows | {format_summary(resolved): resolved}
 
 
-def _untrained(config: Config, resolved: Config, fmt: str) -> Config:
+def _untrained(config: Config, resolved: Resolved, fmt: str) -> Resolved:
     """Return `config` in one format, and without the rule, which means nothing where no step is taken."""
     row = copy.deepcopy(config)
     row.rule, row.optimizer = None, OptimizerConfig()
@@ -88,7 +89,7 @@ def _untrained(config: Config, resolved: Config, fmt: str) -> Config:
     return resolve(row)
 
 
-def _base(config: Config, formats: Sequence[str]) -> Config:
+def _base(config: Config, formats: Sequence[str]) -> Resolved:
     """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
     if not formats:
         return resolve(config)

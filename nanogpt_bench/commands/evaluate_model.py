@@ -22,8 +22,10 @@ from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked
 
 #: settings of `run` that mean something here
-SETTINGS = ("data.dir", "model.block_size", "model.formats", "model.tied", "model.headroom")
-SETTINGS += ("train.batch_size", "runtime.threads", "runtime.device")
+SETTINGS = (
+    *("data.dir", "model.block_size", "model.formats", "model.tied", "model.headroom"),
+    *("train.batch_size", "runtime.threads", "runtime.device"),
+)
 #: tokens of a window, and windows, where nobody says how many
 BLOCK, WINDOWS, BATCH = 256, 24, 4
 

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fp8manifold as fm
 from nanogpt_bench.commands.run import exit_code, trained
@@ -24,6 +24,7 @@ from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.lock import is_unused
 
+Layout = Literal["compressed-tensors", "torchao"]
 CONFIG = "finetune.yaml"
 FLOAT = "float"
 #: of float32 AdamW: a weight, two averages and a gradient, four bytes each
@@ -42,7 +43,7 @@ def main_finetune(args: argparse.Namespace) -> int:
     if args.save is not None and any(word.startswith("--model.lora_rank") for word in args.overrides):
         raise BenchError("--save writes a model whose own weights were trained, and model.lora_rank freezes them")
     overrides = [*args.overrides, "--model.pretrained", args.model]
-    layout = args.layout or FLOAT
+    layout: Any = args.layout or FLOAT
     if args.layout is not None and args.save is None:
         raise BenchError("--layout goes with --save DIR, which is what it is the layout of")
     if layout != FLOAT:
@@ -70,13 +71,13 @@ def memory_line(summary: dict[str, Any]) -> str:
     return f"memory: {', '.join(parts)}; {theirs}"
 
 
-def check_layout(config: Resolved, layout: str) -> None:
+def check_layout(config: Resolved, layout: Layout) -> None:
     """Refuse a layout that can't hold what a run is to train, before it does; no weight is read.
 
     Raises:
         BenchError: a format or a layer that the layout does not have, weights in float, or a missing package.
     """
-    kinds = {name: spec.operand("weight") for name, spec in config.layers.items()}
+    kinds: dict[str, Any] = {name: spec.operand("weight") for name, spec in config.layers.items()}
     stored = {name: fm.LayerSpec(kind.format, granularity=kind.granularity) for name, kind in kinds.items() if kind}
     if not stored or config.model.storage == "continuous":
         raise BenchError(
@@ -87,7 +88,7 @@ def check_layout(config: Resolved, layout: str) -> None:
         fm.exported_state_dict(fm.quantize_model(model, {"*": "none", **stored}, "fp8", tied="untie"), layout)
 
 
-def save_model(run_dir: Path, out: Path, layout: str = FLOAT) -> None:
+def save_model(run_dir: Path, out: Path, layout: Layout | Literal["float"] = "float") -> None:
     """Write the newest weights of a fine-tuning as transformers reads them, and the tokenizer.
 
     `layout` is float, for their values, or one that `fm.export_model` has, for their codes and scales.
@@ -107,7 +108,7 @@ def save_model(run_dir: Path, out: Path, layout: str = FLOAT) -> None:
     settings.use_cache = True
     settings.tie_word_embeddings = head is not None and head.weight is model.get_input_embeddings().weight
     with reading(name) as transformers:
-        if layout == FLOAT:
+        if layout == "float":
             model.save_pretrained(out)
         else:
             with _refusals(layout):

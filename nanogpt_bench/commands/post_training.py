@@ -209,7 +209,7 @@ def _measure(
     names = list(formats) or ([] if own else list(FORMATS))
     scales = args.scales or ["channel"]
     embeddings = ["none"] if args.embeddings else []
-    plans: list[tuple[str, dict[str, Any], str]] = [("none", {}, "")]
+    plans: list[tuple[str, Mapping[str, Any], str]] = [("none", {}, "")]
     plans += [("mixed", own, scale) for scale in scales if own and not formats]
     for name in names:
         plans += [(name, {"*": name, **dict.fromkeys([EMBEDDINGS] * len(embeddings), name), **own}, s) for s in scales]
@@ -305,16 +305,15 @@ def _write(out: Path, model: str, rows: Sequence[Row], table: Any, facts: Mappin
         write_json(out / FILE, table)
     write_json(out / ROWS, {"model": model, "environment": facts, "rows": [asdict(row) for row in rows]})
     runs = [_as_run(row, model, facts, block) for row in rows]
-    options = {"title": f"nanogpt-bench evaluate: {Path(model).name}", "facts": facts_of(runs)}
-    grouped = group_rows(runs)
-    return write_report(grouped, out, **options, baseline=grouped[0].label)
+    grouped, title = group_rows(runs), f"nanogpt-bench evaluate: {Path(model).name}"
+    return write_report(grouped, out, title=title, facts=facts_of(runs), baseline=grouped[0].label)
 
 
 def _as_run(row: Row, model: str, facts: Mapping[str, Any], block: int) -> Run:
     """Return a row as the report reads it: a run of no step."""
     rule = f"rounded ({row.scale})" if row.formats else "float32"
     settings = {"pretrained": model, "block_size": block, "formats": row.formats, "granularity": row.scale or None}
-    summary = {
+    summary: dict[str, Any] = {
         "name": f"{row.format} {row.scale}".strip(),
         "rule": rule,
         "format": row.format,

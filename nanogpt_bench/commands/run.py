@@ -74,7 +74,7 @@ def trained(
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)
-    options = {"resume": resume, "allow_config_change": allow_config_change, "ranks": ranks}
+    options: dict[str, Any] = {"resume": resume, "allow_config_change": allow_config_change, "ranks": ranks}
     with (
         _folder(path.stem, earlier or named, ranks) as run_dir,
         stop_requests() if ranks.size == 1 else stop_requests_once(SIGNALS) as stop,

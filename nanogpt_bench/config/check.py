@@ -67,7 +67,8 @@ def _checked(key: str, value: Any) -> Any:
 def _adapter(key: str) -> TypeAdapter[Any]:
     setting = FIELDS[key]
     kind = _constrained(setting)
-    return TypeAdapter(Annotated[kind | None if setting.optional else kind, BeforeValidator(_reader(setting))])
+    read: Any = Annotated[kind | None if setting.optional else kind, BeforeValidator(_reader(setting))]
+    return TypeAdapter(read)
 
 
 def _constrained(setting: Setting) -> Any:
@@ -75,12 +76,14 @@ def _constrained(setting: Setting) -> Any:
     facts, kind = setting.facts, setting.kind
     if kind is dict:
         return dict[Annotated[str, Strict()], Any]
+    literal: Any = Literal
+    choice: Any = literal[facts["choices"]] if facts["choices"] else None
     if kind is list:
-        return list[Literal[facts["choices"]]] if facts["choices"] else list[Annotated[str, Strict()]]
-    if facts["choices"]:
-        return Literal[facts["choices"]]
-    limits = {name: facts[bound] for bound, (name, _, _) in _BOUNDS.items() if facts[bound] is not None}
-    finite = {"allow_inf_nan": False} if kind is float else {}
+        return list[choice or Annotated[str, Strict()]]  # type: ignore[misc]  # found at run time
+    if choice:
+        return choice
+    limits: dict[str, Any] = {name: facts[bound] for bound, (name, _, _) in _BOUNDS.items() if facts[bound] is not None}
+    finite: dict[str, Any] = {"allow_inf_nan": False} if kind is float else {}
     return Annotated[kind, Field(strict=True, **limits, **finite)]
 
 

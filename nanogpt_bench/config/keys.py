@@ -32,7 +32,7 @@ class Setting:
         return self.declared.default if factory is dataclasses.MISSING else factory()
 
 
-def _settings(section: type, prefix: str, inherited: Mapping[str, Any]) -> Iterator[Setting]:
+def _settings(section: Any, prefix: str, inherited: Mapping[str, Any]) -> Iterator[Setting]:
     hints = get_type_hints(section)
     for item in dataclasses.fields(section):
         key, hint, facts = prefix + item.name, hints[item.name], {**inherited, **item.metadata}

@@ -45,8 +45,9 @@ def load_settings(
     file = read_yaml(path) if path else {}
     given = (file, parse_overrides(overrides), parse_overrides(overrides, file))
     kept, lines = settle(*map(own_spellings, given))
-    for line in lines if say and path else ():
-        say(f"{path.name}: {line}")
+    if say is not None and path is not None:
+        for line in lines:
+            say(f"{path.name}: {line}")
     return kept
 
 

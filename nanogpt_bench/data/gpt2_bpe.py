@@ -47,10 +47,10 @@ class Gpt2Tokenizer:
         # What looks like an end of text inside a document is text.
         return np.array(encoding().encode_ordinary(text), dtype=np.uint16)
 
-    def decode(self, tokens: Sequence[int] | NDArray[np.uint16]) -> str:
+    def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
         return self._bytes(tokens).decode("utf-8", errors="replace")
 
-    def byte_count(self, tokens: NDArray[np.uint16]) -> int:
+    def byte_count(self, tokens: NDArray[Any]) -> int:
         return len(self._bytes(tokens))
 
     def meta(self) -> dict[str, Any]:

@@ -29,10 +29,17 @@ def stored_as(vocab_size: int) -> np.dtype[Any]:
 class Tokenizer(Protocol):
     """What a corpus needs of a tokenizer."""
 
-    name: str
-    vocab_size: int
-    #: the token written after each document, None when there is none
-    end_of_text: int | None
+    @property
+    def name(self) -> str:
+        """What meta.json calls it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The token written after each document, None when there is none."""
 
     def encode(self, text: str) -> Tokens:
         """Return the tokens of `text`, without an end of text."""

@@ -94,7 +94,7 @@ def _shape(settings: dict[str, Any], name: str) -> GPTShape:
     for key, value in _FIXED.items():
         if settings.get(key, value) != value:
             raise BenchError(f"model.init_from: {name!r} has {key} {settings[key]!r}; only {value!r} can be loaded")
-    sizes = {ours: _size(settings, theirs, name) for ours, theirs in _SIZES.items()}
+    sizes: dict[str, Any] = {ours: _size(settings, theirs, name) for ours, theirs in _SIZES.items()}
     if settings.get("n_inner") not in (None, 4 * sizes["n_embd"]):
         raise BenchError(
             f"model.init_from: {name!r} has n_inner {settings['n_inner']!r}; only 4 n_embd, {4 * sizes['n_embd']}, can "

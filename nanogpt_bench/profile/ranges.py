@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.reference import float_rule, reference_settings
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.step.formats import format_name
@@ -165,7 +165,7 @@ def read_formats(names: Sequence[str] | None) -> list[fm.FloatFormat]:
     return [fm.FloatFormat.from_string(name) for name in canonical]
 
 
-def float_config(settings: Mapping[str, Any]) -> Config:
+def float_config(settings: Mapping[str, Any]) -> Resolved:
     """Return the configuration with float weights: as it is, or AdamW under autocast (in float32 if asked for)."""
     given = assemble({}, settings)
     config = resolve(build_config(given))

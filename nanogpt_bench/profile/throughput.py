@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import Corpus, open_corpus
@@ -49,7 +50,7 @@ def profile_batch_sizes(
     return rows
 
 
-def _measure(config: Config, corpus: Corpus, device: torch.device, steps: int) -> dict[str, Any]:
+def _measure(config: Resolved, corpus: Corpus, device: torch.device, steps: int) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     trainer = Trainer(config, corpus, device)

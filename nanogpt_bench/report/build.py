@@ -66,9 +66,16 @@ def report(
     _check_baseline(rows, baseline)
     tunings = (*studies.tunings, *(file.tuning for file in files if file.tuning))
     facts = facts_of(loaded) | ({"Runs": there} if (there := shortfall(rows)) else {})
-    options = {"title": title, "facts": facts, "thresholds": thresholds, "baseline": baseline}
-    options["running"] = running
-    return write_report(rows, out, **options, studies=replace(studies, tunings=tunings))
+    return write_report(
+        rows,
+        out,
+        title=title,
+        facts=facts,
+        thresholds=thresholds,
+        baseline=baseline,
+        studies=replace(studies, tunings=tunings),
+        running=running,
+    )
 
 
 def _check_baseline(rows: Sequence[Row], label: str | None) -> None:

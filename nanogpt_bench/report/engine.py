@@ -29,7 +29,7 @@ def svg(spec: Mapping[str, Any]) -> str:
     """
     _start()
     try:
-        drawn: str = vl_convert.vegalite_to_svg(spec)
+        drawn: str = vl_convert.vegalite_to_svg(dict(spec))
     except ValueError as error:
         raise BenchError(f"a figure can't be drawn: {one_line(error)}") from None
     return drawn

@@ -43,7 +43,12 @@ def followed(run_dir: Path) -> Iterator[Path]:
 def follow(run_dir: Path, least: float = SECONDS_BETWEEN_PAGES) -> None:
     """Draw the page of a run again and again until standard input ends, and then once more."""
     drawn, ended, pause = None, threading.Event(), least
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
     while not ended.wait(pause):
         records = run_dir / "metrics.jsonl"
         size = records.stat().st_size if records.is_file() else 0

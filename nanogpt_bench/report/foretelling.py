@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.merged import identity
@@ -156,7 +157,7 @@ def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
     return float(spearmanr(values, gaps).statistic)
 
 
-def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]) -> dict[str, float]:
+def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]) -> dict[str, Any]:
     """The 95% interval of the rank correlation, by bootstrap over what the runs are of; {} where these are too few."""
     from scipy.stats import bootstrap, rankdata
 

@@ -69,7 +69,7 @@ def with_given_up(
         for label in map(str, named if isinstance(named, list) and (why := given_up(search)) else ()):
             if label not in labels:
                 labels.add(label)
-                told = (str(search.get(key) or "none") for key in ("rule", "format"))
-                found.append(Row(label, *told, (), why=why))
+                rule, fmt = (str(search.get(key) or "none") for key in ("rule", "format"))
+                found.append(Row(label, rule, fmt, (), why=why))
     places = {label: at for at, label in enumerate(order)}
     return sorted(found, key=lambda row: places.get(row.label, len(places)))

@@ -30,8 +30,7 @@ def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list
     rows = {str(label): PlannedRow(str(label)) for label in manifest.get("order") or ()}
     for row in manifest.get("rows") or ():  # a comparison's
         settings = manifest.get("settings") or {}
-        seeds = {name: (settings.get(name) or {}).get("seed") for name in row["runs"]}
-        _row(rows, row).runs += [(seed, str(name)) for name, seed in seeds.items()]
+        _row(rows, row).runs += [(_seed(settings.get(name)), str(name)) for name in dict.fromkeys(row["runs"])]
     for run in manifest.get("runs") or ():  # a sweep's
         if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
             _row(rows, run).runs.append((run.get("seed"), str(run["name"])))
@@ -43,6 +42,11 @@ def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list
                 told.why = given_up(search)
                 told.runs = [] if told.why else [(seed, None) for seed in seeds]
     return list(rows.values())
+
+
+def _seed(settings: Any) -> int | None:
+    seed: int | None = (settings or {}).get("seed")
+    return seed
 
 
 def planned_trials(tuning: Mapping[str, Any]) -> list[PlannedRow]:

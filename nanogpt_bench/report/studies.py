@@ -72,13 +72,14 @@ def _sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
         notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
         return []
     rows = tuple(tuple(finite(cell) for cell in line) for line in gap or ())
-    named = [str(content.get(key) or "") for key in ("operand", "rule")]
+    operand, rule = (str(content.get(key) or "") for key in ("operand", "rule"))
     return [
         Sensitivity(
             tuple(map(str, patterns or ())),
             tuple(map(str, formats or ())),
             rows,
-            *named,
+            operand,
+            rule,
             _status(content),
             str(content.get("of") or ""),
         )

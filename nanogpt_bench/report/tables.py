@@ -142,7 +142,11 @@ def to_csv(results: Sequence[Result]) -> str:
     there = shortfall(result.row for result in results)
     named = [metric.figure for metric in OF_LABELS if any(result.of_labels for result in results)]
     of_labels = {name: partial(_mean_of_labels, name) for name in named}
-    fields = {**CSV_FIELDS, **of_labels, **({"partial": lambda _: there} if there else {})}
+    fields: dict[str, Callable[[Result], object]] = {
+        **CSV_FIELDS,
+        **of_labels,
+        **({"partial": lambda _: there} if there else {}),
+    }
     writer.writerow(fields)
     writer.writerows([cell(field(result)) for field in fields.values()] for result in results)
     return text.getvalue()

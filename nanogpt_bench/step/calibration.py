@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ def _least(weight: Any, values: Tensor, energy: Tensor) -> fm.FP8Parameter:
     return fm.FP8Parameter(values, weight.format, **options)
 
 
-def _granularity(weight: Any) -> str:
+def _granularity(weight: Any) -> Literal["tensor", "channel", "block"]:
     if weight.block_size is not None:
         return "block"
     return "channel" if weight.scale.dim() else "tensor"

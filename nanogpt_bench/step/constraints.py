@@ -23,7 +23,7 @@ ATTENTION = ("attn.qkv", "attn.proj")
 _RATES = {"riemannian_adam": 1e-2, "riemannian_sgd": 1e-1}
 
 
-class RowStiefel(geoopt.EuclideanStiefel):  # type: ignore[misc]  # geoopt is untyped
+class RowStiefel(geoopt.EuclideanStiefel):
     """Matrices (n, p) with n <= p whose rows are orthonormal: geoopt's Stiefel manifold of their transposes.
 
     >>> manifold = RowStiefel()
@@ -158,7 +158,7 @@ def constrained_layers(model: ModelConfig) -> list[str]:
     Raises:
         BenchError: a pattern that matches no linear layer.
     """
-    layers, found = linear_sizes(model.n_layer or 0, model.n_embd or 0), set()
+    layers, found = linear_sizes(model.n_layer or 0, model.n_embd or 0), set[str]()
     for pattern in model.constrained:
         try:
             found |= fm.check_formats({pattern: "E4M3"}, layers).keys()  # which format does not matter

@@ -112,9 +112,13 @@ def _own(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return Muon with AdamW's size of a step: hidden matrices at lr, what else there is by Adam at float_lr."""
     settings = config.optimizer
-    options = {"betas": (settings.beta1, settings.beta2), "adam_eps": settings.eps, "momentum": settings.momentum}
+    options: dict[str, Any] = {
+        "betas": (settings.beta1, settings.beta2),
+        "adam_eps": settings.eps,
+        "momentum": settings.momentum,
+    }
     options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
-    return fm.optim.StiffnessMuon.for_model(model, settings.lr, other_lr=settings.float_lr, **options)
+    return fm.optim.StiffnessMuon.for_model(model, settings.lr or 0.0, other_lr=settings.float_lr, **options)
 
 
 def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
@@ -127,7 +131,7 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
     return lr or 0.0
 
 
-def _fisher(model: nn.Module, config: Config, batches: Batches | None) -> torch.optim.Optimizer:
+def _fisher(model: nn.Module, config: Config, batches: Any) -> torch.optim.Optimizer:
     settings = config.optimizer
     groups = parameter_groups(model, settings.weight_decay or 0.0)
     names = ("momentum", "representation", "refresh")
@@ -144,7 +148,7 @@ def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]
     """
     settings = config.optimizer
     on_manifolds = config.model.storage in MANIFOLDS
-    weights = [layer.weight for layer in quantized_layers(model).values()] if on_manifolds else []
+    weights: list[Any] = [layer.weight for layer in quantized_layers(model).values()] if on_manifolds else []
     rates = {id(weight): rate_of(weight, settings) for weight in constrained_weights(model).values()}
     apart = {id(weight) for weight in weights} | rates.keys()
     others = [parameter for parameter in model.parameters() if id(parameter) not in apart]

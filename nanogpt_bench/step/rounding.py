@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ def rounded(
     model: nn.Module,
     formats: Mapping[str, Any],
     *,
-    tied: str = "leave",
+    tied: Literal["refuse", "untie", "leave"] = "leave",
     energies: Mapping[str, Tensor] = MappingProxyType({}),
     **options: Any,
 ) -> Iterator[int]:

@@ -32,7 +32,7 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
 
 
 def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
-    settings = config.model
+    settings: Any = config.model
     continuous = settings.storage == "continuous"
     weights = _float_weights(model) if continuous else {}
     try:
@@ -73,6 +73,7 @@ def _float_weights(model: nn.Module) -> dict[str, Tensor]:
 def _put_back(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Give quantised layers their float weights again, on the continuous manifold of their format and scale."""
     for name, layer in quantized_layers(model).items():
+        assert layer.weight_format is not None, "a layer whose weights are quantised"
         manifold = fm.StiffnessManifold(layer.weight_format, layer.weight_scale())
         layer.manifold = manifold
         layer.weight = geoopt.ManifoldParameter(weights[name], manifold=manifold)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
@@ -63,7 +64,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Resolved,
         corpus: Corpus,
         device: torch.device,
         start: GPT | None = None,
@@ -79,7 +80,8 @@ class Trainer:
         self._decay = decay_course(config.optimizer, config.train.max_steps)
         #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
         self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self._model_loss = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
+        model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
+        self._model_loss: Loss = model_loss
         replicas = ranks.size > 1 and config.train.parallel == "ddp"
         #: what a training step passes in place of the model's loss
         self._replicated = replicated(self.model, self._model_loss) if replicas else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.runs.load import finite
+from nanogpt_bench.runs.read import finite
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep.file import LrLimits, SweepFile
 from nanogpt_bench.sweep.plan import PlannedPoint, plan_point, plan_sweep

@@ -12,7 +12,7 @@ from typing import Any
 from nanogpt_bench.compare.plan import check_count
 from nanogpt_bench.config.reference import float_rule, reference_settings
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.runs.load import finite
+from nanogpt_bench.runs.read import finite
 from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile

@@ -74,9 +74,9 @@ def _given(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _formats(sweep: SweepFile) -> list[str]:
-    for axis in sweep.axes:
-        if axis.key != "model.format":
-            raise BenchError(f"--of takes the axis model.format alone: {axis.key} can't vary once weights are trained")
+    for other in sweep.axes:
+        if other.key != "model.format":
+            raise BenchError(f"--of takes the axis model.format alone: {other.key} can't vary once weights are trained")
     axis = sweep.axis("model.format")
     if axis is None:
         raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")

@@ -84,8 +84,10 @@ class Ranks:
         except (OSError, BenchError) as error:
             failure = error
         failed = [rank for rank, flag in enumerate(self.each(float(failure is not None))) if flag]
-        if failure is not None or failed:
-            raise failure if self.size == 1 else self._shared(failure, failed[0], kind)
+        if failure is not None and self.size == 1:
+            raise failure
+        if failed:
+            raise self._shared(failure, failed[0], kind)
 
     def _shared(self, failure: OSError | BenchError | None, source: int, kind: type[BenchError]) -> Exception:
         """What to raise here of what failed in the first of them that failed."""

@@ -59,15 +59,17 @@ def _join() -> tuple[Any, int, int]:
     """Return the store, this process' number and how many there are, once the group stands."""
     import torch
     from torch import distributed
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     on_gpu = torch.cuda.is_available() and distributed.is_nccl_available()
     local = int(os.environ.get("LOCAL_RANK", 0))
     if on_gpu and local < torch.cuda.device_count():
         torch.cuda.set_device(local)
-    store, rank, size = next(distributed.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
-    return distributed.PrefixStore("nanogpt_bench", store), rank, size
+    return PrefixStore("nanogpt_bench", store), rank, size
 
 
 @contextmanager

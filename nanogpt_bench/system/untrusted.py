@@ -112,7 +112,10 @@ def parse_json(
         raise Refused(f"it has {len(data):,} bytes, more than the {most_bytes:,} that are read")
     if _marks(data) > most:
         raise Refused(f"it holds more than {most:,} values, the most that is read")
-    hooks = {"parse_constant": None if nan else _no_number, "object_pairs_hook": _once if unique else None}
+    hooks: dict[str, Any] = {
+        "parse_constant": None if nan else _no_number,
+        "object_pairs_hook": _once if unique else None,
+    }
     try:
         content = json.loads(data, **hooks)
     except json.JSONDecodeError as error:

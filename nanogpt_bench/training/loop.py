@@ -23,8 +23,9 @@ from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import start_trackers
 from nanogpt_bench.observers.tracking import Trackers
 from nanogpt_bench.runs.history import config_history, history_comment
-from nanogpt_bench.step.anomalies import Anomaly, Sentry, figure_of
+from nanogpt_bench.step.anomalies import Sentry, figure_of
 from nanogpt_bench.step.memory import held_bytes
+from nanogpt_bench.step.points import Anomaly
 from nanogpt_bench.step.run_state import capture, restore
 from nanogpt_bench.step.trainer import Trainer, mean_and_error
 from nanogpt_bench.system.errors import BenchError, disk_failure

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus
@@ -104,7 +105,7 @@ class Rounded:
         """
         return Trainer(self.config(formats), corpus, device, start=copy.deepcopy(self._floats(corpus)))
 
-    def config(self, formats: Mapping[str, Any]) -> Config:
+    def config(self, formats: Mapping[str, Any]) -> Resolved:
         """Return the settings of such a model, resolved.
 
         Raises:

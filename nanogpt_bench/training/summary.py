@@ -119,6 +119,7 @@ def _whole_histogram(model: nn.Module, name: str, layer: fm.QuantizedLinear) -> 
 
 def _histogram(layer: fm.QuantizedLinear) -> dict[str, Any]:
     fmt, scale = layer.weight_format, layer.weight_scale()
+    assert fmt is not None, "a layer whose weights are quantised"
     counts = torch.bincount(layer.weight_codes().flatten().long(), minlength=2**fmt.bits).tolist()
     by_value: dict[float, int] = {}
     for code, number in enumerate(counts):

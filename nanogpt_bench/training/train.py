@@ -77,13 +77,14 @@ def run(
         check_monitors(config)
         if not resume:
             check_unused(run_dir)
-        trainer = Trainer(config, corpus, device, start=config.begun and build_model(config.begun, 0), ranks=ranks)
+        trainer = Trainer(
+            config, corpus, device, start=build_model(config.begun, 0) if config.begun else None, ranks=ranks
+        )
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder") if ranks.first else nullcontext():
             if not resume and ranks.first:
                 check_unused(run_dir)  # another process may have come and gone
-            told = {"allow_change": allow_config_change, "say": say}
-            find = partial(find_checkpoint, run_dir, config, facts, **told)
+            find = partial(find_checkpoint, run_dir, config, facts, allow_change=allow_config_change, say=say)
             found = found_by_all(ranks, run_dir, find) if resume else None
             check_start(config, found)
             progress = Loop(config, trainer, run_dir, baseline, on_progress, stop or StopRequest(), facts)
