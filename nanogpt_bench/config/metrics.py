@@ -119,6 +119,8 @@ MACRO_F1 = _labels("val/macro_f1", "Macro F1", "F1", "Mean over the labels; 0 fo
 R_PRECISION = _labels("val/r_precision", "R-precision", SHARE, "Of a document's R labels, those scored highest.")
 #: of the task classify, at validations
 OF_LABELS = (MICRO_F1, MACRO_F1, R_PRECISION)
+#: what the last validation has of a run beside its loss
+BESIDE_LOSS = (*OF_LABELS, VAL_ALSO_LOSS)
 
 _trend = partial(Metric, monitor="trend")
 SMOOTHED_LOSS = _trend("train/loss_smoothed", "Smoothed training loss", NATS, "Over about twenty steps.", bad=ABOVE)

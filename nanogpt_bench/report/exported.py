@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.metrics import ELAPSED, OF_LABELS, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
+from nanogpt_bench.config.metrics import BESIDE_LOSS, ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.report.planned import PlannedRow, planned_rows, planned_trials
 from nanogpt_bench.report.results import SEED_KEYS, Row
 from nanogpt_bench.runs.ends import has_ended
@@ -28,7 +28,7 @@ OUTCOMES = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
     *("stall", "stall_metric", "alerts", "bytes_per_parameter", "bytes_per_quantized_parameter", "parameters"),
-    *("quantized_parameters", *(metric.figure for metric in OF_LABELS)),
+    *("quantized_parameters", *(metric.figure for metric in BESIDE_LOSS)),
 )
 #: of metrics.jsonl, at the steps of a validation
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,21 +50,20 @@ def _seed(settings: Any) -> int | None:
 
 
 def planned_trials(tuning: Mapping[str, Any]) -> list[PlannedRow]:
-    """Return the searches of tuning.json as rows whose runs are their trials."""
+    """Return the searches of tuning.json as rows whose runs are their trials, as far as it names these."""
     return [
         PlannedRow(
-            str(search["label"]),
-            str(search["rule"]),
-            str(search["format"]),
-            [(int(seed), str(name)) for trial in search["trials"] for seed, name in _runs(trial)],
+            str(search.get("label")),
+            str(search.get("rule")),
+            str(search.get("format")),
+            [
+                (int(seed), str(name))
+                for trial in search.get("trials") or ()
+                for seed, name in zip(trial.get("losses") or (), trial["runs"], strict=False)
+            ],
         )
         for search in tuning.get("rows") or ()
     ]
-
-
-def _runs(trial: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The seeds and folders of a trial."""
-    return zip(trial["losses"], trial["runs"], strict=True)
 
 
 def _row(rows: dict[str, PlannedRow], told: Mapping[str, Any]) -> PlannedRow:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.metrics import COSINE, OF_LABELS
+from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, VAL_ALSO_LOSS
 from nanogpt_bench.report.comparable import depends_on, differences
 from nanogpt_bench.report.gap import tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
@@ -72,8 +72,10 @@ class Result:
     difference: Difference | None = None
     #: standard error of a validation over its batches, the mean over the row's runs
     val_loss_se: float | None = None
-    #: of the task classify, by `config.metric.Metric.figure`
-    of_labels: Mapping[str, Figure] = field(default_factory=dict)
+    #: what was found beside the loss, by `config.metric.Metric.figure`
+    beside: Mapping[str, Figure] = field(default_factory=dict)
+    #: of the losses on the other text (`eval.also`)
+    also_difference: Difference | None = None
 
     @property
     def alerts_fired(self) -> int:
@@ -237,8 +239,11 @@ def measure(
     """Every row's line of the table, in order; `running` says that runs without a summary still go on."""
     against = references_of(rows, reference)
     results = [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
-    family = adjusted([result.difference for result in results])
-    return [replace(result, difference=found) for result, found in zip(results, family, strict=True)]
+    family, also = (
+        adjusted([getattr(result, name) for result in results]) for name in ("difference", "also_difference")
+    )
+    each = zip(results, family, also, strict=True)
+    return [replace(result, difference=found, also_difference=other) for result, found, other in each]
 
 
 def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, running: bool) -> Result:
@@ -282,13 +287,20 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         cosine=cosine,
         alerts=dict(alerts.most_common()),
         val_loss_se=errors.mean if errors else None,
-        of_labels=_of_labels(row),
-        difference=None if is_reference or measured is None else difference(_by_seed(row), _by_seed(measured)),
+        beside=_beside(row),
+        also_difference=_difference(row, measured, VAL_ALSO_LOSS.figure),
+        difference=_difference(row, measured, "final_val_loss"),
     )
 
 
-def _of_labels(row: Row) -> dict[str, Figure]:
-    found = {name: figure(run.number(name) for run in row.runs) for name in (metric.figure for metric in OF_LABELS)}
+def _difference(row: Row, reference: Row | None, name: str) -> Difference | None:
+    if reference is None or row is reference:
+        return None
+    return difference(_by_seed(row, name), _by_seed(reference, name))
+
+
+def _beside(row: Row) -> dict[str, Figure]:
+    found = {name: figure(run.number(name) for run in row.runs) for name in (metric.figure for metric in BESIDE_LOSS)}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -333,9 +345,9 @@ def _gap(run: Run, reference: Row) -> float | None:
     return loss - base.mean if loss is not None and base is not None else None
 
 
-def _by_seed(row: Row) -> dict[int, float]:
-    """The final losses of a row's finished runs by seed."""
-    ended = ((run.seed, run.number("final_val_loss")) for run in row.runs if run.status == "finished")
+def _by_seed(row: Row, name: str) -> dict[int, float]:
+    """The final losses of that name of a row's finished runs by seed."""
+    ended = ((run.seed, run.number(name)) for run in row.runs if run.status == "finished")
     return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from nanogpt_bench.config.metrics import CODE_UNCHANGED, OF_LABELS
+from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
 from nanogpt_bench.report.paired import in_words
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name, shortfall
@@ -29,8 +29,8 @@ class Column:
     optional: bool = False
 
 
-def _of_labels(name: str, result: Result) -> str:
-    return format_figure(result.of_labels.get(name))
+def _beside(name: str, result: Result) -> str:
+    return format_figure(result.beside.get(name))
 
 
 RUN, GAP, PAIRED = "run", "gap", "paired difference (95%)"
@@ -42,7 +42,8 @@ COLUMNS = (
     Column("final val loss", lambda r: format_figure(r.final_val_loss)),
     Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
     Column("best val loss", lambda r: format_figure(r.best_val_loss)),
-    *(Column(metric.title, partial(_of_labels, metric.figure), optional=True) for metric in OF_LABELS),
+    *(Column(metric.title, partial(_beside, metric.figure), optional=True) for metric in BESIDE_LOSS),
+    Column("its difference (95%)", lambda r: in_words(r.also_difference), optional=True),
     Column(GAP, lambda r: format_gap(r)),
     Column(PAIRED, lambda r: in_words(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
@@ -134,17 +135,17 @@ def format_stall(result: Result) -> str:
 def to_csv(results: Sequence[Result]) -> str:
     """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula.
 
-    Where documents were classified, F1 and R-precision follow. Where runs are missing, a last column says in every line
-    how many there are of how many.
+    Where documents were classified, F1 and R-precision follow, and the loss on another text where there was one. Where
+    runs are missing, a last column says in every line how many there are of how many.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     there = shortfall(result.row for result in results)
-    named = [metric.figure for metric in OF_LABELS if any(result.of_labels for result in results)]
-    of_labels = {name: partial(_mean_of_labels, name) for name in named}
+    named = [metric.figure for metric in BESIDE_LOSS if any(metric.figure in result.beside for result in results)]
+    beside = {name: partial(_mean_beside, name) for name in named}
     fields: dict[str, Callable[[Result], object]] = {
         **CSV_FIELDS,
-        **of_labels,
+        **beside,
         **({"partial": lambda _: there} if there else {}),
     }
     writer.writerow(fields)
@@ -152,8 +153,8 @@ def to_csv(results: Sequence[Result]) -> str:
     return text.getvalue()
 
 
-def _mean_of_labels(name: str, result: Result) -> object:
-    return getattr(result.of_labels.get(name), "mean", None)
+def _mean_beside(name: str, result: Result) -> object:
+    return getattr(result.beside.get(name), "mean", None)
 
 
 def _mean(name: str) -> Callable[[Result], object]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.compare.record import Record
-from nanogpt_bench.config.metrics import OF_LABELS
+from nanogpt_bench.config.metrics import BESIDE_LOSS
 from nanogpt_bench.runs.earlier import drop_checkpoints, make_ready, plain, summary_of
 from nanogpt_bench.runs.ends import OF_TRAINING, has_ended, why_again
 from nanogpt_bench.runs.environment import command_line
@@ -32,8 +32,8 @@ OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
     *("arrived", "tokens_per_s", "seconds"),
 )
-#: and of one that classifies documents
-_OF_LABELS = tuple(metric.figure for metric in OF_LABELS)
+#: and what was found beside the loss
+_BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
 class SweepRecord:
@@ -184,8 +184,8 @@ class SweepRecord:
 
     def _table(self) -> str:
         axes = list(dict.fromkeys(key for run in self.planned for key in run.axes if key != "seed"))
-        of_labels = [name for name in _OF_LABELS if any(name in entry for entry in self._entries.values())]
-        header = ["name", "rule", "format", "seed", *(key for key in axes if key != "rule"), *OUTCOMES, *of_labels]
+        beside = [name for name in _BESIDE if any(name in entry for entry in self._entries.values())]
+        header = ["name", "rule", "format", "seed", *(key for key in axes if key != "rule"), *OUTCOMES, *beside]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*header, "failure", "failures"])
@@ -207,11 +207,11 @@ def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str,
     keys = (*OUTCOMES, "failure", "failures")
     found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
     if not has_ended(summary) and (found or summary.get("status") != "failed"):
-        known = {key: before.get(key) for key in keys} | {key: before[key] for key in _OF_LABELS if key in before}
+        known = {key: before.get(key) for key in keys} | {key: before[key] for key in _BESIDE if key in before}
         return known | {"failures": list(before.get("failures") or ())}
     failure = (summary.get("failure") or {}).get("kind")
     failures = list(dict.fromkeys(_kinds(summary)))
-    known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _OF_LABELS if key in summary}
+    known = {key: summary.get(key) for key in OUTCOMES} | {key: summary[key] for key in _BESIDE if key in summary}
     return known | {"failure": failure, "failures": failures}
 
 

@@ -301,7 +301,8 @@ class Loop:
             return
         step.record |= self.trainer.figures(loss)
         self.outcome.final_val_loss = loss
-        self.outcome.final_figures = {m.figure: step.record[m.name] for m in metrics.OF_LABELS if m.name in step.record}
+        beside = (metric for metric in metrics.BESIDE_LOSS if metric.name in step.record)
+        self.outcome.final_figures = {metric.figure: step.record[metric.name] for metric in beside}
         self.outcome.best_val_loss = min(loss, self.outcome.best_val_loss or math.inf)
 
     def _write(self, step: Step) -> None:

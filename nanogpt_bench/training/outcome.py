@@ -45,7 +45,7 @@ class Outcome:
     best_val_loss: float | None = None
     #: standard error of the last validation, over its batches or documents
     final_val_loss_se: float | None = None
-    #: of the task classify, what the last validation found beside the loss
+    #: what the last validation found beside the loss
     final_figures: dict[str, float | None] = field(default_factory=dict)
     seconds: float = 0.0
     training_seconds: float = 0.0

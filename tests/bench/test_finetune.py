@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.model.causal import load_causal, reading
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import Row, measure
+from nanogpt_bench.report.tables import to_csv, to_markdown
+from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
@@ -265,6 +271,16 @@ def test_what_is_forgotten_is_measured_beside(settings: Settings, law: Path, tmp
     losses = [(record.get("val/loss"), record.get("val/also_loss")) for record in metrics_of(tmp_path / "run")]
     assert [also is None for _, also in losses] == [False, True, False, True, False]
     assert all(own == also for own, also in losses)
+    first = load_run(tmp_path / "run")
+    assert first.number("also_loss") == losses[-1][1]
+    other = replace(first, summary={**first.summary, "also_loss": losses[-1][1] + 0.25})
+    rows = [Row(label, label, "none", (run,)) for label, run in (("fp32", first), ("stochastic", other))]
+    results = measure(rows, rows[0])
+    assert results[1].also_difference == Difference(pytest.approx(0.25), 1)
+    table = to_markdown(results)
+    assert re.search(r"Loss on the other text \| +its difference \(95%\)", table)
+    assert "+0.250, one seed: a lead" in table
+    assert "also_loss" in to_csv(results).splitlines()[0]
 
 
 def test_the_other_text_has_the_same_tokens(settings: Settings, corpus_dir: Path, tmp_path: Path) -> None:
