@@ -138,9 +138,9 @@ class Session:
         self._pause = max(SECONDS_BETWEEN_PAGES, (self._written - begun) / PAGE_SHARE)
 
 
-def _turn(run: PlannedPoint) -> tuple[bool, float, int]:
-    """What others wait for first, long runs before short ones, and one seed of every row before the next seed."""
-    return (not run.aside, -run.cost, run.seed)
+def _turn(run: PlannedPoint) -> tuple[bool, int, float]:
+    """What others wait for first, one seed of every row before the next seed, and long runs before short ones."""
+    return (not run.aside, run.seed, -run.cost)
 
 
 def _threads_of(run_dir: Path) -> int | None:
