@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps
-from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
+from nanogpt_bench.sweep.plan import check_inputs, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import plan_study
 from nanogpt_bench.sweep.session import threads_set
@@ -301,3 +302,17 @@ def test_threads_in_the_settings_leave_fewer_workers(write, asked, found):
     if key in axes:
         path.write_text(path.read_text().replace("runtime.threads: 1\n", "", 1))
     assert threads_set(plan_sweep(read_sweep(path))) == found
+
+
+def test_one_seed_of_every_row_comes_before_the_next_whatever_a_run_costs():
+    points = [
+        plan_point({"model.format": "E4M3"}, {"rule": rule, "train.max_steps": steps, "seed": seed})
+        for seed in (2, 1)
+        for rule, steps in (("fp32", 10), ("stochastic-8bit", 100), ("stochastic", 1))
+    ]
+    assert len({point.cost for point in points}) == 3
+    assert [(point.seed, point.rule) for point in sorted(points, key=session_module._turn)] == [
+        (seed, rule) for seed in (1, 2) for rule in ("stochastic-8bit", "fp32", "stochastic")
+    ]
+    trial = replace(points[0], aside=True)
+    assert min([*points, trial], key=session_module._turn) is trial
