@@ -41,13 +41,13 @@ class Known:
     def __init__(self, path: Path) -> None:
         file = read_export(path)
         self.path, self.notes = path, dict[str, None]()
-        self._runs: dict[str, Run] = {}
-        self._taken: set[str] = set()
-        for row in (*file.rows, *file.trials):
-            for run in row.runs:
-                self._runs.setdefault(_settings(resolve(build_config(settings_of(run)))), run)
+        self._runs = [run for row in (*file.rows, *file.trials) for run in row.runs]
+        self._taken: set[int] = set()
+        #: places of runs by their settings; those of several texts may have the same
+        self._places: dict[str, list[int]] = {}
         here = machine()
-        for run in self._runs.values():
+        for place, run in enumerate(self._runs):
+            self._places.setdefault(_settings(resolve(build_config(settings_of(run)))), []).append(place)
             for line in differing(run, here, _INSTALLED):
                 raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
             self.notes |= dict.fromkeys(differing(run, here, MINOR))
@@ -55,16 +55,15 @@ class Known:
     def write(self, planned: PlannedPoint, folder: Path) -> bool:
         """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
         config = resolve(build_config(planned.settings))
-        key = _settings(config)
-        run = self._runs.get(key)
-        if run is None:
+        places = self._places.get(_settings(config), ())
+        here = _here(config.data.dir, config.model.init_from) if places else {}
+        other = {place: list(differing(self._runs[place], here, _GIVEN)) for place in places}
+        place = next((place for place in places if not other[place]), None)
+        if place is None:
+            self.notes |= dict.fromkeys(f"{line}: not taken" for lines in other.values() for line in lines)
             return False
-        here = _here(config.data.dir, config.model.init_from)
-        if other := list(differing(run, here, _GIVEN)):
-            self.notes |= dict.fromkeys(f"{line}: not taken" for line in other)
-            return False
-        self._taken.add(key)
-        _write(run, folder, self.path)
+        self._taken.add(place)
+        _write(self._runs[place], folder, self.path)
         return True
 
     def told(self) -> Iterator[str]:

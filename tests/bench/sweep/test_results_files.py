@@ -162,6 +162,33 @@ def test_a_sweep_takes_from_a_file_what_it_has_and_trains_the_rest(study, tmp_pa
     assert told[0] == told[1]
 
 
+def test_runs_of_two_texts_are_told_apart_by_their_digests(study, tmp_path, monkeypatch, capsys):
+    """The same rows of another text beside those of the first, first in the file: each is taken for its own."""
+    monkeypatch.chdir(tmp_path)
+    file, _ = study
+    content = json.loads(file.read_text())
+    other = json.loads(json.dumps(content))
+    environment = json.loads(json.dumps(content["environments"][0]))
+    environment["corpus"]["splits"]["train"]["sha256"] = "0" * 64
+    content["environments"].append(environment)
+    for row in other["rows"]:
+        row["label"] += " other"
+        for run in row["runs"]:
+            run |= {"environment": 1, "final_val_loss": 9.0}
+    content["rows"] = other["rows"] + content["rows"]
+    Path("my.json").write_text(json.dumps(content))
+    monkeypatch.setattr("sweep_runs.run", None)
+    sweep = ["sweep", str(file.with_suffix(".yaml")), "--workers", "1", "--from", "my.json", "--out", "out"]
+    assert main(sweep) == 0
+    assert "12 of the 16 runs of my.json were taken from there" in capsys.readouterr().err
+    assert main(["results", "export", "out", "--out", "again.json"]) == 0
+    losses = [
+        run["final_val_loss"] for row in json.loads(Path("again.json").read_text())["rows"] for run in row["runs"]
+    ]
+    assert len(losses) == 4
+    assert max(losses) < 9
+
+
 def test_runs_of_another_torch_or_text_are_not_taken(study, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train_here(monkeypatch)
