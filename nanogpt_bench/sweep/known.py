@@ -60,7 +60,9 @@ class Known:
         other = {place: list(differing(self._runs[place], here, _GIVEN)) for place in places}
         place = next((place for place in places if not other[place]), None)
         if place is None:
-            self.notes |= dict.fromkeys(f"{line}: not taken" for lines in other.values() for line in lines)
+            # one of another text by its name is another run, and not worth a word
+            named = [place for place in places if settings_of(self._runs[place]).get("data.dir") == config.data.dir]
+            self.notes |= dict.fromkeys(f"{line}: not taken" for place in named for line in other[place])
             return False
         self._taken.add(place)
         _write(self._runs[place], folder, self.path)
