@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,7 @@ from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places
-from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.sweep.session import _turn
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError
 
@@ -182,15 +179,6 @@ def test_points_that_differ_in_what_the_trials_have_set_share_a_search(write):
     runs = list(tuning.confirmations(tuning.searches[0], {"optimizer.lr": 0.3}))
     assert [run.settings["optimizer.grad_clip"] for run in runs] == [0.5, 1.0, 2.0]
     assert {(run.settings["optimizer.lr"], run.settings.get("eval.batches")) for run in runs} == {(0.3, 2)}
-
-
-def test_trials_come_first_then_every_row_has_one_seed_before_another():
-    runs = [
-        PlannedPoint(label, "sgd", "-", seed, f"{label}{seed}", {"train.max_steps": steps, "train.batch_size": 1}, {})
-        for label, seed, steps in (("a", 1, 4), ("a", 2, 4), ("b", 1, 4), ("b", 2, 8))
-    ]
-    runs.append(replace(runs[0], name="trial", aside=True))
-    assert [run.name for run in sorted(runs, key=_turn)] == ["trial", "b2", "a1", "b1", "a2"]
 
 
 def test_the_estimate_counts_what_is_still_to_be_planned(write):
