@@ -6,7 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.step.bfloat16 import bfloat16_products
 from nanogpt_bench.step.clipping import clipping_of
 from nanogpt_bench.step.compiled import CompiledLoss
 from nanogpt_bench.step.memory import GradientPeak
@@ -199,11 +200,13 @@ class Trainer:
     def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
         """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
         if not self.config.train.step_in_backward:
-            loss.backward()
+            with self._products():
+                loss.backward()
         elif bool(loss.isfinite()):
             for observer in observers:
                 observer.before_step(step)
-            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # the record says it
+            # What a warning would say is in the record.
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning), self._products():
                 loss.backward()
             self.optimizer.zero_grad(set_to_none=True)  # stand-ins for gradients that have been used
         self.gradient_peak.known()
@@ -224,10 +227,15 @@ class Trainer:
             loss: Tensor = (of or self._model_loss)(tokens, targets)
         return loss
 
-    def precision(self) -> Any:
+    @contextmanager
+    def precision(self) -> Iterator[None]:
         """The context in which the model computes as in the training."""
         mixed = self.config.train.precision == "bf16-mixed"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed), self._products():
+            yield
+
+    def _products(self) -> AbstractContextManager[Any]:
+        return bfloat16_products(self.config, self.device)
 
     def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
