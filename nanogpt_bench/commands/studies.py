@@ -175,7 +175,7 @@ def add_sweep(commands: Any) -> Any:
         "sweep",
         help="train over any settings: grid, random, tuned rates, learning rate limits, sensitivity of layers",
         usage="nanogpt-bench sweep FILE.yaml [--lr-limits | --sensitivity [--of RUN]] [--reference ROW] [--smoke]\n"
-        "                           [--data-sizes A,B] [--from FILE.json] [--workers N] [--out DIR]\n"
+        "                           [--data-sizes A,B] [--from FILE.json ...] [--workers N] [--out DIR]\n"
         "                           [--section.key VALUE ...]",
         description="Train one run for every point of FILE.yaml's axes, several at a time, and write a report. With\n"
         "tune and confirm in the file: find the best learning rate of every point first, then train it on other\n"
@@ -210,8 +210,10 @@ def add_sweep(commands: Any) -> Any:
         "--from",
         dest="known",
         type=Path,
+        nargs="+",
+        default=(),
         metavar="FILE.json",
-        help="take runs and trials that a results file has from there (results export), and train the others",
+        help="take runs and trials that results files have from there (results export), and train the others",
     )
     parser.add_argument("--smoke", action="store_true", help="with what the file's section smoke says: the same, small")
     parser.add_argument("--workers", type=positive, metavar="N", help="runs at a time (default: the file's, or cores)")

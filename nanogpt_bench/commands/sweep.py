@@ -46,8 +46,8 @@ def main_sweep(args: argparse.Namespace) -> int:
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)
     if args.reference is not None:
         sweep = replace(sweep, reference=args.reference)
-    if args.known is not None:
-        sweep = replace(sweep, known=args.known)
+    if args.known:
+        sweep = replace(sweep, known=tuple(args.known))
     if args.data_sizes:
         sweep = _with_sizes(sweep, args)
     check_executor(args.executor, args.address)
@@ -110,10 +110,10 @@ def _check(
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
-    if sweep.known is not None:
+    if sweep.known:
         from nanogpt_bench.sweep.known import Known  # brings torch along
 
-        record.known = Known(sweep.known)
+        record.known = [Known(path) for path in sweep.known]
 
 
 def tune_and_confirm(sweep: SweepFile, out: Path, workers: int | None = None, executor: Executor | None = None) -> int:

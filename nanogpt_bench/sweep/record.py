@@ -50,7 +50,7 @@ class SweepRecord:
         self.folder, self.mode = folder, mode
         self.planned: list[PlannedPoint] = []
         #: runs that need not be trained, since a results file has them
-        self.known: Known | None = None
+        self.known: list[Known] = []
         self.record = Record(folder, self.planned, title=f"nanogpt-bench sweep ({mode})", baseline=baseline)
         self._known = self._entries_of_before()
         #: what sweep.json says of every run that was added; the figures of one that has ended stay, whatever becomes
@@ -99,13 +99,14 @@ class SweepRecord:
     def add(self, run: PlannedPoint) -> bool:
         """Take in a run; True when an earlier start has brought it to its end.
 
-        So is one that `known` has. Otherwise what it left is removed, unless it has checkpoints to go on from.
+        So is one that a file of `known` has. Otherwise what it left is removed, unless it has checkpoints to go on
+        from.
         """
         self.check(run)
         self.planned.append(run)
         if self._take(run):
             return True
-        if self.known is not None and not self.run_dir(run).exists() and self.known.write(run, self.run_dir(run)):
+        if not self.run_dir(run).exists() and any(known.write(run, self.run_dir(run)) for known in self.known):
             return self._take(run)
         before, summary = self._known.get(run.name, {}), self.summary(run)
         if before.get("ended") or summary.get("status") == "failed":

@@ -60,8 +60,9 @@ class Session:
         """Train the runs and those that follow from them; False when a signal ended it before."""
         todo = [run for first in planned for run in self._left(first, on_end)]
         self._record.write_manifest()
-        for line in () if self._record.known is None else self._record.known.told():
-            self.say(line)
+        for known in self._record.known:
+            for line in known.told():
+                self.say(line)
         if not todo:
             return True
         size, self._threads = divide(

@@ -125,6 +125,11 @@ def test_a_row_is_made_again_to_the_bit_or_refused(study, tmp_path, monkeypatch,
     assert "SHA-256 of its validation tokens) was 000000000000…" in again(other)[2]
 
 
+def curves(content):
+    """Seeds and validations of all runs that count."""
+    return [(run["seed"], [point[:-1] for point in run["curve"]]) for row in content["rows"] for run in row["runs"]]
+
+
 def test_a_sweep_takes_from_a_file_what_it_has_and_trains_the_rest(study, tmp_path, monkeypatch, capsys):
     """All of it is taken: nothing is trained, and its export is the file. Without one run: that one is, to the bit."""
     monkeypatch.chdir(tmp_path)
@@ -132,8 +137,8 @@ def test_a_sweep_takes_from_a_file_what_it_has_and_trains_the_rest(study, tmp_pa
     content = json.loads(file.read_text())
     sweep = ["sweep", str(file.with_suffix(".yaml")), "--workers", "1", "--from"]
 
-    def exported(source, folder):
-        assert main([*sweep, str(source), "--out", folder]) == 0
+    def exported(source, folder, *others):
+        assert main([*sweep, str(source), *others, "--out", folder]) == 0
         said = capsys.readouterr().err
         assert main(["results", "export", folder, "--out", f"{folder}.json"]) == 0
         return said, json.loads(Path(f"{folder}.json").read_text())
@@ -152,14 +157,18 @@ def test_a_sweep_takes_from_a_file_what_it_has_and_trains_the_rest(study, tmp_pa
     fewer = json.loads(file.read_text())
     fewer["rows"][1]["runs"], fewer["environments"][0]["commit"] = fewer["rows"][1]["runs"][:1], "deadbeef"
     Path("fewer.json").write_text(json.dumps(fewer))
-    said, again = exported("fewer.json", "fewer")
+    said, again = exported("fewer.json", "trained")
     assert f"{trials + 3} of the {trials + 3} runs of fewer.json were taken from there" in said
     assert "fewer.json: commit was deadbeef" in said
-    told = [
-        [(run["seed"], [point[:-1] for point in run["curve"]]) for row in each["rows"] for run in row["runs"]]
-        for each in (again, content)
-    ]
-    assert told[0] == told[1]
+    assert curves(again) == curves(content)
+    rest = json.loads(file.read_text())
+    rest["rows"], rest["trials"]["rows"] = rest["rows"][1:], []
+    Path("rest.json").write_text(json.dumps(rest))
+    monkeypatch.setattr("sweep_runs.run", None)
+    said, again = exported("fewer.json", "both", "rest.json")
+    assert f"{trials + 3} of the {trials + 3} runs of fewer.json were taken from there" in said
+    assert "1 of the 2 runs of rest.json were taken from there" in said
+    assert curves(again) == curves(content)
 
 
 def test_runs_of_two_texts_are_told_apart_by_their_digests(study, tmp_path, monkeypatch, capsys):
