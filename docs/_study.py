@@ -1,6 +1,7 @@
 """The tables and figures of the study's results, from the files in `measured/study` alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -24,6 +25,16 @@ TEXTS = {"stdlib": "The standard library's prose", "eurlex": "EU law"}
 BASELINES = ("fp32", "muon")
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
+#: files that are drawn with another, whose rows theirs stand beside
+BESIDE = {"study_q1": ("study_q1_bf16",)}
+
+
+def read(path: Path) -> Exported:
+    """A results file, with the rows and searches of those that stand beside it."""
+    beside = [path.with_stem(name) for name in BESIDE.get(path.stem, ())]
+    files = [read_export(each) for each in (path, *beside) if each.is_file()]
+    rows, tuning = ([each for file in files for each in getattr(file, name)] for name in ("rows", "tuning"))
+    return replace(files[0], rows=tuple(rows), tuning=tuple(tuning))
 
 
 def measured_against(file: Exported, baseline: str) -> list[Result]:
@@ -165,8 +176,9 @@ def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> N
 def write_study(folder: Path, files: Path = FOLDER) -> None:
     """Write the table, what was tuned, and the figure of every results file into the folder."""
     matplotlib.use("Agg")
-    for path in sorted(files.glob("*.json")):
-        file = read_export(path)
+    of_others = {name for names in BESIDE.values() for name in names}
+    for path in sorted(path for path in files.glob("*.json") if path.stem not in of_others):
+        file = read(path)
         if not any(row.runs for row in file.rows):
             continue
         (folder / f"{path.stem}.md").write_text(

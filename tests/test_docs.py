@@ -60,6 +60,7 @@ def load(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # doctest looks for functions of this very module
     sys.path.insert(0, str(path.parent))  # as in the build
     try:
         spec.loader.exec_module(module)
@@ -183,7 +184,7 @@ def test_formulas_are_laid_out_by_the_browser(site: Path) -> None:
     assert sum(built) == written > 50
 
 
-@pytest.mark.parametrize("module", ["_tables", "_mathml", "_study"])
+@pytest.mark.parametrize("module", ["_tables", "_mathml", "_study", "_headline"])
 def test_the_doctests_of_the_page_writers_pass(module: str) -> None:
     result = doctest.testmod(load(ROOT / "docs" / f"{module}.py"))
     assert result.attempted > 0

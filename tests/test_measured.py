@@ -123,7 +123,17 @@ STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
-def test_the_study_shows_every_results_file_that_has_runs(path: Path) -> None:
+def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn_with = load(ROOT / "docs" / "_study.py").BESIDE.values()
     shown = page.count(f"```{{include}} generated/{path.stem}.md\n```")
+    shown += any(path.stem in names for names in drawn_with)
     assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def test_the_first_screen_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    found = load(ROOT / "docs" / "_headline.py").headline()
+    for page in ("README.md", "docs/study.md"):
+        assert found in " ".join((ROOT / page).read_text(encoding="utf-8").split())

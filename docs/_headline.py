@@ -1,0 +1,42 @@
+"""What the study found, in the sentence that README begins with."""
+
+from _study import BASELINES, FOLDER, by_text, measured_against, read, short
+
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import Result
+
+#: as the sentence calls the texts
+TEXTS = ("the standard library's prose", "EU law")
+
+
+def headline(rule: str = "E4M3 muon-stochastic") -> str:
+    """Return what a rule gains over float32 AdamW and what float32 Muon has over it, on both texts of Q1."""
+    file = read(FOLDER / "study_q1.json")
+    below, above = ([r for _, rs in by_text(measured_against(file, name)) for r in rs] for name in BASELINES)
+    own = next(result for result in below if short(result) == rule)
+    fp32, muon = (next(r for r in below if short(r) == name) for name in BASELINES)
+    gains = [f"{found} on {text}" for found, text in zip(_differences(below, rule, -1), TEXTS, strict=True)]
+    seeds = own.difference.seeds if own.difference else 0
+    return (
+        f"`{own.row.rule}`, {_bytes(own)} bytes a parameter with its state, ends {' and '.join(gains)} below float32 "
+        f"AdamW ({_bytes(fp32)} bytes), and {' and '.join(_differences(above, rule, 1))} above float32 Muon "
+        f"({_bytes(muon)}): nats a byte, paired over {seeds} seeds"
+    )
+
+
+def _bytes(result: Result) -> str:
+    return f"{result.bytes_per_parameter or 0:.1f}"
+
+
+def _differences(results: list[Result], rule: str, sign: int) -> list[str]:
+    return [in_figures(r.difference, sign) for r in results if short(r) == rule and r.difference]
+
+
+def in_figures(found: Difference, sign: int = 1) -> str:
+    """Return a difference and half the width of its interval.
+
+    >>> in_figures(Difference(-0.2, 5, -0.23, -0.17), -1), in_figures(Difference(-0.2, 1))
+    ('0.200 ± 0.030', '-0.200')
+    """
+    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
+    return f"{sign * found.mean:.3f}{half}"
