@@ -13,14 +13,14 @@ def headline(rule: str = "E4M3 muon-stochastic") -> str:
     """Return what a rule gains over float32 AdamW and what float32 Muon has over it, on both texts of Q1."""
     file = read(FOLDER / "study_q1.json")
     below, above = ([r for _, rs in by_text(measured_against(file, name)) for r in rs] for name in BASELINES)
-    own = next(result for result in below if short(result) == rule)
-    fp32, muon = (next(r for r in below if short(r) == name) for name in BASELINES)
-    gains = [f"{found} on {text}" for found, text in zip(_differences(below, rule, -1), TEXTS, strict=True)]
-    seeds = own.difference.seeds if own.difference else 0
+    own, fp32, muon = (next(r for r in below if short(r) == name) for name in (rule, *BASELINES))
+    gains = [f"{found} ({text})" for found, text in zip(_differences(below, rule, -1), TEXTS, strict=True)]
+    run, seeds = own.row.runs[0], min(len(r.row.runs) for r in below if short(r) == rule)
     return (
-        f"`{own.row.rule}`, {_bytes(own)} bytes a parameter with its state, ends {' and '.join(gains)} below float32 "
-        f"AdamW ({_bytes(fp32)} bytes), and {' and '.join(_differences(above, rule, 1))} above float32 Muon "
-        f"({_bytes(muon)}): nats a byte, paired over {seeds} seeds"
+        f"`{own.row.rule}`, {_bytes(own)} bytes a parameter with its state, ends {' and '.join(gains)} nats a byte "
+        f"below tuned float32 AdamW at {_bytes(fp32)} bytes, and {' and '.join(_differences(above, rule, 1))} above "
+        f"tuned float32 Muon at {_bytes(muon)} bytes: {run.summary['parameters'] / 1e6:.2f} million parameters, "
+        f"{run.summary['steps']:,} steps, {seeds} seeds, 95% intervals"
     )
 
 

@@ -7,13 +7,16 @@ from typing import Any
 
 REFERENCE = "bf16-mixed"
 # Rules tried on a format when only formats are asked for, and the format when only rules are.
-DEFAULT_RULES = ("master", "nearest", "stochastic", "riemannian", "stiffness-anneal", "muon-stochastic")
+DEFAULT_RULES = ("master", "nearest", "stochastic", "stiffness-anneal", "muon-stochastic", "muon-residual8")
 DEFAULT_FORMATS = ("E4M3",)
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A GPT of about 0.8M parameters on the standard library's prose, long enough to tell the rules apart."""
+    """A GPT of about 0.8M parameters on the standard library's prose, long enough to tell the rules apart.
+
+    `riemannian` is not among the rows: it leads after 300 steps and is behind after 2,000 (Q1 of docs/study.md).
+    """
 
     # (rule, format) of every row, in the order of the table; the first is the reference.
     rows: tuple[tuple[str, str], ...] = (
@@ -23,7 +26,7 @@ class Demonstration:
         ("master", "E4M3"),
         ("nearest", "E4M3"),
         ("stochastic", "E4M3"),
-        ("riemannian", "E4M3"),
+        ("stochastic-8bit", "E4M3"),
         ("stiffness-anneal", "E4M3"),
         ("muon-stochastic", "E4M3"),
         ("muon-residual8", "E4M3"),
@@ -34,8 +37,8 @@ class Demonstration:
     max_steps: int = 300
     batch_size: int = 12
     eval_batches: int = 20
-    # Arithmetic of the rows with 8-bit weights. bfloat16 costs as much as float32 on a CPU that has it and ten
-    # times as much on one that has not (AVX2 only), so that just the reference pays for it.
+    # Arithmetic of the rows with 8-bit weights. bfloat16 costs as much as float32 on a CPU that has it and a third
+    # more on one that has not (AVX2 only), so that just the reference pays for it.
     quantized_precision: str = "float32"
     first_seed: int = 42
     workers: int = 2

@@ -48,7 +48,7 @@ def test_without_arguments_the_twelve_rows_in_order():
         ("master", "E4M3"),
         ("nearest", "E4M3"),
         ("stochastic", "E4M3"),
-        ("riemannian", "E4M3"),
+        ("stochastic-8bit", "E4M3"),
         ("stiffness-anneal", "E4M3"),
         ("muon-stochastic", "E4M3"),
         ("muon-residual8", "E4M3"),
