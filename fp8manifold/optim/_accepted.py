@@ -1,4 +1,4 @@
-"""What an optimizer accepts: parameters it can step, and states that were made for them."""
+"""What an optimizer accepts: options that go together, parameters it can step, and states that were made for them."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -7,16 +7,52 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.stored_scale import broadcasts_to
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import check_share, share_of
 from fp8manifold.manifolds import StiffnessManifold
-from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._kinds import own_manifold
-from fp8manifold.optim._plan import STORED, described, grid_of
-from fp8manifold.optim._writeback import rule_of
+from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
+from fp8manifold.optim._plan import STORED, described, grid_of, own_manifold
+from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_arrays", "check_entry", "check_parameters", "check_state", "check_unshared"]
+__all__ = [
+    "check_arrays",
+    "check_combination",
+    "check_entry",
+    "check_first_average",
+    "check_parameters",
+    "check_state",
+    "check_unshared",
+]
+
+
+def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:
+    """Raise ValueError, with the reason, unless an optimizer of this direction has the group's options."""
+    writeback, moments = group["writeback"], group["moments"]
+    if writeback is not None:
+        check_choice("writeback", writeback, WRITEBACKS)
+    check_choice("moments", moments, MOMENTS)
+    if not rule_of(group).injects:
+        return
+    if (reason := DIRECTIONS[direction].takes_no_error) is not None:
+        others = ", ".join(rule.name for rule in WRITEBACKS.values() if not rule.injects)
+        raise ValueError(f"writeback={writeback!r} does not go with {optimizer}: {reason}; one of {others}")
+    if moments == "8bit":
+        raise ValueError(
+            f"writeback={writeback!r} does not go with moments='8bit': injected errors exceed the averages' blocks; "
+            "use moments='float32' or 'bfloat16', or a residual"
+        )
+
+
+def check_first_average(group: dict[str, Any]) -> None:
+    """Raise ValueError where Adam's first average is to take errors and keeps nothing."""
+    if rule_of(group).injects and not group["betas"][0]:
+        raise ValueError(
+            f"writeback={group['writeback']!r} needs betas[0] > 0: there is no average to put the error into"
+        )
+
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _KEPT: Final = (*AVERAGES, "residual", "avg_bound", "sq_bound")

@@ -8,8 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._layout import index_in
+from fp8manifold.optim._job import Job, index_in
 from fp8manifold.optim._step import step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from fp8manifold._numerics.blocks import BLOCK
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._keys import FOR_MOMENTS
+from fp8manifold.optim._job import FOR_MOMENTS, Job
 from fp8manifold.optim._step import Outcome, step
 from fp8manifold.random_bits import word_range
 

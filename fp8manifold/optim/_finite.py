@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
-from fp8manifold.optim._together import ranks_together
+from fp8manifold.optim._together import described, ranks_together
 
-__all__ = ["all_finite", "described", "in_every_process", "squares_are_finite", "warn_of_skips"]
+__all__ = ["all_finite", "in_every_process", "squares_are_finite", "warn_of_skips"]
 
 _SHOWN: Final = 3
 _BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
@@ -156,10 +156,3 @@ def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], f
         for k, parameter in enumerate(group["params"])
         if parameter.grad is not None and not _squares_hold(local_of(parameter.grad), factor(group, parameter))
     ]
-
-
-def described(group: dict[str, Any], i: int, k: int) -> str:
-    """By name where the groups have names (``model.named_parameters()``), by position and shape always."""
-    names = group.get("param_names")
-    name = f"{names[k]!r}, " if names else ""
-    return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"

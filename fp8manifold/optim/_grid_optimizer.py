@@ -1,24 +1,28 @@
-"""Building the job of a parameter's step from what its group, its storage and its state hold, anew in every step."""
+"""Optimizers over weights on a grid: the job of a step, built anew in each, and what the stiffness family shares."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.charts import Metric
-from fp8manifold._numerics.checks import check_int, check_number
+from fp8manifold._numerics.charts import Metric, chart_of
+from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._combinations import check_combination
-from fp8manifold.optim._field import bounded_share, reference_stiffness
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._accepted import check_combination
+from fp8manifold.optim._field import bounded_share, log2_bounded, power_mode, reference_stiffness
 from fp8manifold.optim._geometry import end_exponents
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._plan import Grid, grid_of, make_state, stiffness_field
+from fp8manifold.optim._plan import Grid, grid_of, make_state, manifold_of, own_manifold, stiffness_field
 from fp8manifold.optim._rescale import widened
+from fp8manifold.optim._schedules import scheduled
 from fp8manifold.optim._variant import variant_of
+from fp8manifold.optim._writeback import WRITEBACKS
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["GridOptimizer"]
+__all__ = ["GridOptimizer", "StiffnessOptimizer", "injected"]
 
 
 class GridOptimizer(ManifoldOptimizer):
@@ -116,3 +120,67 @@ class GridOptimizer(ManifoldOptimizer):
         stiffness = stiffness_field(grid, self._metric(group, grid))
         state["reference"] = reference_stiffness(stiffness, grid.ranks)
         state["bounded"] = self._bounded(group, grid, stiffness, state["reference"])
+
+
+_LARGEST_POWER = 8.0
+
+
+class StiffnessOptimizer(GridOptimizer):
+    """``w - lr (S / S_ref)^k d``: subclasses name the direction ``d`` and give its numbers."""
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_choice("writeback", group["writeback"], WRITEBACKS)  # None is for manifolds
+        if "stiffness" in group:
+            scheduled("stiffness", group["stiffness"], 0, -_LARGEST_POWER, _LARGEST_POWER)
+            chart_of(FloatFormat(4, 3), group["metric"])
+        for parameter in group["params"]:
+            if manifold_of(parameter) is not None and own_manifold(parameter) is None:
+                raise ValueError(
+                    f"{type(self).__name__} can't step a parameter on {manifold_of(parameter)}: "
+                    "use fp8manifold.optim.RiemannianAdam"
+                )
+
+    def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
+        """Ask for every exponent of the step, once, before anything has changed."""
+        self._powers: dict[tuple[int, int], float] = {}
+        for group, done in taken:
+            if "stiffness" in group and (id(group), done) not in self._powers:
+                power = scheduled("stiffness", group["stiffness"], done, -_LARGEST_POWER, _LARGEST_POWER)
+                self._powers[id(group), done] = power
+
+    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
+        if grid is None:
+            return {"direction": self.direction}
+        k = group["stiffness"]
+        power = "power" if callable(k) else power_mode(k)
+        return {"direction": self.direction, "metric": group["metric"], "stiffness": power}
+
+    def _shared_numbers(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
+        """Decay, and the stiffness of a quantised parameter."""
+        numbers = {"keep": 1 - float(group["lr"]) * group["weight_decay"]}
+        if "reference" in state:
+            numbers |= self._stiffness_numbers(group, state, self._powers[id(group), int(state["step"]) - 1])
+        return numbers
+
+    def _stiffness_numbers(self, group: dict[str, Any], state: dict[str, Any], power: float) -> dict[str, float]:
+        """S_ref, the bounds and the exponent."""
+        return _field_numbers(state["reference"], group["damping"], group["clip"], power)
+
+
+@lru_cache(maxsize=4096)
+def _field_numbers(reference: float, damping: float, clip: float, power: float) -> dict[str, float]:
+    return {
+        "inverse_reference": 1 / reference,
+        "log_reference": log2_bounded(reference),
+        "low": damping,
+        "high": clip,
+        "log_low": log2_bounded(damping),
+        "log_high": log2_bounded(clip),
+        "power": power,
+    }
+
+
+def injected(rate: float, beta: float) -> float:
+    """``(1 - beta) / beta / rate``: how much of a rounding error an average is given; nothing at rate 0."""
+    return (1 - beta) / beta / rate if rate and beta else 0.0

@@ -13,8 +13,7 @@ from torch import Tensor
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._layout import row_view
+from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._variant import BOUNDS, MOMENTS, Geometry, Storage, Variant
 
 __all__ = ["is_native", "run_native", "sum_of_squares"]

@@ -12,19 +12,16 @@ from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
-from fp8manifold.optim._hooks import Hooks
 from fp8manifold.optim._job import Job, Member
-from fp8manifold.optim._kinds import stabilize
 from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
-from fp8manifold.optim._plan import first_residual, grid_of
-from fp8manifold.optim._residuals import unpacked
+from fp8manifold.optim._plan import grid_of, stabilize
+from fp8manifold.optim._residuals import first_residual, unpacked
 from fp8manifold.optim._run import note_changes, run_all, tables_of
-from fp8manifold.optim._start import check_same_start
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._together import ranks_elsewhere
+from fp8manifold.optim._together import check_same_start, ranks_elsewhere
 from fp8manifold.optim._variant import BOUNDS
-from fp8manifold.optim._views import StepView, observed_step
+from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
 

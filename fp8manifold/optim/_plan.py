@@ -1,8 +1,9 @@
-"""From a parameter, its state and its group to the job of one step."""
+"""Where a parameter lives, and what its state keeps: what a step has to know of both."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import geoopt
 import torch
 from torch import Tensor
 
@@ -12,9 +13,9 @@ from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of, spread
 from fp8manifold.formats import LAYOUTS, FloatFormat
-from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._kinds import own_manifold
-from fp8manifold.optim._layout import Layout, layout_of
+from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.optim._job import Layout, layout_of
+from fp8manifold.optim._residuals import first_residual
 from fp8manifold.optim._variant import BOUNDS, Storage, Variant
 from fp8manifold.tensor import FP8Tensor
 
@@ -22,13 +23,39 @@ __all__ = [
     "STORED",
     "Grid",
     "described",
-    "first_residual",
     "grid_of",
+    "is_quantized",
     "make_state",
-    "pack_nibbles",
+    "manifold_of",
+    "own_manifold",
+    "stabilize",
     "stiffness_field",
-    "unpack_nibbles",
 ]
+
+
+def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
+    """The manifold a parameter lives on, or None for an ordinary one."""
+    return parameter.manifold if isinstance(parameter, geoopt.ManifoldTensor) else None
+
+
+def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
+    """The parameter's manifold where it is one of this library's."""
+    manifold = manifold_of(parameter)
+    return manifold if isinstance(manifold, StiffnessManifold) else None
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Whether it is stored in codes or lives on one of this library's manifolds."""
+    return isinstance(local_of(parameter), FP8Tensor) or own_manifold(parameter) is not None
+
+
+def stabilize(parameter: Tensor) -> None:
+    """Project onto the manifold; codes are on their grid always."""
+    if isinstance(parameter, FP8Tensor):
+        return
+    if (manifold := manifold_of(parameter)) is not None:
+        parameter.copy_(manifold.projx(parameter))
+
 
 STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
@@ -184,35 +211,3 @@ def stiffness_field(grid: Grid, metric: Metric) -> Tensor:
 def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
     """A scale that broadcasts against the weights."""
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
-
-
-def pack_nibbles(values: Tensor, *, in_rows: bool = False) -> Tensor:
-    """Signed 4-bit values, two a byte, the even position in the low half: flat, or each row in bytes of its own."""
-    flat = values.reshape(values.shape[0], values.shape[1:].numel()) if in_rows else values.reshape(-1)
-    if flat.shape[-1] % 2:
-        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], 1))], dim=-1)
-    pairs = flat.to(torch.int16) & 15
-    return (pairs[..., 0::2] | (pairs[..., 1::2] << 4)).to(torch.uint8)
-
-
-def unpack_nibbles(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The way back, as int8."""
-    low = (packed << 4).view(torch.int8) >> 4
-    high = packed.view(torch.int8) >> 4
-    length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
-    return torch.stack([low, high], dim=-1).flatten(-2)[..., :length].reshape(shape)
-
-
-def first_residual(parameter: Tensor, bits: int) -> Tensor:
-    """What the rounding of the float weights left, where the parameter has kept it; zeros elsewhere."""
-    held: Any = local_of(parameter)
-    start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
-    if isinstance(held, FP8Tensor) and held.remainder is not None:
-        start, held.remainder = held.remainder, None
-    packed = start if bits == 8 else pack_nibbles(_coarser(start), in_rows=held is not parameter)
-    return spread(parameter, packed)
-
-
-def _coarser(remainder: Tensor) -> Tensor:
-    """Parts of 1/256 of a step as parts of 1/16."""
-    return ((remainder.to(torch.int16) + 8) >> 4).clamp_(-8, 7).to(torch.int8)

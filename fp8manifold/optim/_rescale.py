@@ -9,8 +9,9 @@ import torch
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._layout import row_view
-from fp8manifold.optim._plan import Grid, pack_nibbles, unpack_nibbles
+from fp8manifold.optim._job import row_view
+from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._residuals import pack_nibbles, unpack_nibbles
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import load_weights
 from fp8manifold.optim._writeback import split_codes, unless_special

@@ -15,9 +15,8 @@ from fp8manifold.optim._finite import in_every_process, squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._job import Job, Member
-from fp8manifold.optim._kinds import is_quantized, manifold_of
 from fp8manifold.optim._options import check_finite
-from fp8manifold.optim._plan import Grid, expanded, grid_of, stiffness_field
+from fp8manifold.optim._plan import Grid, expanded, grid_of, is_quantized, manifold_of, stiffness_field
 
 __all__ = ["Riemannian", "with_l2"]
 

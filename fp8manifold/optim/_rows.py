@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8manifold._ranks import Share, share_of
 from fp8manifold.distributed import rows_of
-from fp8manifold.optim._plan import pack_nibbles, unpack_nibbles
+from fp8manifold.optim._residuals import pack_nibbles, unpack_nibbles
 from fp8manifold.optim._variant import BOUNDS
 
 __all__ = ["rows_of_state"]

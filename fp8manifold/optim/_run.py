@@ -11,8 +11,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._eager_step import run_eager
 from fp8manifold.optim._hyper import row
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._keys import key_rows
+from fp8manifold.optim._job import Job, key_rows
 from fp8manifold.optim._native_step import is_native, run_native
 
 __all__ = ["note_changes", "run_all", "tables_of"]

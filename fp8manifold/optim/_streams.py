@@ -13,7 +13,7 @@ from fp8manifold._numerics.blocks import BLOCK
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._kinds import own_manifold
+from fp8manifold.optim._plan import own_manifold
 from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 

@@ -1,7 +1,8 @@
-"""What an observer sees of a step."""
+"""Who looks on at steps, and who takes them in the backward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fp8manifold.optim._job import Job
 from fp8manifold.optim._step import Outcome
 from fp8manifold.optim._weights import load_weights
 
-__all__ = ["StepView", "observed_step", "viewed"]
+__all__ = ["Hooks", "StepView", "observed_step", "viewed"]
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,13 @@ def viewed(parameter: Tensor, job: Job, numbers: Tensor, take: Callable[[], list
     stiffness = chart_of(job.variant.fmt, job.variant.metric).stiffness(x) * scale
     after = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
     return StepView(parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))
+
+
+class Hooks(Protocol):
+    """What takes the steps in the backward pass, where something does."""
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Take the steps of a group's parameters from now on."""
+
+    def finish(self) -> None:
+        """What is left for :meth:`ManifoldOptimizer.step`."""

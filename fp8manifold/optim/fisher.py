@@ -15,10 +15,10 @@ from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metri
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold.optim._accepted import check_unshared
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
+from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._job import Job, Member, Parameters
 from fp8manifold.optim._options import Stiffness, check_betas, check_finite, spelt_out
 from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
-from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 

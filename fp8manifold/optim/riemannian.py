@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold.optim._combinations import check_first_average
+from fp8manifold.optim._accepted import check_first_average
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Charted, check_betas, check_finite, spelt_out

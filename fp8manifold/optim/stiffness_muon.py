@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._ranks import share_of
-from fp8manifold.optim._combinations import check_first_average
+from fp8manifold.optim._accepted import check_first_average
+from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
@@ -31,7 +32,6 @@ from fp8manifold.optim._residuals import unpacked
 from fp8manifold.optim._run import note_changes
 from fp8manifold.optim._shared_muon import take_shared_steps
 from fp8manifold.optim._sorting import sorted_groups
-from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._views import StepView, viewed
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers

@@ -16,7 +16,7 @@ from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._accepted import check_unshared
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
-from fp8manifold.optim._kinds import own_manifold
+from fp8manifold.optim._plan import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS

@@ -21,10 +21,8 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim import anneal
 from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._hyper import row
-from fp8manifold.optim._job import Job
-from fp8manifold.optim._keys import key_row
-from fp8manifold.optim._layout import Layout
-from fp8manifold.optim._plan import unpack_nibbles
+from fp8manifold.optim._job import Job, Layout, key_row
+from fp8manifold.optim._residuals import unpack_nibbles
 from fp8manifold.optim._run import run_all
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

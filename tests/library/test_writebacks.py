@@ -14,7 +14,7 @@ from torch import Tensor
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
-from fp8manifold.optim._plan import unpack_nibbles
+from fp8manifold.optim._residuals import unpack_nibbles
 
 PARTS = {"residual8": 256, "residual4": 16}
 every_residual = pytest.mark.parametrize("writeback", PARTS)
