@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
+from _lengths import climbs, drawn_by_length, gap_by_length
 from _looks import EXACT, STOCHASTIC, STYLE
+from _recovered import recovered
 from _tables import markdown
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -23,6 +25,14 @@ FOLDER = Path(__file__).parent / "measured" / "study"
 TEXTS = {"stdlib": "The standard library's prose", "eurlex": "EU law"}
 #: float rows that the others are measured against, where a file has them
 BASELINES = ("fp32", "muon")
+#: rows that those of a file are measured against, where it is not these
+AGAINST = {
+    "study_q2_muon": (
+        "muon min_lr_ratio=0.1",
+        "muon min_lr_ratio=0",
+        "E4M3 muon-stochastic min_lr_ratio=0.1 writeback_end=None granularity=None",
+    )
+}
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
 #: files that are drawn with another, whose rows theirs stand beside
@@ -42,10 +52,11 @@ def measured_against(file: Exported, baseline: str) -> list[Result]:
     return measure(file.rows, find_reference(file.rows, baseline_of(baseline, file.rows)))
 
 
-def baselines(file: Exported) -> list[str]:
-    """The float rows of a file that its rows are measured against."""
-    there = {row.rule for row in file.rows}
-    return [name for name in BASELINES if name in there]
+def baselines(file: Exported, stem: str = "") -> list[str]:
+    """The rows that those of a file are measured against: float ones, or the file's own."""
+    labels, rules = {row.label for row in file.rows}, {row.rule for row in file.rows}
+    there = [name for name in AGAINST.get(stem, BASELINES) if name in labels | rules]
+    return there or ([] if file.baseline is None else [file.baseline])
 
 
 def text_of(result: Result) -> str:
@@ -54,13 +65,15 @@ def text_of(result: Result) -> str:
 
 
 def short(result: Result) -> str:
-    """The row's label without its text.
+    """The row's label without its text and what it leaves as it is.
 
     >>> from nanogpt_bench.report.results import Row
-    >>> short(measure([Row("E4M3 nearest dir=data/stdlib", "nearest", "E4M3", ())], None)[0])
+    >>> short(measure([Row("E4M3 nearest dir=data/stdlib granularity=None", "nearest", "E4M3", ())], None)[0])
     'E4M3 nearest'
     """
-    return " ".join(word for word in result.row.label.split() if not word.startswith("dir="))
+    return " ".join(
+        word for word in result.row.label.split() if not word.startswith("dir=") and not word.endswith("=None")
+    )
 
 
 def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -70,13 +83,13 @@ def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
         yield TEXTS.get(text, text), [result for result in there if text_of(result) == text]
 
 
-def table(file: Exported) -> str:
+def table(file: Exported, against: Sequence[str]) -> str:
     """Every text's rows: rates, bytes, losses and the paired differences to each baseline."""
-    each = {name: {r.row.label: r for r in measured_against(file, name)} for name in baselines(file)}
+    each = {name: {r.row.label: r for r in measured_against(file, name)} for name in against}
     first = list(next(iter(each.values())).values())
     parts = [f"({missing}: the others are still to come.)\n"] if (missing := shortfall(file.rows)) else []
     for text, results in by_text(first):
-        header = ("rule", "lr", "bytes a parameter", "seeds", "final loss", *(f"less {name}'s" for name in each))
+        header = ("rule", "lr", "bytes a parameter", "seeds", "final loss", *(f"less that of {name}" for name in each))
         rows = [
             (
                 f"`{short(result)}`",
@@ -111,9 +124,9 @@ def source(file: Exported) -> str:
     return f"Commit {', '.join(commits)}, torch {', '.join(torches)}, {', '.join(cpus)}, one thread a run.\n"
 
 
-def decided(file: Exported) -> str:
+def decided(file: Exported, against: Sequence[str]) -> str:
     """What the intervals of all texts together say of every rule, as the study's page has laid it down."""
-    each = {name: measured_against(file, name) for name in baselines(file)}
+    each = {name: measured_against(file, name) for name in against}
     labels = dict.fromkeys(short(result) for results in each.values() for result in results)
     rows = [
         (f"`{label}`", *(_decision([r for r in results if short(r) == label]) for results in each.values()))
@@ -141,9 +154,8 @@ def _decision(results: Sequence[Result]) -> str:
     return "equal" if all(high < WORTH for _, high in known) else "not decided"
 
 
-def forest(file: Exported) -> Figure:
-    """Every row's paired difference to the first baseline with its 95% interval, a panel a text."""
-    name = baselines(file)[0]
+def forest(file: Exported, name: str) -> Figure:
+    """Every row's paired difference to a baseline with its 95% interval, a panel a text."""
     panels = list(by_text(measured_against(file, name)))
     means = {short(r): r.difference.mean for _, results in reversed(panels) for r in results if r.difference}
     order = sorted((label for label in means if label != name), key=lambda label: -means[label])
@@ -152,8 +164,8 @@ def forest(file: Exported) -> Figure:
     )
     for axis, (text, results) in zip(axes[0], panels, strict=True):
         _panel(axis, {short(result): result for result in results}, order)
-        axis.set(xlabel=f"final loss less {name}'s, nats a byte")
         axis.set_title(text)
+    figure.supxlabel(f"final loss less that of {name}, nats a byte", fontsize="medium")
     return figure
 
 
@@ -173,20 +185,33 @@ def _panel(axis: Axes, results: Mapping[str, Result], order: Sequence[str]) -> N
     axis.grid(axis="x", color="#e5e5e5", linewidth=0.8)
 
 
+def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
+    """The tables of a file, each with the end of its name."""
+    against = baselines(file, stem)
+    several = len({text_of(result) for result in measured_against(file, against[0])}) > 1
+    decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""
+    yield "", f"{table(file, against)}\n{decisions}{source(file)}"
+    if file.tuning:
+        yield "-tuned", tuning_table(file.tuning)
+    if climbs(file):
+        yield "-length", gap_by_length(file)
+    elif shares := recovered(file):
+        yield "-recovered", shares
+
+
 def write_study(folder: Path, files: Path = FOLDER) -> None:
-    """Write the table, what was tuned, and the figure of every results file into the folder."""
+    """Write the tables and figures of every results file into the folder."""
     matplotlib.use("Agg")
     of_others = {name for names in BESIDE.values() for name in names}
     for path in sorted(path for path in files.glob("*.json") if path.stem not in of_others):
         file = read(path)
         if not any(row.runs for row in file.rows):
             continue
-        (folder / f"{path.stem}.md").write_text(
-            f"{table(file)}\nOver all texts:\n\n{decided(file)}\n{source(file)}", encoding="utf-8"
-        )
-        if file.tuning:
-            (folder / f"{path.stem}-tuned.md").write_text(tuning_table(file.tuning), encoding="utf-8")
+        for end, text in parts(path.stem, file):
+            (folder / f"{path.stem}{end}.md").write_text(text, encoding="utf-8")
+        if climbs(file):
+            (folder / f"{path.stem}-length.svg").write_text(drawn_by_length(file), encoding="utf-8")
         with plt.rc_context(STYLE):
-            drawn = forest(file)
+            drawn = forest(file, baselines(file, path.stem)[0])
             drawn.savefig(folder / f"{path.stem}.svg", metadata={"Date": None})
             plt.close(drawn)

@@ -1,0 +1,48 @@
+"""Of what nearest rounding loses to float32 in a format, the share that each rule brings back."""
+
+from _tables import markdown
+
+from nanogpt_bench.report.exported import Exported
+from nanogpt_bench.report.paired import Difference, difference
+from nanogpt_bench.report.results import Row
+
+
+def recovered(file: Exported) -> str:
+    """A line a rule and format, the share taken seed by seed; nothing where the file lacks nearest rounding or fp32.
+
+    It is (L_nearest - L_rule) / (L_nearest - L_fp32).
+    """
+    fp32 = next((row for row in file.rows if row.rule == "fp32"), None)
+    nearest = {row.format: row for row in file.rows if row.rule == "nearest"}
+    if fp32 is None:
+        return ""
+    others = [row for row in file.rows if row.rule != "nearest" and row.format in nearest]
+    rows = [(f"`{row.label}`", in_share(share(row, nearest[row.format], fp32))) for row in others]
+    return markdown(("rule", "share brought back"), rows) if rows else ""
+
+
+def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
+    """The mean over the seeds that all three have, with its interval."""
+    own, lost, exact = map(_losses, (row, nearest, fp32))
+    shares = {
+        seed: (lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own.keys() & lost.keys() & exact.keys()
+    }
+    return difference(shares, dict.fromkeys(shares, 0.0))
+
+
+def _losses(row: Row) -> dict[int, float]:
+    found = ((run.seed, run.number("final_val_loss")) for run in row.runs if run.status == "finished")
+    return {seed: loss for seed, loss in found if seed is not None and loss is not None}
+
+
+def in_share(found: Difference | None) -> str:
+    """A share with its interval.
+
+    >>> in_share(Difference(0.5, 3, 0.25, 0.75)), in_share(Difference(1.1, 1)), in_share(None)
+    ('50% [25%, 75%]', '110%, one seed: a lead', '-')
+    """
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{found.mean:.0%}, one seed: a lead"
+    return f"{found.mean:.0%} [{found.low:.0%}, {found.high:.0%}]"
