@@ -9,6 +9,7 @@ from _lengths import climbs, drawn_by_length, gap_by_length
 from _looks import EXACT, STOCHASTIC, STYLE
 from _recovered import recovered
 from _tables import markdown
+from _weights import kurtosis_table
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -191,6 +192,7 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
     several = len({text_of(result) for result in measured_against(file, against[0])}) > 1
     decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""
     yield "", f"{table(file, against)}\n{decisions}{source(file)}"
+    yield "-weights", kurtosis_table(file)
     if file.tuning:
         yield "-tuned", tuning_table(file.tuning)
     if climbs(file):

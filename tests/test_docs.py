@@ -184,7 +184,7 @@ def test_formulas_are_laid_out_by_the_browser(site: Path) -> None:
     assert sum(built) == written > 50
 
 
-@pytest.mark.parametrize("module", ["_tables", "_mathml", "_study", "_headline"])
+@pytest.mark.parametrize("module", ["_tables", "_mathml", "_study", "_headline", "_recovered", "_weights"])
 def test_the_doctests_of_the_page_writers_pass(module: str) -> None:
     result = doctest.testmod(load(ROOT / "docs" / f"{module}.py"))
     assert result.attempted > 0

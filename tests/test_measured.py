@@ -153,7 +153,8 @@ def test_lengths_and_what_is_brought_back_are_drawn_from_a_file(
         (tmp_path / f"{name}.json").write_text(json.dumps(written), encoding="utf-8")
     load(ROOT / "docs" / "_study.py").write_study(tmp_path, tmp_path)
     found = {path.name for path in tmp_path.glob("*.*")} - {"one.json", "two.json"}
-    assert found == {"one.md", "one.svg", "one-recovered.md", "two.md", "two.svg", "two-length.md", "two-length.svg"}
+    ends = {"one": (".md", ".svg", "-recovered.md", "-weights.md"), "two": (".md", ".svg", "-length.md", "-length.svg")}
+    assert found == {name + end for name in ends for end in (*ends[name], "-weights.md")}
     lengths = (tmp_path / "two-length.md").read_text(encoding="utf-8").splitlines()
     assert [cell.strip() for cell in lengths[0].split("|")][1:-1] == ["rule", "250 steps", "1,000 steps"]
     assert len(lengths) == 2 + len(rows) - 1
