@@ -21,7 +21,7 @@ from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
-from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, plan_sweep
+from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, left_out_of_reference, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, threads_set
@@ -110,6 +110,8 @@ def _check(
     for folder in {str(run.settings.get("data.dir", DEFAULT_DATA_DIR)) for run in planned}:
         prepare_default(folder)
     check_inputs(planned)
+    if said := left_out_of_reference(sweep):
+        print(said, file=sys.stderr)
     if sweep.known:
         from nanogpt_bench.sweep.known import Known  # brings torch along
 
@@ -155,7 +157,7 @@ def measure_sensitivity(
     """
     study = plan_study(sweep)
     record = SweepRecord(out, "sensitivity", study.reference[0].label)
-    _check(sweep, record, study.planned, workers, executor)
+    _check(replace(sweep, reference=sweep.reference or {}), record, study.planned, workers, executor)
 
     def after(_: PlannedPoint) -> Iterable[PlannedPoint]:
         write_gaps(study, record)

@@ -119,6 +119,24 @@ def plan_reference(sweep: SweepFile, points: Sequence[Point]) -> list[PlannedPoi
     return [plan_point(base, point) for point in {repr(point): point for point in found}.values()]
 
 
+def left_out_of_reference(sweep: SweepFile) -> str:
+    """Return what a reference given as settings does without, in one line; "" where that is nothing.
+
+    Of what the file gives all runs those options of the optimizer count that weights of any kind have.
+    """
+    if not isinstance(sweep.reference, Mapping):
+        return ""
+    kept = reference_settings(sweep.base, sweep.reference)
+    mine = (key for key in sweep.base if key.startswith("optimizer.") and key not in kept)
+    keys = [key for key in mine if key not in keys_where("of_formats") and sweep.base[key] is not None]
+    if not keys:
+        return ""
+    return (
+        f"the reference is trained without the file's {', '.join(keys)}, as its rule is by itself: give it its own "
+        "among the settings of reference, or name a row in their place"
+    )
+
+
 def plan_point(base: Mapping[str, Any], point: Mapping[str, Any], label: str | None = None) -> PlannedPoint:
     """Return the run at a point, checked; `label` instead of one made from the point.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from sweep_runs import train_here
+
+from nanogpt_bench.cli import main
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 
@@ -53,3 +56,15 @@ def test_a_point_that_is_the_reference_is_trained_once_and_one_of_its_name_stays
     references, runs = planned(write, axes, reference={"rule": "fp32", "optimizer.weight_decay": 0.5})
     assert [run.label for run in references] == [f"fp32 max_steps={steps} (reference)" for steps in (3, 4)]
     assert len({run.name for run in runs}) == 6
+
+
+def test_what_a_reference_does_without_is_said(write, capsys, monkeypatch):
+    """The file's rate is the rules' on its axis: a reference that is given as settings has its own."""
+    train_here(monkeypatch)
+    own = {"optimizer.lr": 5e-5, "optimizer.weight_decay": 0.0}
+    settings = {"model.format": "E4M3", "train.max_steps": 2}
+    told = "the reference is trained without the file's optimizer.lr, optimizer.weight_decay, as its rule is by itself"
+    for reference, said in (({"rule": "fp32"}, True), ("E4M3 stochastic", False), ({"rule": "fp32"} | own, False)):
+        path = write(axes={"rule": ["stochastic"]}, settings=settings | own, reference=reference)
+        assert main(["sweep", str(path), "--out", f"out{said}{len(reference)}", "--workers", "1"]) == 0
+        assert (told in capsys.readouterr().err) == said
