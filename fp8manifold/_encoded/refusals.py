@@ -1,10 +1,12 @@
 """What would take an encoded tensor for memory full of floats: refused, each with what to do instead."""
 
 import sys
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "NoStorage",
@@ -53,14 +55,27 @@ _OTHER_WAYS: Final = {
 
 
 def _caller() -> str:
-    """What called an operator, past functions of torch's and this package's that stand between."""
+    """What called an operator, past functions of torch's and this package's and past modes that stand between."""
     frame, name = sys._getframe(1), ""
     for _ in range(16):
+        frame = _past_mode(frame)
         name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
         if frame.f_back is None or not name.startswith(_BETWEEN):
             break
         frame = frame.f_back
     return name
+
+
+def _past_mode(frame: FrameType) -> FrameType:
+    """What called the mode (a counter of FLOPs, say) that the frame is a part of; the frame itself where it is none."""
+    outer: FrameType | None = frame
+    for _ in range(3):
+        if outer is None:
+            break
+        if outer.f_code.co_name == "__torch_dispatch__" and isinstance(outer.f_locals.get("self"), TorchDispatchMode):
+            return outer.f_back or frame
+        outer = outer.f_back
+    return frame
 
 
 def is_sharded_by_torch() -> bool:
