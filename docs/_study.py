@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
+from _along import Course, course, drawn_along, table_along
 from _lengths import climbs, drawn_by_length, gap_by_length
 from _looks import EXACT, STOCHASTIC, STYLE
+from _monitors import monitors
 from _recovered import recovered
 from _tables import markdown
 from _weights import kurtosis_table
@@ -17,7 +19,7 @@ from matplotlib.figure import Figure
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported, read_export
 from nanogpt_bench.report.paired import in_words
-from nanogpt_bench.report.results import Result, find_reference, measure, shortfall
+from nanogpt_bench.report.results import Result, find_reference, measure, references_of, shortfall
 from nanogpt_bench.report.tables import format_figure, format_rates
 from nanogpt_bench.report.tuned import tuning_table
 
@@ -155,6 +157,25 @@ def _decision(results: Sequence[Result]) -> str:
     return "equal" if all(high < WORTH for _, high in known) else "not decided"
 
 
+def along(file: Exported, name: str) -> dict[str, dict[str, Course]]:
+    """By text and rule, how far from a baseline the runs are at each of their validations."""
+    reference = find_reference(file.rows, baseline_of(name, file.rows))
+    against = references_of(file.rows, reference)
+    return {
+        text: {
+            short(r): course(r.row.runs, against[r.row.label].runs)
+            for r in results
+            if r.row.label in against and not r.reference
+        }
+        for text, results in by_text(measure(file.rows, reference))
+    }
+
+
+def _tables_along(file: Exported, name: str) -> str:
+    each = along(file, name).items()
+    return "\n".join(f"Less the loss of `{name}`, {text}:\n\n{table_along(courses)}" for text, courses in each)
+
+
 def forest(file: Exported, name: str) -> Figure:
     """Every row's paired difference to a baseline with its 95% interval, a panel a text."""
     panels = list(by_text(measured_against(file, name)))
@@ -193,12 +214,15 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
     decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""
     yield "", f"{table(file, against)}\n{decisions}{source(file)}"
     yield "-weights", kurtosis_table(file)
+    yield "-monitors", monitors(file)
     if file.tuning:
         yield "-tuned", tuning_table(file.tuning)
     if climbs(file):
         yield "-length", gap_by_length(file)
-    elif shares := recovered(file):
-        yield "-recovered", shares
+    else:
+        yield "-along", "\n".join(_tables_along(file, name) for name in against)
+        if shares := recovered(file):
+            yield "-recovered", shares
 
 
 def write_study(folder: Path, files: Path = FOLDER) -> None:
@@ -213,7 +237,11 @@ def write_study(folder: Path, files: Path = FOLDER) -> None:
             (folder / f"{path.stem}{end}.md").write_text(text, encoding="utf-8")
         if climbs(file):
             (folder / f"{path.stem}-length.svg").write_text(drawn_by_length(file), encoding="utf-8")
+        name = baselines(file, path.stem)[0]
         with plt.rc_context(STYLE):
-            drawn = forest(file, baselines(file, path.stem)[0])
-            drawn.savefig(folder / f"{path.stem}.svg", metadata={"Date": None})
-            plt.close(drawn)
+            drawn = {"": forest(file, name)}
+            if not climbs(file):
+                drawn["-along"] = drawn_along(along(file, name), name)
+            for end, picture in drawn.items():
+                picture.savefig(folder / f"{path.stem}{end}.svg", metadata={"Date": None})
+                plt.close(picture)

@@ -8,7 +8,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import ml_dtypes
 import pytest
@@ -118,56 +117,3 @@ def test_the_doctests_of_the_table_writer_pass() -> None:
 def test_every_class_of_failure_is_explained() -> None:
     page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
     assert re.findall(r"^`(\w+)`\n: ", page, re.MULTILINE) == list(KINDS)
-
-
-STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
-
-
-@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
-def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    drawn_with = load(ROOT / "docs" / "_study.py").BESIDE.values()
-    shown = page.count(f"```{{include}} generated/{path.stem}.md\n```")
-    shown += any(path.stem in names for names in drawn_with)
-    assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
-
-
-def test_the_first_screen_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    found = load(ROOT / "docs" / "_headline.py").headline()
-    for page in ("README.md", "docs/study.md"):
-        assert found in " ".join((ROOT / page).read_text(encoding="utf-8").split())
-
-
-def test_lengths_and_what_is_brought_back_are_drawn_from_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Q1's runs on one text, once as they are and once as if each rule had been trained for two lengths."""
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8"))
-    rows = [row for row in content["rows"] if row["label"].endswith(" dir=data/stdlib")]
-    of_steps = {steps: [as_trained_for(row, steps) for row in rows] for steps in (250, 1000)}
-    for name, shown in {"one": of_steps[250], "two": [*of_steps[250], *of_steps[1000]]}.items():
-        written = content | {"rows": shown, "trials": None, "tuning": None, "baseline": shown[0]["label"]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(written), encoding="utf-8")
-    load(ROOT / "docs" / "_study.py").write_study(tmp_path, tmp_path)
-    found = {path.name for path in tmp_path.glob("*.*")} - {"one.json", "two.json"}
-    ends = {"one": (".md", ".svg", "-recovered.md", "-weights.md"), "two": (".md", ".svg", "-length.md", "-length.svg")}
-    assert found == {name + end for name in ends for end in (*ends[name], "-weights.md")}
-    lengths = (tmp_path / "two-length.md").read_text(encoding="utf-8").splitlines()
-    assert [cell.strip() for cell in lengths[0].split("|")][1:-1] == ["rule", "250 steps", "1,000 steps"]
-    assert len(lengths) == 2 + len(rows) - 1
-    losses = {row["label"].split()[-2]: {run["seed"]: run["final_val_loss"] for run in row["runs"]} for row in rows}
-    lost, own, exact = (losses[rule] for rule in ("nearest", "stochastic", "fp32"))
-    shares = [(lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own]
-    brought = (tmp_path / "one-recovered.md").read_text(encoding="utf-8")
-    assert f"| `E4M3 stochastic max_steps=250` | {sum(shares) / len(shares):.0%} [" in brought
-
-
-def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
-    """A row of a results file as if its runs had been of so many steps."""
-    label = row["label"].replace("dir=data/stdlib", f"max_steps={steps}")
-    runs = [run | {"steps": steps, "steps_planned": steps} for run in row["runs"]]
-    train = row["settings"].get("train", {}) | {"max_steps": steps}
-    return row | {"label": label, "runs": runs, "settings": row["settings"] | {"train": train}}

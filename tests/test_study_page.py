@@ -1,0 +1,88 @@
+"""The study's page shows every results file, and what is drawn from one is what its runs say."""
+
+import json
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import spearmanr
+
+from nanogpt_bench.report.exported import read_export
+
+ROOT = Path(__file__).parent.parent
+
+STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
+def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn_with = import_module("_study").BESIDE.values()
+    shown = page.count(f"```{{include}} generated/{path.stem}.md\n```")
+    shown += any(path.stem in names for names in drawn_with)
+    assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+def test_the_first_screen_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    found = import_module("_headline").headline()
+    for page in ("README.md", "docs/study.md"):
+        assert found in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q1's runs on one text, once as they are and once as if each rule had been trained for two lengths."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8"))
+    rows = [row for row in content["rows"] if row["label"].endswith(" dir=data/stdlib")]
+    of_steps = {steps: [as_trained_for(row, steps) for row in rows] for steps in (250, 1000)}
+    for name, shown in {"one": of_steps[250], "two": [*of_steps[250], *of_steps[1000]]}.items():
+        written = content | {"rows": shown, "trials": None, "tuning": None, "baseline": shown[0]["label"]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(written), encoding="utf-8")
+    import_module("_study").write_study(tmp_path, tmp_path)
+    found = {path.name for path in tmp_path.glob("*.*")} - {"one.json", "two.json"}
+    ends = {"one": ("-recovered.md", "-along.md", "-along.svg"), "two": ("-length.md", "-length.svg")}
+    assert found == {name + end for name in ends for end in (".md", ".svg", *ends[name], "-weights.md", "-monitors.md")}
+    lengths = (tmp_path / "two-length.md").read_text(encoding="utf-8").splitlines()
+    assert [cell.strip() for cell in lengths[0].split("|")][1:-1] == ["rule", "250 steps", "1,000 steps"]
+    assert len(lengths) == 2 + len(rows) - 1
+    losses = {row["label"].split()[-2]: {run["seed"]: run["final_val_loss"] for run in row["runs"]} for row in rows}
+    lost, own, exact = (losses[rule] for rule in ("nearest", "stochastic", "fp32"))
+    shares = [(lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own]
+    brought = (tmp_path / "one-recovered.md").read_text(encoding="utf-8")
+    assert f"| `E4M3 stochastic max_steps=250` | {sum(shares) / len(shares):.0%} [" in brought
+    along = (tmp_path / "one-along.md").read_text(encoding="utf-8")
+    for baseline in ("fp32", "muon"):
+        apart = [loss - losses[baseline][seed] for seed, loss in lost.items() if seed in losses[baseline]]
+        (line,) = re.findall(rf"`{baseline}`, [^`]*?\n\n(?:\|.*\n)*?\| `E4M3 nearest \S+` (\|.*\|)\n", along)
+        assert f"{sum(apart) / len(apart):+.3f} [" in line.split("|")[-2]
+
+
+def test_what_monitors_foretell_is_taken_from_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank correlation of one figure with the gaps, by scipy from the results file itself."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    path = ROOT / "docs" / "measured" / "study" / "study_q1.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    at = content["monitors"].index("quant/amax/residual")
+    runs = {(*row["label"].split()[-2:], run["seed"]): run for row in content["rows"] for run in row["runs"]}
+    pairs = [
+        (run["looks"]["200"][at], run["final_val_loss"] - runs["fp32", text, seed]["final_val_loss"])
+        for (rule, text, seed), run in runs.items()
+        if rule != "fp32" and ("fp32", text, seed) in runs
+    ]
+    monitors = import_module("_monitors").monitors(read_export(path))
+    (line,) = [line for line in monitors.splitlines() if "`quant/amax/residual`" in line]
+    assert line.split(" | ")[1].startswith(f"{spearmanr(pairs).statistic:+.2f} [")
+
+
+def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
+    """A row of a results file as if its runs had been of so many steps."""
+    label = row["label"].replace("dir=data/stdlib", f"max_steps={steps}")
+    runs = [run | {"steps": steps, "steps_planned": steps} for run in row["runs"]]
+    train = row["settings"].get("train", {}) | {"max_steps": steps}
+    return row | {"label": label, "runs": runs, "settings": row["settings"] | {"train": train}}
