@@ -10,6 +10,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from nanogpt_bench.report.exported import read_export
+from nanogpt_bench.sweep.file import shipped_sweeps
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,6 +25,14 @@ def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatc
     shown = page.count(f"```{{include}} generated/{path.stem}.md\n```")
     shown += any(path.stem in names for names in drawn_with)
     assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
+
+
+@pytest.mark.parametrize("sweep", [sweep for sweep in shipped_sweeps() if sweep.startswith("study_")])
+def test_a_planned_sweep_has_results_or_is_listed_with_its_command(sweep: str) -> None:
+    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    left_out = page[page.index("## What did not fit") : page.index("## A row made again")]
+    path = ROOT / "docs" / "measured" / "study" / f"{Path(sweep).stem}.json"
+    assert (sweep in left_out) != path.exists()
 
 
 def test_the_first_screen_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
