@@ -33,7 +33,7 @@ AGAINST = {
     "study_q2_muon": (
         "muon min_lr_ratio=0.1",
         "muon min_lr_ratio=0",
-        "E4M3 muon-stochastic min_lr_ratio=0.1 writeback_end=None granularity=None",
+        "E4M3 muon-stochastic min_lr_ratio=0.1 writeback_end=None",
     )
 }
 #: nats; a smaller difference is not worth a sentence
