@@ -1,6 +1,7 @@
 """Of what nearest rounding loses to float32 in a format, the share that each rule brings back."""
 
 from _tables import markdown
+from _weights import data_of
 
 from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.paired import Difference, difference
@@ -8,17 +9,21 @@ from nanogpt_bench.report.results import Row
 
 
 def recovered(file: Exported) -> str:
-    """A line a rule and format, the share taken seed by seed; nothing where the file lacks nearest rounding or fp32.
+    """A line a rule and format, a column a text, shares taken seed by seed; nothing without nearest rounding or fp32.
 
     It is (L_nearest - L_rule) / (L_nearest - L_fp32).
     """
-    fp32 = next((row for row in file.rows if row.rule == "fp32"), None)
-    nearest = {row.format: row for row in file.rows if row.rule == "nearest"}
-    if fp32 is None:
-        return ""
-    others = [row for row in file.rows if row.rule != "nearest" and row.format in nearest]
-    rows = [(f"`{row.label}`", in_share(share(row, nearest[row.format], fp32))) for row in others]
-    return markdown(("rule", "share brought back"), rows) if rows else ""
+    fp32 = {data_of(row): row for row in file.rows if row.rule == "fp32"}
+    nearest = {(row.format, data_of(row)): row for row in file.rows if row.rule == "nearest"}
+    shares: dict[str, dict[str, str]] = {}
+    for row in file.rows:
+        data = data_of(row)
+        if row.rule != "nearest" and (row.format, data) in nearest and data in fp32:
+            found = share(row, nearest[row.format, data], fp32[data])
+            shares.setdefault(row.label.replace(f" dir={data}", ""), {})[data] = in_share(found)
+    header = ["rule", *(f"brought back, {data.split('/')[-1]}" for data in fp32)]
+    rows = [[f"`{label}`", *(each.get(data, "-") for data in fp32)] for label, each in shares.items()]
+    return markdown(header, rows) if rows else ""
 
 
 def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:

@@ -16,10 +16,10 @@ def kurtosis_table(file: Exported) -> str:
 
     Of two texts' rows of one rule the labels differ in ``dir`` alone.
     """
-    texts = dict.fromkeys(_text(row) for row in file.rows if row.runs)
+    texts = dict.fromkeys(data_of(row) for row in file.rows if row.runs)
     rules: dict[str, dict[str, Row]] = {}
     for row in file.rows:
-        rules.setdefault(row.label.replace(f" dir={_text(row)}", ""), {})[_text(row)] = row
+        rules.setdefault(row.label.replace(f" dir={data_of(row)}", ""), {})[data_of(row)] = row
     header = ["rule", *(f"{text.split('/')[-1]}, {when}" for text in texts for when in ("a tenth", "the end"))]
     lines = [
         [f"`{label}`", *(written(_mean(of.get(text), look)) for text in texts for look in (0, -1))]
@@ -28,7 +28,8 @@ def kurtosis_table(file: Exported) -> str:
     return markdown(header, lines)
 
 
-def _text(row: Row) -> str:
+def data_of(row: Row) -> str:
+    """The folder of the text that a row trained on."""
     return next((str(run.config["data"]["dir"]) for run in row.runs), "")
 
 

@@ -72,6 +72,22 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
         assert f"{sum(apart) / len(apart):+.3f} [" in line.split("|")[-2]
 
 
+def test_what_is_brought_back_is_told_text_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    path = ROOT / "docs" / "measured" / "study" / "study_q1.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    losses = {
+        tuple(row["label"].split()[-2:]): {run["seed"]: run["final_val_loss"] for run in row["runs"]} for row in rows
+    }
+    lines = import_module("_recovered").recovered(read_export(path)).splitlines()
+    (line,) = [line for line in lines if line.startswith("| `E4M3 stochastic`")]
+    for text, cell in zip(("stdlib", "eurlex"), line.split(" | ")[1:], strict=True):
+        lost, own, exact = (losses[rule, f"dir=data/{text}"] for rule in ("nearest", "stochastic", "fp32"))
+        seeds = lost.keys() & own.keys() & exact.keys()
+        shares = [(lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in seeds]
+        assert cell.startswith(f"{sum(shares) / len(shares):.0%} [")
+
+
 def test_what_monitors_foretell_is_taken_from_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank correlation of one figure with the gaps, by scipy from the results file itself."""
     monkeypatch.syspath_prepend(ROOT / "docs")
