@@ -99,6 +99,7 @@ copybutton_prompt_is_regexp = True
 def _generate(app: Any) -> None:
     """Draw the figures and write the tables that the pages include."""
     from _figures import draw_all
+    from _finetune import write_finetune
     from _format_pages import draw_formats, write_formats
     from _measured import write_measured
     from _study import write_study
@@ -108,6 +109,7 @@ def _generate(app: Any) -> None:
     write_formats(GENERATED)
     write_measured(GENERATED)
     write_study(GENERATED)
+    write_finetune(GENERATED)
     if app.builder.name != "doctest" or not (GENERATED / "number-line.svg").exists():
         draw_all(GENERATED)
         draw_formats(GENERATED)

@@ -72,6 +72,30 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
         assert f"{sum(apart) / len(apart):+.3f} [" in line.split("|")[-2]
 
 
+FINETUNED = sorted((ROOT / "docs" / "measured" / "finetune").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
+def test_fine_tuned_rules_are_told_format_by_format(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file has its tables and figure on the page; one cell of each table is made anew from the runs."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    page = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+    assert (
+        page.count(f"generated/finetune-{path.stem}.md\n") == page.count(f"generated/finetune-{path.stem}.svg\n") == 1
+    )
+    import_module("_finetune").write_finetune(tmp_path, path.parent)
+    assert (tmp_path / f"finetune-{path.stem}.svg").stat().st_size > 1000
+    rows = {row["label"]: row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    written = (tmp_path / f"finetune-{path.stem}.md").read_text(encoding="utf-8")
+    lines = [line for line in written.splitlines() if line.startswith("| `nearest`")]
+    for line, key in zip(lines, ("final_val_loss", "also_loss"), strict=True):
+        own, exact = ({run["seed"]: run[key] for run in rows[label]} for label in ("E4M3 nearest", "fp32"))
+        apart = [own[seed] - exact[seed] for seed in own.keys() & exact.keys()]
+        assert f"{sum(apart) / len(apart):+.3f}" in line.split("|")[3]
+
+
 def test_what_is_brought_back_is_told_text_by_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     path = ROOT / "docs" / "measured" / "study" / "study_q1.json"
