@@ -154,23 +154,28 @@ class Pool:
     def run(self, jobs: Sequence[Mapping[str, Any]], order: Iterable[int], tick: float = 0.5) -> Iterator[Event]:
         """Work through the jobs in `order`; yields events until all have ended, a tick when none came in `tick` s.
 
-        Whoever takes the events may append to `jobs` and, where it is a deque, to `order`: the worker whose end was
-        just reported takes the next one.
+        Whoever takes the events may append to `jobs` and, where it is a deque, to `order`: every worker with nothing to
+        do takes one.
         """
         waiting = order if isinstance(order, deque) else deque(order)
-        for worker in self._workers:
-            yield from _next_job(worker, jobs, waiting)
+        yield from self._hand_out(jobs, waiting)
         while any(worker.job is not None for worker in self._workers):
             try:
                 worker, message = self._messages.get(timeout=tick)
             except queue.Empty:
                 yield Event(None, "tick")
                 continue
-            yield from self._handle(worker, message, jobs, waiting)
+            yield from self._handle(worker, message, waiting)
+            yield from self._hand_out(jobs, waiting)
 
-    def _handle(
-        self, worker: AnyWorker, message: dict[str, Any] | None, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]
-    ) -> Iterator[Event]:
+    def _hand_out(self, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]) -> Iterator[Event]:
+        for worker in self._workers:
+            if worker.job is None and waiting:
+                job = waiting.popleft()
+                worker.give(job, jobs[job])
+                yield Event(job, "started")
+
+    def _handle(self, worker: AnyWorker, message: dict[str, Any] | None, waiting: deque[int]) -> Iterator[Event]:
         job = worker.job
         if message is None:
             self._workers.remove(worker)
@@ -179,18 +184,8 @@ class Pool:
             if job is not None:
                 yield Event(job, "failed", {"error": failure})
             if waiting:
-                fresh = self._executor.worker(self._messages, self._threads)
-                self._workers.append(fresh)
-                yield from _next_job(fresh, jobs, waiting)
+                self._workers.append(self._executor.worker(self._messages, self._threads))
             return
         yield Event(job, message["kind"], message)
         if message["kind"] in ("done", "failed"):
             worker.job = None
-            yield from _next_job(worker, jobs, waiting)
-
-
-def _next_job(worker: AnyWorker, jobs: Sequence[Mapping[str, Any]], waiting: deque[int]) -> Iterator[Event]:
-    if waiting:
-        job = waiting.popleft()
-        worker.give(job, jobs[job])
-        yield Event(job, "started")

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import forked
@@ -161,6 +162,23 @@ def test_workers_are_used_again_and_all_jobs_end():
     assert [event.job for event in events if event.kind == "started"] == [5, 0, 1, 2, 3, 4]
     assert sorted(event.job for event in events if event.kind == "done") == list(range(6))
     assert len({event.data["pid"] for event in events if event.kind == "progress"}) <= 2
+
+
+@pytest.mark.usefixtures("_stub_workers")
+def test_jobs_that_follow_from_one_are_shared_by_all_workers():
+    """A search that ends with one trial, and the runs that wait for it: a worker that had nothing to do takes part."""
+    jobs, waiting, busy, most = [{}], deque([0]), set(), 0
+    with Pool(2) as pool:
+        for event in pool.run(jobs, waiting):
+            if event.kind == "started":
+                busy.add(event.job)
+                most = max(most, len(busy))
+            elif event.kind in ENDS:
+                busy.remove(event.job)
+                if event.job == 0:
+                    jobs += [{} for _ in range(4)]
+                    waiting += range(1, 5)
+    assert (most, len(jobs), busy) == (2, 5, set())
 
 
 @pytest.mark.usefixtures("_stub_workers")
