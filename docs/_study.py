@@ -11,7 +11,7 @@ from _looks import EXACT, STOCHASTIC, STYLE
 from _monitors import monitors
 from _recovered import recovered
 from _tables import markdown
-from _weights import kurtosis_table
+from _weights import kurtosis_table, logarithms_table
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -214,6 +214,8 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
     decisions = f"Over all texts:\n\n{decided(file, against)}\n" if several else ""
     yield "", f"{table(file, against)}\n{decisions}{source(file)}"
     yield "-weights", kurtosis_table(file)
+    if logarithms := logarithms_table(file):
+        yield "-logarithms", logarithms
     yield "-monitors", monitors(file)
     if file.tuning:
         yield "-tuned", tuning_table(file.tuning)

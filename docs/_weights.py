@@ -1,6 +1,6 @@
 """The tails of the weights that a study's rules train, from what its runs saw of them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import fmean
 
 from _tables import markdown
@@ -9,9 +9,27 @@ from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.results import Row
 
 KURTOSIS = "quant/kurtosis/weight"
+LOG2_STD, LOG2_SKEWNESS = "quant/log2_std/weight", "quant/log2_skewness/weight"
 
 
 def kurtosis_table(file: Exported) -> str:
+    """The kurtosis of the weights, where a normal distribution has 3."""
+    return _table(file, lambda row, look: written(_mean(row, look, KURTOSIS)))
+
+
+def logarithms_table(file: Exported) -> str | None:
+    """Standard deviation and skewness of the logarithms of the weights; None of a file whose runs did not look."""
+    if all(_mean(row, -1, LOG2_STD) is None for row in file.rows):
+        return None
+    return _table(file, _logarithms)
+
+
+def _logarithms(row: Row | None, look: int) -> str:
+    spread, skewness = (_mean(row, look, name) for name in (LOG2_STD, LOG2_SKEWNESS))
+    return "-" if spread is None or skewness is None else f"{spread:.2f}, {skewness:+.2f}"
+
+
+def _table(file: Exported, cell: Callable[[Row | None, int], str]) -> str:
     """A line a rule, a column for a tenth of the training and for its end on each text; means over seeds.
 
     Of two texts' rows of one rule the labels differ in ``dir`` alone.
@@ -22,8 +40,7 @@ def kurtosis_table(file: Exported) -> str:
         rules.setdefault(row.label.replace(f" dir={data_of(row)}", ""), {})[data_of(row)] = row
     header = ["rule", *(f"{text.split('/')[-1]}, {when}" for text in texts for when in ("a tenth", "the end"))]
     lines = [
-        [f"`{label}`", *(written(_mean(of.get(text), look)) for text in texts for look in (0, -1))]
-        for label, of in rules.items()
+        [f"`{label}`", *(cell(of.get(text), look) for text in texts for look in (0, -1))] for label, of in rules.items()
     ]
     return markdown(header, lines)
 
@@ -33,9 +50,9 @@ def data_of(row: Row) -> str:
     return next((str(run.config["data"]["dir"]) for run in row.runs), "")
 
 
-def _mean(row: Row | None, look: int) -> float | None:
-    """The mean over the runs of a row that have looked, at the first look that is kept or at the last."""
-    known = [value for run in (row.runs if row else ()) if (value := _at(run.looks, look).get(KURTOSIS)) is not None]
+def _mean(row: Row | None, look: int, name: str) -> float | None:
+    """The mean of a figure over the runs of a row that have looked, at the first look that is kept or at the last."""
+    known = [value for run in (row.runs if row else ()) if (value := _at(run.looks, look).get(name)) is not None]
     return fmean(known) if known else None
 
 

@@ -72,6 +72,26 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
         assert f"{sum(apart) / len(apart):+.3f} [" in line.split("|")[-2]
 
 
+def test_logarithms_of_weights_are_told_where_runs_looked_at_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q1's runs did not: two figures that they have stand for these."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    text = (ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8")
+    told = import_module("_weights").logarithms_table
+    (tmp_path / "before.json").write_text(text, encoding="utf-8")
+    assert told(read_export(tmp_path / "before.json")) is None
+    for name, stands_in in (("log2_std", "amax_over_std"), ("log2_skewness", "kurtosis")):
+        text = text.replace(f'"quant/{stands_in}/weight"', f'"quant/{name}/weight"')
+    (tmp_path / "after.json").write_text(text, encoding="utf-8")
+    after = read_export(tmp_path / "after.json")
+    row = next(row for row in after.rows if row.label == "E4M3 riemannian dir=data/stdlib")
+    ends = [run.looks[2000] for run in row.runs]
+    std, skewness = (sum(end[f"quant/log2_{name}/weight"] for end in ends) / 5 for name in ("std", "skewness"))
+    (line,) = (line for line in told(after).splitlines() if "E4M3 riemannian" in line)
+    assert line.split("|")[3].strip() == f"{std:.2f}, {skewness:+.2f}"
+
+
 FINETUNED = sorted((ROOT / "docs" / "measured" / "finetune").glob("*.json"))
 
 

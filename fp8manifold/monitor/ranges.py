@@ -37,6 +37,12 @@ class RangeFigures:
     """That over the standard deviation; None where it is 0."""
     kurtosis: float | None
     """Fourth central moment over the squared variance; 3 for a normal distribution, None where the variance is 0."""
+    log2_std: float | None
+    """Standard deviation of log2 of the magnitudes other than 0, in binades; 1.60 for a normal distribution around 0,
+    None where there are none."""
+    log2_skewness: float | None
+    """Their third central moment over the cubed standard deviation: -1.54 for a normal distribution around 0, 0 for a
+    log-normal one; None where that is 0."""
     scale: float
     """Geometric mean of the scales."""
 
@@ -47,7 +53,8 @@ def range_figures(x: Tensor, fmt: FormatLike | None = None, scale: ScaleLike = 1
 
     .. math:: overflow = \\frac1n \\#\\{|x| / s > max + S(max) / 2\\}, \\quad
               clamped = \\frac1n \\#\\{|x| / s > max\\}, \\quad
-              kurtosis = \\frac{\\overline{(x - \\bar x)^4}}{\\overline{(x - \\bar x)^2}^2}
+              kurtosis = \\frac{\\overline{(x - \\bar x)^4}}{\\overline{(x - \\bar x)^2}^2}, \\quad
+              log2\\_std^2 = \\overline{(\\log_2 |x| - \\overline{\\log_2 |x|})^2}_{x \\ne 0}
 
     Rounding is to nearest: a tie at either end goes where its even code is.
 
@@ -80,6 +87,7 @@ def range_figures(x: Tensor, fmt: FormatLike | None = None, scale: ScaleLike = 1
         finite = x[x.isfinite()]
         moments, nonfinite = _moments(finite), x.numel() - finite.numel()
     amax, variance, fourth = moments
+    spread, skewness = _spread_of_logs(x)
     n = max(x.numel(), 1)
     shares = _out_of_range(x, as_format(fmt), fitted) if fmt is not None else {}
     return RangeFigures(
@@ -89,6 +97,8 @@ def range_figures(x: Tensor, fmt: FormatLike | None = None, scale: ScaleLike = 1
         amax=amax,
         amax_over_std=1 / math.sqrt(variance) if variance else None,
         kurtosis=fourth / variance**2 if variance else None,
+        log2_std=spread,
+        log2_skewness=skewness,
         scale=one_scale(fitted),
     )
 
@@ -138,6 +148,28 @@ def _powers(part: Tensor, mean: Tensor, unit: Tensor) -> Tensor:
     centred = (part - mean.to(part.dtype)) / unit.to(part.dtype)
     squares = centred.mul_(centred)
     return torch.stack([squares.sum(), torch.dot(squares, squares)]).double()
+
+
+def _spread_of_logs(x: Tensor) -> tuple[float | None, float | None]:
+    """Standard deviation and skewness of log2 |x| over what is finite and not 0."""
+    sums = [_powers_of_logs(part) for (part,) in blocks(x)]
+    n, first, second, third = torch.stack(sums).sum(0).tolist()
+    if not n:
+        return None, None
+    mean, square = first / n, second / n
+    variance = square - mean**2
+    if variance <= _ROUNDING * square:
+        return 0.0, None
+    central = third / n - 3 * mean * variance - mean**3
+    return math.sqrt(variance), central / variance**1.5
+
+
+def _powers_of_logs(part: Tensor) -> Tensor:
+    logs = part.abs().log2_().double()
+    there = logs.isfinite()
+    logs = logs.where(there, 0.0)
+    squares = logs.square()
+    return torch.stack([there.sum().double(), logs.sum(), squares.sum(), torch.dot(squares, logs)])
 
 
 def _out_of_range(x: Tensor, fmt: FloatFormat, scale: Tensor) -> dict[str, float]:

@@ -262,6 +262,15 @@ KURTOSIS = _ranges(
 AMAX_OVER_STD = _ranges(
     "quant/amax_over_std", "Largest over standard deviation", RATIO, "Mean over the layers.", chart=LINEAR
 )
+LOG2_STD = _ranges(
+    "quant/log2_std",
+    "Spread of the logarithms",
+    "binades, normal = 1.6",
+    "Standard deviation of log2 of the magnitudes.",
+)
+LOG2_SKEWNESS = _ranges(
+    "quant/log2_skewness", "Skewness of the logarithms", "normal = -1.54", "0 where magnitudes are log-normal."
+)
 SUBNORMAL = _ranges("quant/subnormal", "Subnormals", SHARE, "Values that become subnormal.")
 CLAMPED = _ranges("quant/clamped", "Clamped", SHARE, "Values beyond the largest at all, rounded there.", bad=ABOVE)
 AMAX = _ranges("quant/amax", "Largest magnitude", "value", "Of the finite ones.", over=LARGEST)

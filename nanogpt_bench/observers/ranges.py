@@ -21,7 +21,7 @@ from nanogpt_bench.step.layers import plain
 from nanogpt_bench.step.points import Step
 
 _SHARES = (metrics.OVERFLOW, metrics.UNDERFLOW, metrics.SUBNORMAL, metrics.CLAMPED)
-_MOMENTS = (metrics.AMAX, metrics.AMAX_OVER_STD, metrics.KURTOSIS)
+_MOMENTS = (metrics.AMAX, metrics.AMAX_OVER_STD, metrics.KURTOSIS, metrics.LOG2_STD, metrics.LOG2_SKEWNESS)
 
 
 class Ranges(Monitor):

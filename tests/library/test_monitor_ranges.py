@@ -97,12 +97,36 @@ def test_kurtosis_of_distributions_that_are_known() -> None:
     assert range_figures(one_in_a_thousand).kurtosis == pytest.approx(0.998**2 / 0.999 * 1000, rel=1e-2)
 
 
+@pytest.mark.parametrize("shape", [(7,), (400, 500)])
+def test_moments_of_logarithms(shape: tuple[int, ...]) -> None:
+    x = normal(*shape, seed=3, std=2.0) ** 3
+    x.view(-1)[:3] = torch.tensor([0.0, -0.0, -math.inf])
+    logs = x.double().abs().log2().flatten()[3:]
+    found = range_figures(x)
+    assert found.log2_std == pytest.approx(logs.std(correction=0).item(), rel=1e-5)
+    third = (logs - logs.mean()).pow(3).mean() / logs.std(correction=0) ** 3
+    assert found.log2_skewness == pytest.approx(third.item(), rel=1e-4, abs=1e-5)
+
+
+def test_logarithms_of_distributions_that_are_known() -> None:
+    found = range_figures(normal(500_000))
+    # log |z| has variance pi^2 / 8 and third central moment -7 zeta(3) / 4
+    std = math.pi / math.sqrt(8)
+    assert found.log2_std == pytest.approx(std / math.log(2), abs=0.01)
+    assert found.log2_skewness == pytest.approx(-7 * 1.2020569 / 4 / std**3, abs=0.03)
+    x = normal(500_000, seed=5, std=3.0).exp2() * normal(500_000, seed=6).sign()
+    found = range_figures(x * 2.0**-60)
+    assert (found.log2_std, found.log2_skewness) == pytest.approx((3, 0), abs=0.02)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, -7.3])
 def test_a_constant_has_no_kurtosis(value: float) -> None:
     found = range_figures(torch.full((1000,), value), "E4M3")
     assert found.kurtosis is None
     assert found.amax_over_std is None
     assert found.amax == pytest.approx(abs(value))
+    assert found.log2_std == (0.0 if value else None)
+    assert found.log2_skewness is None
 
 
 def test_what_is_not_finite_is_told_apart() -> None:
@@ -115,6 +139,7 @@ def test_what_is_not_finite_is_told_apart() -> None:
     assert (nothing.nonfinite, nothing.overflow, nothing.amax, nothing.kurtosis) == (1.0, 0.0, 0.0, None)
     empty = range_figures(torch.empty(0, 3), "E4M3")
     assert (empty.size, empty.overflow, empty.subnormal, empty.amax, empty.kurtosis) == (0, 0.0, 0.0, 0.0, None)
+    assert empty.log2_std is nothing.log2_std is empty.log2_skewness is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

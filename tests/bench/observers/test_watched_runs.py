@@ -82,7 +82,7 @@ def test_every_figure_is_there_by_layer_and_over_all_layers(tiny: Tiny, tmp_path
     last = records_of(tiny(**settings), tmp_path / "r")[-1]
     layers = {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc", "blocks.0.mlp.proj", "lm_head"}
     operands = ("weight", "activation", "gradient")
-    shares = ("overflow", "underflow", "subnormal", "clamped", "amax", "amax_over_std", "kurtosis", "scale")
+    shares = ("overflow", "underflow", "subnormal", "clamped", "amax", "amax_over_std", "kurtosis", "scale", "log2_std")
     bits = ("entropy", "uniformity", "codes_used", "codes_ever_used", "binades_occupied", "top_exponent", "longest_gap")
     utilisations = ("mantissa_utilisation", "exponent_utilisation", "exponent_bit_0", "mantissa_bit_0")
     names = [f"quant/{figure}/{operand}" for figure in shares for operand in operands]
