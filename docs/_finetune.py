@@ -1,58 +1,133 @@
-"""The tables and figures of fine-tuning rules against each other, from the files in `measured/finetune` alone."""
+"""The tables and the figure of fine-tuning rules against each other, from the files in `measured/finetune` alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from _looks import STYLE
-from _study import forest, measured_against, source
+from _study import measured_against, source
 from _tables import markdown
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from nanogpt_bench.report.exported import Exported, read_export
-from nanogpt_bench.report.paired import Difference, in_words
+from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"
 BASELINE = "fp32"
+#: what is drawn
+FORMAT = "E4M3"
+#: nats; beyond, the axis of the figure is logarithmic
+LINEAR = 0.01
+
+Of = Callable[[Result], Difference | None]
+TEXTS: dict[str, Of] = {
+    "new": lambda result: result.difference,
+    "old": lambda result: result.also_difference,
+}
 
 
-def tables(file: Exported) -> str:
-    """What float32 came from and to; then a line a rule, a column a format, on the new text and on the old one."""
-    results = measured_against(file, BASELINE)
+def rate(file: Exported) -> float:
+    """The learning rate that all runs of a file have."""
+    (one,) = {float(run.config["optimizer"]["lr"]) for row in file.rows for run in row.runs}
+    return one
+
+
+def named(rate: float) -> str:
+    """A rate in one figure.
+
+    >>> named(5e-5), named(2e-4)
+    ('5e-5', '2e-4')
+    """
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def groups(files: Path = FOLDER) -> Iterator[tuple[str, list[Exported]]]:
+    """What was measured at several rates (`NAME-RATE.json`), or at one (`NAME.json`), by its name; rates upward."""
+    paths = sorted(files.glob("*.json"))
+    for name, of in groupby(paths, key=lambda path: path.stem.split("-")[0]):
+        yield name, sorted(map(read_export, of), key=rate)
+
+
+def tables(files: Sequence[Exported]) -> str:
+    """What float32 came from and to; for each format a line a rule and a column for each text and rate."""
+    each = {rate(file): measured_against(file, BASELINE) for file in files}
+    formats = dict.fromkeys(r.row.format for results in each.values() for r in results if not r.reference)
+    parts = [*map(_came_from, each, each.values())]
+    parts += [f"{fmt}, losses less those of `{BASELINE}` on either text:\n\n{_grid(each, fmt)}" for fmt in formats]
+    return "\n\n".join([*parts, "\n".join(dict.fromkeys(map(source, files)))])
+
+
+def _came_from(rate: float, results: Sequence[Result]) -> str:
     (exact,) = (result for result in results if result.reference)
-    before = [loss for run in exact.row.runs if (loss := run.number("first_val_loss")) is not None]
-    lines = [
-        f"`{BASELINE}`: from {sum(before) / len(before):.3f} to {format_figure(exact.final_val_loss)} on the new text, "
-        f"means over {len(exact.row.runs)} seeds.",
-        "Loss on the new text less that of `fp32`:",
-        _grid(results, lambda result: result.difference),
-        "Loss on the old text less that of `fp32`, what is forgotten beyond what that forgets:",
-        _grid(results, lambda result: result.also_difference),
-        source(file),
-    ]
-    return "\n\n".join(lines)
+    runs = exact.row.runs
+    before = [loss for run in runs if (loss := run.number("first_val_loss")) is not None]
+    ends = f"from {sum(before) / len(before):.3f} to {format_figure(exact.final_val_loss)}"
+    return f"`{BASELINE}` at {named(rate)}: {ends} on the new text, {len(runs)} seed{'s' * (len(runs) > 1)}."
 
 
-def _grid(results: Sequence[Result], of: Callable[[Result], Difference | None]) -> str:
-    others = [result for result in results if not result.reference]
-    formats = list(dict.fromkeys(result.row.format for result in others))
-    found = {(result.row.rule, result.row.format): result for result in others}
+def _grid(each: Mapping[float, Sequence[Result]], fmt: str) -> str:
+    by_rule = {rate: {r.row.rule: r for r in results if r.row.format == fmt} for rate, results in each.items()}
+    columns = [(text, rate) for text in TEXTS for rate in each]
     rows = []
-    for rule in dict.fromkeys(result.row.rule for result in others):
-        each = [found.get((rule, fmt)) for fmt in formats]
-        held = next(result.bytes_per_parameter for result in each if result is not None)
-        cells = ("-" if result is None else in_words(of(result)) for result in each)
+    for rule in dict.fromkeys(rule for of in by_rule.values() for rule in of):
+        held = next(of[rule].bytes_per_parameter for of in by_rule.values() if rule in of)
+        there = [(TEXTS[text], by_rule[rate].get(rule)) for text, rate in columns]
+        cells = ["-" if result is None else written(of(result)) for of, result in there]
         rows.append([f"`{rule}`", "-" if held is None else f"{held:.2f}", *cells])
-    return markdown(("rule", "bytes a parameter", *formats), rows)
+    return markdown(("rule", "bytes", *(f"{text}, {named(rate)}" for text, rate in columns)), rows)
+
+
+def written(found: Difference | None) -> str:
+    """A difference and half of its 95% interval; of one seed without.
+
+    >>> written(Difference(0.0312, 3, 0.0302, 0.0322)), written(Difference(-0.02, 1)), written(None)
+    ('+0.031 ± 0.001', '-0.020', '-')
+    """
+    if found is None:
+        return "-"
+    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
+    return f"{found.mean:+.3f}{half}"
+
+
+def drawn(files: Sequence[Exported]) -> Figure:
+    """For either text a line a rule over the rates, in one format."""
+    figure, axes = plt.subplots(1, len(TEXTS), figsize=(9, 3.6), layout="constrained", sharey=True)
+    for axis, (text, of) in zip(axes, TEXTS.items(), strict=True):
+        _panel(axis, files, of)
+        axis.set_title(f"the {text} text")
+    axes[0].set_ylabel(f"loss less that of {BASELINE}, nats")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    return figure
+
+
+def _panel(axis: Axes, files: Sequence[Exported], of: Of) -> None:
+    axis.axhline(0, color="#999999", linewidth=1)
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for file in files:
+        for result in measured_against(file, BASELINE):
+            if result.row.format == FORMAT and (found := of(result)) is not None:
+                lines.setdefault(result.row.rule, []).append((rate(file), found.mean))
+    for rule, points in lines.items():
+        axis.plot(*zip(*points, strict=True), "o-", markersize=4, linewidth=1.4, label=rule)
+    axis.set_xscale("log")
+    axis.set_yscale("symlog", linthresh=LINEAR)
+    axis.set(xlabel="learning rate", xticks=[rate(file) for file in files])
+    axis.set_xticklabels([named(rate(file)) for file in files])
+    axis.minorticks_off()
+    axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)
 
 
 def write_finetune(folder: Path, files: Path = FOLDER) -> None:
-    """Write the tables and the figure of every results file into the folder."""
-    for path in sorted(files.glob("*.json")):
-        file = read_export(path)
-        (folder / f"finetune-{path.stem}.md").write_text(tables(file), encoding="utf-8")
+    """Write the tables of every group of results files into the folder, and the figure of those at several rates."""
+    for name, of in groups(files):
+        (folder / f"finetune-{name}.md").write_text(tables(of), encoding="utf-8")
+        if len(of) == 1:
+            continue
         with plt.rc_context(STYLE):
-            drawn = forest(file, BASELINE)
-            drawn.savefig(folder / f"finetune-{path.stem}.svg", metadata={"Date": None})
-            plt.close(drawn)
+            figure = drawn(of)
+            figure.savefig(folder / f"finetune-{name}.svg", metadata={"Date": None})
+            plt.close(figure)

@@ -119,12 +119,13 @@ def _difference(result: Result) -> str:
 
 
 def source(file: Exported) -> str:
-    """Where the runs were made."""
+    """Where the runs were made; without a commit where that is not known."""
     runs = [run for row in file.rows for run in row.runs]
-    commits = dict.fromkeys(str(run.environment.get("commit"))[:7] for run in runs)
+    commits = dict.fromkeys(str(known)[:7] for run in runs if (known := run.environment.get("commit")))
+    made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
     torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
     cpus = dict.fromkeys(str(run.environment.get("cpu")) for run in runs)
-    return f"Commit {', '.join(commits)}, torch {', '.join(torches)}, {', '.join(cpus)}, one thread a run.\n"
+    return f"{made} {', '.join(torches)}, {', '.join(cpus)}, one thread a run.\n"
 
 
 def decided(file: Exported, against: Sequence[str]) -> str:
