@@ -1,6 +1,7 @@
 """The tables and the figure of fine-tuning rules against each other, from the files in `measured/finetune` alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def tables(files: Sequence[Exported]) -> str:
     formats = dict.fromkeys(r.row.format for results in each.values() for r in results if not r.reference)
     parts = [*map(_came_from, each, each.values())]
     parts += [f"{fmt}, losses less those of `{BASELINE}` on either text:\n\n{_grid(each, fmt)}" for fmt in formats]
-    return "\n\n".join([*parts, "\n".join(dict.fromkeys(map(source, files)))])
+    return "\n\n".join([*parts, source(replace(files[0], rows=tuple(row for file in files for row in file.rows)))])
 
 
 def _came_from(rate: float, results: Sequence[Result]) -> str:
