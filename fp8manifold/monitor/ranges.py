@@ -41,8 +41,8 @@ class RangeFigures:
     """Standard deviation of log2 of the magnitudes other than 0, in binades; 1.60 for a normal distribution around 0,
     None where there are none."""
     log2_skewness: float | None
-    """Their third central moment over the cubed standard deviation: -1.54 for a normal distribution around 0, 0 for a
-    log-normal one; None where that is 0."""
+    """Their third central moment over the cubed standard deviation, -1.54 for a normal distribution around 0 and
+    0 for a log-normal one; None where that is 0."""
     scale: float
     """Geometric mean of the scales."""
 

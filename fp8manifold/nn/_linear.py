@@ -71,8 +71,7 @@ class QuantizedLinear(nn.Linear):
         headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
         rounding: of stored weights: what geoopt's own optimizers round with.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
-        keep_remainder: with ``fp8``, keep what rounding the weight left, for a residual to begin with: in fine-tuning
-            codes of a residual that begins with 0 hardly move.
+        keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
             :meth:`quantize_weight_gradient` to quantise once it has been clipped.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.

@@ -80,19 +80,6 @@ class MonitorConfig:
     )
 
 
-@dataclass
-class ShadowConfig:
-    """A float32 model with the run's current weights, whose gradients the run's are compared with."""
-
-    enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
-    interval: int = setting(100, "steps between two comparisons", minimum=1)
-    of: str = setting(
-        "dequantised",
-        "the weights as the forward pass uses them, or their float32 master copy",
-        choices=("dequantised", "master"),
-    )
-
-
 LOSS_IS_NAN = Metric("loss_is_nan", "Loss not finite", "0 or 1", "Whether the training loss is NaN or Inf.", bad=ABOVE)
 GRAD_HAS_NAN = Metric("grad_has_nan", "Gradient not finite", "0 or 1", "Whether the gradient's norm is.", bad=ABOVE)
 TRAIN_LOSS = Metric("train/loss", "Training loss", NATS, "Of the step's batch, a token or a label.", bad=ABOVE)

@@ -11,10 +11,10 @@ from typing import Any
 
 from nanogpt_bench.config.field import section, setting
 from nanogpt_bench.config.machine import RuntimeConfig
-from nanogpt_bench.config.metrics import MonitorConfig, ShadowConfig
+from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
 from nanogpt_bench.config.training import EvalConfig, TrainConfig
-from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, TrackingConfig
+from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, ShadowConfig, TrackingConfig
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
 #: storages whose points are a format's values: a step is rounded when it is written back

@@ -1,4 +1,4 @@
-"""The sections of the configuration that say what is told, kept and judged of a run: alerts to failures."""
+"""The sections of the configuration that say what is compared, told, kept and judged of a run: shadow to failures."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ ALERT_KINDS = (
     *("early_divergence", "geometry_budget", "budget"),
 )
 ALERT_LEVELS = ("WARN", "ERROR", "off")
+
+
+@dataclass
+class ShadowConfig:
+    """A float32 model with the run's current weights, whose gradients the run's are compared with."""
+
+    enabled: bool = setting(False, "compare gradients with a float32 model's on the same batches")
+    interval: int = setting(100, "steps between two comparisons", minimum=1)
+    of: str = setting(
+        "dequantised",
+        "the weights as the forward pass uses them, or their float32 master copy",
+        choices=("dequantised", "master"),
+    )
 
 
 @dataclass
