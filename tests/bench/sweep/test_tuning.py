@@ -265,7 +265,7 @@ def test_a_real_tuning_ends_with_a_page(write, monkeypatch):
 
 STUDIES = [name for name in shipped_sweeps() if name.startswith("study_")]
 #: studies that a mode of the sweep makes
-MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "lr-limits"}
+MODES = {"study_q3.yaml": "sensitivity", "study_q6.yaml": "lr-limits", "study_q5_mixture.yaml": "grid"}
 
 
 @pytest.mark.usefixtures("_forked_workers")
@@ -277,7 +277,7 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
     train_here(monkeypatch)
     shutil.copytree(corpus_dir, "data/stdlib")
     mode = MODES.get(name, "tune")
-    option = [f"--{mode}"] if name in MODES else []
+    option = [f"--{mode}"] if mode in ("sensitivity", "lr-limits") else []
     assert main(["sweep", name, "--smoke", "--workers", "1", *option]) == 0
     (out,) = Path("runs").glob(f"*/{mode}-smoke")
     rows = list(csv.DictReader((out / "results.csv").read_text().splitlines()))
