@@ -7,7 +7,9 @@ from pathlib import Path
 import matplotlib
 from _along import Course, course, drawn_along, table_along
 from _lengths import climbs, drawn_by_length, gap_by_length
+from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
+from _maps import drawn_map, is_map, warps
 from _monitors import monitors
 from _recovered import recovered
 from _tables import markdown
@@ -232,19 +234,31 @@ def write_study(folder: Path, files: Path = FOLDER) -> None:
     """Write the tables and figures of every results file into the folder."""
     matplotlib.use("Agg")
     of_others = {name for names in BESIDE.values() for name in names}
-    for path in sorted(path for path in files.glob("*.json") if path.stem not in of_others):
-        file = read(path)
+    found = {path.stem: read(path) for path in sorted(files.glob("*.json")) if path.stem not in of_others}
+    tuned = tuned_rates(list(found.values()))
+    for stem, file in found.items():
         if not any(row.runs for row in file.rows):
             continue
-        for end, text in parts(path.stem, file):
-            (folder / f"{path.stem}{end}.md").write_text(text, encoding="utf-8")
-        if climbs(file):
-            (folder / f"{path.stem}-length.svg").write_text(drawn_by_length(file), encoding="utf-8")
-        name = baselines(file, path.stem)[0]
-        with plt.rc_context(STYLE):
-            drawn = {"": forest(file, name)}
-            if not climbs(file):
-                drawn["-along"] = drawn_along(along(file, name), name)
-            for end, picture in drawn.items():
-                picture.savefig(folder / f"{path.stem}{end}.svg", metadata={"Date": None})
-                plt.close(picture)
+        if is_search(file):
+            (folder / f"{stem}.md").write_text(f"{limit_table(file, tuned)}\n{source(file)}", encoding="utf-8")
+        elif is_map(file):
+            (folder / f"{stem}.md").write_text(f"{warps(file)}\n{source(file)}", encoding="utf-8")
+            (folder / f"{stem}.svg").write_text(drawn_map(file), encoding="utf-8")
+        else:
+            _write_rows(folder, stem, file)
+
+
+def _write_rows(folder: Path, stem: str, file: Exported) -> None:
+    """The tables and figures of a file whose rows are measured against a baseline."""
+    for end, text in parts(stem, file):
+        (folder / f"{stem}{end}.md").write_text(text, encoding="utf-8")
+    if climbs(file):
+        (folder / f"{stem}-length.svg").write_text(drawn_by_length(file), encoding="utf-8")
+    name = baselines(file, stem)[0]
+    with plt.rc_context(STYLE):
+        drawn = {"": forest(file, name)}
+        if not climbs(file):
+            drawn["-along"] = drawn_along(along(file, name), name)
+        for end, picture in drawn.items():
+            picture.savefig(folder / f"{stem}{end}.svg", metadata={"Date": None})
+            plt.close(picture)

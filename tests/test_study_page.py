@@ -166,3 +166,44 @@ def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
     runs = [run | {"steps": steps, "steps_planned": steps} for run in row["runs"]]
     train = row["settings"].get("train", {}) | {"max_steps": steps}
     return row | {"label": label, "runs": runs, "settings": row["settings"] | {"train": train}}
+
+
+def test_a_map_and_a_search_for_limits_are_drawn_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q1's runs of two rules, told as those of two layer patterns in two formats, and as those of four rates."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    text = (ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8")
+    rows = {row["label"]: row for row in json.loads(text)["rows"] if row["label"].endswith(" dir=data/stdlib")}
+    fp32, nearest, own = (rows[f"{label} dir=data/stdlib"] for label in ("fp32", "E4M3 nearest", "E4M3 stochastic"))
+    places = {("attn.qkv", "E4M3"): nearest, ("*", "E4M3"): own, ("attn.qkv", "E7M0"): own, ("*", "E7M0"): nearest}
+    cells = [in_one_place(row, pattern, fmt) for (pattern, fmt), row in places.items()]
+    found = written_study(tmp_path, {"rows": [fp32, *cells], "baseline": fp32["label"]}, text)
+    gaps = [
+        sum(run["final_val_loss"] - base["final_val_loss"] for run, base in zip(row["runs"], fp32["runs"], strict=True))
+        for row in (nearest, own)
+    ]
+    drawn = (found / "file.svg").read_text(encoding="utf-8").replace("\u2212", "-")
+    assert all(word in drawn for word in ("all layers", "E7M0", *(f"{gap / 5:+.3f}" for gap in gaps)))
+    assert "`geometry/warp_slope` | 20 |" in (found / "file.md").read_text(encoding="utf-8")
+
+    unstable = {**own, "runs": [{**run, "final_val_loss": 9.0} for run in own["runs"]]}
+    rates = {0.001: own, 0.01: nearest, 0.1: unstable}
+    cells = [at_rate(row, rate) for rate, row in rates.items()]
+    found = written_study(tmp_path, {"rows": cells, "baseline": None}, text)
+    (line,) = re.findall(r"^\| `E4M3 stochastic` .*$", (found / "file.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert line == f"| `E4M3 stochastic` | {'; '.join(['0.01 to 0.1'] * 5)} | 0.004 | 2.5 |"
+
+
+def in_one_place(row: dict[str, Any], pattern: str, fmt: str) -> dict[str, Any]:
+    settings = {**row["settings"], "model": {**row["settings"].get("model", {}), "formats": {pattern: fmt}}}
+    return {**row, "label": f"{fmt} {pattern}", "rule": "stochastic", "format": fmt, "settings": settings}
+
+
+def at_rate(row: dict[str, Any], rate: float) -> dict[str, Any]:
+    settings = {**row["settings"], "optimizer": {**row["settings"].get("optimizer", {}), "lr": rate}}
+    return {**row, "label": f"E4M3 stochastic lr={rate:g}", "rule": "stochastic", "settings": settings}
+
+
+def written_study(folder: Path, content: dict[str, Any], text: str) -> Path:
+    (folder / "file.json").write_text(json.dumps(json.loads(text) | content | {"trials": None}), encoding="utf-8")
+    import_module("_study").write_study(folder, folder)
+    return folder

@@ -1,0 +1,65 @@
+"""The largest stable learning rates of a file whose runs were a search for them."""
+
+from collections.abc import Mapping, Sequence
+
+from _tables import markdown
+
+from nanogpt_bench.report.exported import Exported
+from nanogpt_bench.report.results import Row
+from nanogpt_bench.sweep.file import LrLimits
+from nanogpt_bench.sweep.lr_limits import is_stable, limits
+
+Tuned = Mapping[tuple[str, str], float]
+"""The best rate by format and rule."""
+
+
+def is_search(file: Exported) -> bool:
+    """Whether the file's rows are rates that a search of ``--lr-limits`` tried, which has no baseline."""
+    return file.baseline is None and all(" lr=" in row.label for row in file.rows)
+
+
+def tuned_rates(files: Sequence[Exported]) -> dict[tuple[str, str], float]:
+    """The rate that each rule was found to be best at, by format and rule; the first file that has it is right."""
+    found: dict[tuple[str, str], float] = {}
+    for row in (row for file in files for row in file.tuning):
+        found.setdefault((str(row["format"]), str(row["rule"])), float(row["best"]["optimizer.lr"]))
+    return found
+
+
+def limits_by_seed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, tuple[float | None, float | None]]]:
+    """By format and rule, and by seed: the largest rate that held, and the smallest that did not."""
+    tried: dict[tuple[str, str], dict[int, dict[float, bool]]] = {}
+    for row in rows:
+        for run in row.runs:
+            if run.seed is not None:
+                of = tried.setdefault((row.format, row.rule), {}).setdefault(run.seed, {})
+                of[float(run.config["optimizer"]["lr"])] = is_stable(run.summary, LrLimits().tolerance)
+    return {place: {seed: limits(rates) for seed, rates in seeds.items()} for place, seeds in tried.items()}
+
+
+def limit_table(file: Exported, tuned: Tuned) -> str:
+    """A line a rule and format: its limits seed by seed, its tuned rate, and how often the smallest limit holds it."""
+    lines = []
+    for (fmt, rule), seeds in limits_by_seed(file.rows).items():
+        best = tuned.get((fmt, rule))
+        held = [stable for stable, _ in seeds.values() if stable is not None]
+        lines.append(
+            (
+                f"`{rule}`" if fmt == "none" else f"`{fmt} {rule}`",
+                "; ".join(_between(*ends) for ends in seeds.values()),
+                "-" if best is None else f"{best:g}",
+                f"{min(held) / best:.1f}" if best and held else "-",
+            )
+        )
+    return markdown(("rule", "held; did not, by seed", "tuned rate", "smallest limit over it"), lines)
+
+
+def _between(stable: float | None, unstable: float | None) -> str:
+    """The two ends of a limit.
+
+    >>> _between(0.5, 1.0), _between(None, 0.25), _between(64.0, None)
+    ('0.5 to 1', 'below 0.25', 'above 64')
+    """
+    if stable is None:
+        return "not found" if unstable is None else f"below {unstable:g}"
+    return f"above {stable:g}" if unstable is None else f"{stable:g} to {unstable:g}"

@@ -1,0 +1,66 @@
+"""The map of a file whose runs have one layer pattern in one format each, and what the warp of its chart tells of it."""
+
+from collections.abc import Mapping
+from statistics import fmean
+
+from _tables import markdown
+
+from nanogpt_bench.report import engine
+from nanogpt_bench.report.exported import Exported
+from nanogpt_bench.report.foretelling import Foretold, foretold, points
+from nanogpt_bench.report.pictures import figure
+from nanogpt_bench.report.results import Row, find_reference
+from nanogpt_bench.report.studies import Sensitivity
+from nanogpt_bench.report.sweep_charts import sensitivity_charts
+
+END = 1.0
+"""Share of a run's steps at which it is looked at."""
+
+
+def is_map(file: Exported) -> bool:
+    """Whether every row but the float one is a pattern in a format: ``E4M3 attn.qkv``."""
+    of_one = [row for row in file.rows if row.format != "none"]
+    return bool(of_one) and all(formats_of(row) and row.label.split()[-1] in formats_of(row) for row in of_one)
+
+
+def formats_of(row: Row) -> Mapping[str, object]:
+    """What the row's runs have in ``model.formats``."""
+    return next((run.config["model"].get("formats") or {} for run in row.runs), {})
+
+
+def map_of(file: Exported) -> Sensitivity:
+    """Gaps to the float row, means over the seeds that both have."""
+    base = losses(find_reference(file.rows, file.baseline))
+    gaps: dict[tuple[str, str], float] = {}
+    for row in file.rows:
+        if row.format != "none":
+            own = losses(row)
+            paired = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+            gaps |= {(row.label.split()[-1], row.format): fmean(paired)} if paired else {}
+    patterns, formats = (tuple(dict.fromkeys(place[at] for place in gaps)) for at in (0, 1))
+    table = tuple(tuple(gaps.get((pattern, name)) for name in formats) for pattern in patterns)
+    rule = next(row.rule for row in file.rows if row.format != "none")
+    return Sensitivity(tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule)
+
+
+def losses(row: Row | None) -> dict[int, float]:
+    """Final losses by seed, of the runs that finished."""
+    found = ((run.seed, run.number("final_val_loss")) for run in (row.runs if row else ()) if run.status == "finished")
+    return {seed: loss for seed, loss in found if seed is not None and loss is not None}
+
+
+def drawn_map(file: Exported) -> str:
+    """The map as an SVG, as the report draws it."""
+    return engine.svg(figure(sensitivity_charts([map_of(file)]), {}))
+
+
+def warps(file: Exported) -> str:
+    """What the warp figures at the end tell of the gap, over layers and formats, with intervals over formats."""
+    told = foretold(list(points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values()))
+    lines = [_line(each) for each in told if each.name.startswith("geometry/warp_")]
+    return markdown(("figure", "runs", "rank correlation with the gap", "95%, over formats"), lines)
+
+
+def _line(told: Foretold) -> tuple[str, ...]:
+    ends = "-" if told.low is None or told.high is None else f"[{told.low:+.2f}, {told.high:+.2f}]"
+    return f"`{told.name}`", str(told.runs), "-" if told.spearman is None else f"{told.spearman:+.2f}", ends
