@@ -1,4 +1,4 @@
-"""The map of a file whose runs have one layer pattern in one format each, and what the warp of its chart tells of it."""
+"""The map of a file whose runs have one layer pattern in one format each, and what its warp foretells."""
 
 from collections.abc import Mapping
 from statistics import fmean
