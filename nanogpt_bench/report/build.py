@@ -129,7 +129,7 @@ def write_report(
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md and table.tex, and where rows climb a ladder gap_by_length.md or gap_by_data.md."""
+    """Write results.csv, table.md and table.tex, and where rows climb a ladder gap_by_length.md and the like."""
     write_text(out / "results.csv", to_csv(results))
     write_text(out / "table.md", to_markdown(results))
     write_text(out / "table.tex", to_latex(results))

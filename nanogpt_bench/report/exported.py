@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,7 +76,7 @@ def export(folder: Path) -> dict[str, Any]:
     return {
         "kind": KIND,
         "version": VERSION,
-        "command": manifest.get("command"),
+        "command": _without_folders(manifest.get("command")),
         "mode": manifest.get("mode", "compare"),
         "baseline": manifest.get("baseline"),
         "runs": {"ended": len(runs), "planned": sum(len(row.runs) for row in planned)},
@@ -86,6 +87,21 @@ def export(folder: Path) -> dict[str, Any]:
         "monitors": columns.figures,
         "tuning": tuning,
     }
+
+
+def _without_folders(command: Any) -> Any:
+    """A command, its absolute paths by their last part: where somebody's files lie is nobody else's business.
+
+    >>> _without_folders("nanogpt-bench sweep a.yaml --from /data/mine/b.json --out runs/a")
+    'nanogpt-bench sweep a.yaml --from b.json --out runs/a'
+    """
+    if not isinstance(command, str):
+        return command
+    try:
+        words = shlex.split(command)
+    except ValueError:  # written by something else
+        return command
+    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
 
 
 def _trials(rows: Sequence[PlannedRow], of_rows: Sequence[Mapping[int, Run]], columns: _Columns) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The gap by length or by the size of the data: rows that differ in that alone, each measured against its own."""
+"""The gap by length, by the size of the data or the model: rows that differ in that alone, each against its own."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ LADDERS = (
         _data_size,
         (re.compile(r" ?(train_tokens|max_steps)=\d+"), re.compile(r" ?train_tokens=\d+")),
         "gap appears at",
+    ),
+    Ladder(
+        "size",
+        "Gap by size of the model",
+        "parameters",
+        "Every size was trained on its own.",
+        lambda run: run.number("parameters"),
+        (re.compile(r" ?(n_embd|n_layer|n_head|size)=[\w.]+"),),
     ),
 )
 
@@ -164,7 +172,7 @@ def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str
     if chart is None:
         return None
     head, *lines = cells_of(ladder, found)
-    noun = ladder.title.removeprefix("Gap by ").removesuffix(" of the data")
+    noun = ladder.title.removeprefix("Gap by ").split(" of the ")[0]
     words = (
         f"Final validation loss less that of the reference at the same seed and {noun}, in nats, with its 95% "
         f"t-interval. {ladder.words}"

@@ -21,6 +21,7 @@ FIGURES: Mapping[str, Sequence[str]] = {
     "gap": ("gap",),
     "gap_by_length": ("length",),
     "gap_by_data": ("data",),
+    "gap_by_size": ("size",),
     "stall": ("stall",),
     "gradient_cosine": ("watch-grad-cosine",),
     "weights": ("weights",),

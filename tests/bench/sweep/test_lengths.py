@@ -1,4 +1,4 @@
-"""Sweeps over the length: a schedule for each, a reference for each, and the gap by length."""
+"""Sweeps over the length or the size of the model: a schedule and a reference for each, and the gap by it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
+from nanogpt_bench.config.settings import flatten
 from nanogpt_bench.report.length import LADDERS, cells_of, climbed, ladder_chart
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import chosen
@@ -17,14 +18,17 @@ from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
 
-LENGTH, DATA = LADDERS
+LENGTH, _, SIZE = LADDERS
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory, corpus_dir):
     """A sweep over two lengths and two seeds, trained."""
-    folder = tmp_path_factory.mktemp("lengths")
-    path = folder / "lengths.yaml"
+    return trained(tmp_path_factory.mktemp("lengths"), corpus_dir, {"train.max_steps": [4, 8]})
+
+
+def trained(folder: Path, corpus_dir: Path, axes: dict[str, list[int]]) -> Path:
+    path = folder / "sweep.yaml"
     model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
     settings = {
         "data.dir": str(corpus_dir),
@@ -34,7 +38,9 @@ def swept(tmp_path_factory, corpus_dir):
         "optimizer": {"warmup_steps": 1, "stiffness_end": None},
         "runtime.threads": 1,
     }
-    axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
+    settings["train"]["max_steps"] = 4
+    settings = {key: value for key, value in flatten(settings) if key not in axes}
+    axes = {"rule": ["fp32", "sgd"], **axes, "seed": [1, 2]}
     path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": "fp32"}))
     patch = pytest.MonkeyPatch()
     train_here(patch)
@@ -81,6 +87,26 @@ def test_each_length_is_measured_against_its_own(swept):
     ]
     assert 'id="chart-length"' in page
     assert chosen([chart]) == {"gap_by_length": [chart]}
+
+
+def test_each_size_is_measured_against_its_own(tmp_path, corpus_dir, capsys):
+    swept = trained(tmp_path, corpus_dir, {"model.n_embd": [8, 16]})
+    rows = group_rows([load_run(path) for path in find_runs([swept])])
+    found = climbed(SIZE, measure(rows, find_reference(rows, "fp32 n_embd=8")))
+    assert climbed(LENGTH, measure(rows, find_reference(rows, "fp32 n_embd=8"))) == {}
+    assert list(found) == ["sgd"]
+    for (parameters, result), width in zip(sorted(found["sgd"].items()), (8, 16), strict=True):
+        summaries = [
+            [json.loads((swept / f"{rule}-n_embd={width}-seed={seed}" / "summary.json").read_text()) for seed in (1, 2)]
+            for rule in ("sgd", "fp32")
+        ]
+        apart = [own["final_val_loss"] - its["final_val_loss"] for own, its in zip(*summaries, strict=True)]
+        assert parameters == summaries[0][0]["parameters"]
+        assert result.difference.mean == pytest.approx(sum(apart) / 2)
+    heading, _ = cells_of(SIZE, found)
+    assert heading == ["run", *(f"{parameters:,} parameters" for parameters in sorted(found["sgd"]))]
+    assert (swept / "gap_by_size.md").read_text().splitlines()[0].split()[1] == "run"
+    assert 'id="size"' in (swept / "report.html").read_text()
 
 
 def _loss(swept: Path, rule: str, steps: int, seed: int) -> float:

@@ -17,7 +17,7 @@ from sweep_runs import train_here
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
 from nanogpt_bench.report.exported import read_export
-from nanogpt_bench.runs.environment import commit
+from nanogpt_bench.runs.environment import commit, cpu_model
 from nanogpt_bench.runs.load import Run
 
 
@@ -324,13 +324,14 @@ STUDY = Path(__file__).parents[3] / "docs" / "measured" / "study"
 
 @pytest.mark.slow
 def test_a_row_of_the_study_is_made_again(tmp_path, monkeypatch, capsys):
-    """Of the study's results the shortest run that was trained with this torch on the standard library's prose."""
+    """Of the study's results the shortest run of this torch and processor on the standard library's prose."""
     monkeypatch.chdir(tmp_path)
     files = sorted(STUDY.glob("*.json"))
     there = [(file, row, run) for file in files for row in read_export(file).rows for run in row.runs]
     same = [found for found in there if _could_be_made_here(found[2])]
     if not same:
-        pytest.skip(f"of {len(there)} runs of the study none is of torch {torch.__version__} and this Python's prose")
+        here = f"torch {torch.__version__}, {cpu_model()} and this Python's prose"
+        pytest.skip(f"of {len(there)} runs of the study none is of {here}")
     file, row, run = min(same, key=lambda found: found[2].number("steps"))
     train_here(monkeypatch)
     assert main(["results", "rerun", str(file), "--row", row.label, "--seed", str(run.seed), "--out", "again"]) == 0
@@ -339,6 +340,6 @@ def test_a_row_of_the_study_is_made_again(tmp_path, monkeypatch, capsys):
 
 def _could_be_made_here(run: Run) -> bool:
     source = run.environment["corpus"]["source"]
-    here = (torch.__version__, "stdlib", platform.python_version())
-    of_run = (run.environment["libraries"]["torch"], source["kind"], source.get("python"))
+    here = (torch.__version__, cpu_model(), "stdlib", platform.python_version())
+    of_run = (run.environment["libraries"]["torch"], run.environment["cpu"], source["kind"], source.get("python"))
     return run.status == "finished" and run.environment["gpu"] is None and of_run == here
