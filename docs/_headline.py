@@ -1,23 +1,24 @@
 """What the study found, in the sentence that README begins with."""
 
+from _paired import in_figures
 from _study import BASELINES, FOLDER, by_text, measured_against, read, short
 
-from nanogpt_bench.report.paired import Difference
 from nanogpt_bench.report.results import Result
 
 #: as the sentence calls the texts
 TEXTS = ("the standard library's prose", "EU law")
 
 
-def headline(rule: str = "E4M3 muon-stochastic") -> str:
+def headline(rule: str = "E2M5 muon-stochastic") -> str:
     """Return what a rule gains over float32 AdamW and what float32 Muon has over it, on both texts of Q1."""
-    file = read(FOLDER / "study_q1.json")
+    file = read(FOLDER / "study_q2_muon_spacing.json")
     below, above = ([r for _, rs in by_text(measured_against(file, name)) for r in rs] for name in BASELINES)
     own, fp32, muon = (next(r for r in below if short(r) == name) for name in (rule, *BASELINES))
     gains = [f"{found} ({text})" for found, text in zip(_differences(below, rule, -1), TEXTS, strict=True)]
     run, seeds = own.row.runs[0], min(len(r.row.runs) for r in below if short(r) == rule)
     return (
-        f"`{own.row.rule}`, {_bytes(own)} bytes a parameter with its state, ends {' and '.join(gains)} nats a byte "
+        f"`{own.row.rule}` in {own.row.format}, {_bytes(own)} bytes a parameter with its state, ends "
+        f"{' and '.join(gains)} nats a byte "
         f"below tuned float32 AdamW at {_bytes(fp32)} bytes, and {' and '.join(_differences(above, rule, 1))} above "
         f"tuned float32 Muon at {_bytes(muon)} bytes: {run.summary['parameters'] / 1e6:.2f} million parameters, "
         f"{run.summary['steps']:,} steps, {seeds} seeds, 95% intervals"
@@ -30,13 +31,3 @@ def _bytes(result: Result) -> str:
 
 def _differences(results: list[Result], rule: str, sign: int) -> list[str]:
     return [in_figures(r.difference, sign) for r in results if short(r) == rule and r.difference]
-
-
-def in_figures(found: Difference, sign: int = 1) -> str:
-    """Return a difference and half the width of its interval.
-
-    >>> in_figures(Difference(-0.2, 5, -0.23, -0.17), -1), in_figures(Difference(-0.2, 1))
-    ('0.200 ± 0.030', '-0.200')
-    """
-    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
-    return f"{sign * found.mean:.3f}{half}"

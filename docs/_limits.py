@@ -37,9 +37,26 @@ def limits_by_seed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, tuple
     return {place: {seed: limits(rates) for seed, rates in seeds.items()} for place, seeds in tried.items()}
 
 
+def near_best(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, float]]:
+    """By format and rule, and by seed: the largest rate that ended within the tolerance of the best rate's loss."""
+    ended: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
+    for row in rows:
+        for run in row.runs:
+            if run.seed is not None and (loss := run.number("final_val_loss")) is not None:
+                of = ended.setdefault((row.format, row.rule), {}).setdefault(run.seed, {})
+                of[float(run.config["optimizer"]["lr"])] = loss
+    bound = 1 + LrLimits().tolerance
+    return {
+        place: {
+            seed: max(lr for lr, loss in of.items() if loss <= bound * min(of.values())) for seed, of in seeds.items()
+        }
+        for place, seeds in ended.items()
+    }
+
+
 def limit_table(file: Exported, tuned: Tuned) -> str:
     """A line a rule and format: its limits seed by seed, its tuned rate, and how often the smallest limit holds it."""
-    lines = []
+    lines, near = [], near_best(file.rows)
     for (fmt, rule), seeds in limits_by_seed(file.rows).items():
         best = tuned.get((fmt, rule))
         held = [stable for stable, _ in seeds.values() if stable is not None]
@@ -49,9 +66,12 @@ def limit_table(file: Exported, tuned: Tuned) -> str:
                 "; ".join(_between(*ends) for ends in seeds.values()),
                 "-" if best is None else f"{best:g}",
                 f"{min(held) / best:.1f}" if best and held else "-",
+                "; ".join(f"{lr:g}" for lr in near.get((fmt, rule), {}).values()) or "-",
             )
         )
-    return markdown(("rule", "held; did not, by seed", "tuned rate", "smallest limit over it"), lines)
+    return markdown(
+        ("rule", "held; did not, by seed", "tuned rate", "smallest limit over it", "largest near the best"), lines
+    )
 
 
 def _between(stable: float | None, unstable: float | None) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from statistics import fmean
 
+from _paired import losses_of
 from _tables import markdown
 
 from nanogpt_bench.report import engine
@@ -30,23 +31,18 @@ def formats_of(row: Row) -> Mapping[str, object]:
 
 def map_of(file: Exported) -> Sensitivity:
     """Gaps to the float row, means over the seeds that both have."""
-    base = losses(find_reference(file.rows, file.baseline))
+    reference = find_reference(file.rows, file.baseline)
+    base = losses_of(reference) if reference else {}
     gaps: dict[tuple[str, str], float] = {}
     for row in file.rows:
         if row.format != "none":
-            own = losses(row)
+            own = losses_of(row)
             paired = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
             gaps |= {(row.label.split()[-1], row.format): fmean(paired)} if paired else {}
     patterns, formats = (tuple(dict.fromkeys(place[at] for place in gaps)) for at in (0, 1))
     table = tuple(tuple(gaps.get((pattern, name)) for name in formats) for pattern in patterns)
     rule = next(row.rule for row in file.rows if row.format != "none")
     return Sensitivity(tuple("all layers" if name == "*" else name for name in patterns), formats, table, rule=rule)
-
-
-def losses(row: Row | None) -> dict[int, float]:
-    """Final losses by seed, of the runs that finished."""
-    found = ((run.seed, run.number("final_val_loss")) for run in (row.runs if row else ()) if run.status == "finished")
-    return {seed: loss for seed, loss in found if seed is not None and loss is not None}
 
 
 def drawn_map(file: Exported) -> str:

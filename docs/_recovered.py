@@ -1,5 +1,6 @@
 """Of what nearest rounding loses to float32 in a format, the share that each rule brings back."""
 
+from _paired import losses_of
 from _tables import markdown
 from _weights import data_of
 
@@ -28,16 +29,11 @@ def recovered(file: Exported) -> str:
 
 def share(row: Row, nearest: Row, fp32: Row) -> Difference | None:
     """The mean over the seeds that all three have, with its interval."""
-    own, lost, exact = map(_losses, (row, nearest, fp32))
+    own, lost, exact = map(losses_of, (row, nearest, fp32))
     shares = {
         seed: (lost[seed] - own[seed]) / (lost[seed] - exact[seed]) for seed in own.keys() & lost.keys() & exact.keys()
     }
     return difference(shares, dict.fromkeys(shares, 0.0))
-
-
-def _losses(row: Row) -> dict[int, float]:
-    found = ((run.seed, run.number("final_val_loss")) for run in row.runs if run.status == "finished")
-    return {seed: loss for seed, loss in found if seed is not None and loss is not None}
 
 
 def in_share(found: Difference | None) -> str:

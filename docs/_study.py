@@ -6,12 +6,15 @@ from pathlib import Path
 
 import matplotlib
 from _along import Course, course, drawn_along, table_along
-from _lengths import climbs, drawn_by_length, gap_by_length
+from _failures import failures_table
+from _lengths import drawn_by, gap_by, ladder_of
 from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
 from _maps import drawn_map, is_map, warps
-from _monitors import monitors
+from _monitors import looked_early, monitors
 from _recovered import recovered
+from _spacing import drawn_spacing, is_drawn, spaced, spacing_table
+from _stiffness import stiffness_table
 from _tables import markdown
 from _weights import kurtosis_table, logarithms_table
 from matplotlib import pyplot as plt
@@ -21,7 +24,14 @@ from matplotlib.figure import Figure
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported, read_export
 from nanogpt_bench.report.paired import in_words
-from nanogpt_bench.report.results import Result, find_reference, measure, references_of, shortfall
+from nanogpt_bench.report.results import (
+    Result,
+    find_reference,
+    measure,
+    references_of,
+    row_label,
+    shortfall,
+)
 from nanogpt_bench.report.tables import format_figure, format_rates
 from nanogpt_bench.report.tuned import tuning_table
 
@@ -32,16 +42,24 @@ TEXTS = {"stdlib": "The standard library's prose", "eurlex": "EU law"}
 BASELINES = ("fp32", "muon")
 #: rows that those of a file are measured against, where it is not these
 AGAINST = {
+    "study_q1_baselines": tuple(f"{rule} dir=data/stdlib weight_decay=0.1 beta2=0.99" for rule in BASELINES),
     "study_q2_muon": (
         "muon min_lr_ratio=0.1",
         "muon min_lr_ratio=0",
         "E4M3 muon-stochastic min_lr_ratio=0.1 writeback_end=None",
-    )
+    ),
+    "study_q2_muon_spacing": (*BASELINES, "E4M3 muon-stochastic"),
+    "study_q5": ("fp32", "E5M2 stochastic"),
 }
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
 #: files that are drawn with another, whose rows theirs stand beside
-BESIDE = {"study_q1": ("study_q1_bf16",)}
+BESIDE = {
+    "study_q1": ("study_q1_bf16",),
+    "study_q2_noise": ("study_q2_twin",),
+    "study_q5": ("study_q5_mixture",),
+    "study_q9": ("study_q9_spacing",),
+}
 
 
 def read(path: Path) -> Exported:
@@ -59,8 +77,8 @@ def measured_against(file: Exported, baseline: str) -> list[Result]:
 
 def baselines(file: Exported, stem: str = "") -> list[str]:
     """The rows that those of a file are measured against: float ones, or the file's own."""
-    labels, rules = {row.label for row in file.rows}, {row.rule for row in file.rows}
-    there = [name for name in AGAINST.get(stem, BASELINES) if name in labels | rules]
+    known = {name for row in file.rows for name in (row.label, row.rule, row_label(row.rule, row.format))}
+    there = [name for name in AGAINST.get(stem, BASELINES) if name in known]
     return there or ([] if file.baseline is None else [file.baseline])
 
 
@@ -76,9 +94,11 @@ def short(result: Result) -> str:
     >>> short(measure([Row("E4M3 nearest dir=data/stdlib granularity=None", "nearest", "E4M3", ())], None)[0])
     'E4M3 nearest'
     """
-    return " ".join(
-        word for word in result.row.label.split() if not word.startswith("dir=") and not word.endswith("=None")
-    )
+    return _brief(result.row.label)
+
+
+def _brief(label: str) -> str:
+    return " ".join(word for word in label.split() if not word.startswith("dir=") and not word.endswith("=None"))
 
 
 def by_text(results: Sequence[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -94,7 +114,8 @@ def table(file: Exported, against: Sequence[str]) -> str:
     first = list(next(iter(each.values())).values())
     parts = [f"({missing}: the others are still to come.)\n"] if (missing := shortfall(file.rows)) else []
     for text, results in by_text(first):
-        header = ("rule", "lr", "bytes a parameter", "seeds", "final loss", *(f"less that of {name}" for name in each))
+        header = ["rule", "lr", "bytes a parameter", "seeds", "final loss"]
+        header += [f"less that of {_brief(name)}" for name in each]
         rows = [
             (
                 f"`{short(result)}`",
@@ -220,14 +241,19 @@ def parts(stem: str, file: Exported) -> Iterator[tuple[str, str]]:
     if logarithms := logarithms_table(file):
         yield "-logarithms", logarithms
     yield "-monitors", monitors(file)
+    yield "-failures", failures_table(file)
+    if formats := spaced(file):
+        yield "-spacing", spacing_table(formats)
     if file.tuning:
         yield "-tuned", tuning_table(file.tuning)
-    if climbs(file):
-        yield "-length", gap_by_length(file)
+    if ladder := ladder_of(file):
+        yield f"-{ladder.name}", gap_by(ladder, file)
     else:
         yield "-along", "\n".join(_tables_along(file, name) for name in against)
         if shares := recovered(file):
             yield "-recovered", shares
+        if stiffness := stiffness_table(file):
+            yield "-stiffness", stiffness
 
 
 def write_study(folder: Path, files: Path = FOLDER) -> None:
@@ -247,18 +273,24 @@ def write_study(folder: Path, files: Path = FOLDER) -> None:
         else:
             _write_rows(folder, stem, file)
 
+    if len(early := [file for file in found.values() if looked_early(file)]) > 1:
+        (folder / "study_monitors.md").write_text(monitors(*early), encoding="utf-8")
+
 
 def _write_rows(folder: Path, stem: str, file: Exported) -> None:
     """The tables and figures of a file whose rows are measured against a baseline."""
     for end, text in parts(stem, file):
         (folder / f"{stem}{end}.md").write_text(text, encoding="utf-8")
-    if climbs(file):
-        (folder / f"{stem}-length.svg").write_text(drawn_by_length(file), encoding="utf-8")
+    ladder = ladder_of(file)
+    if ladder is not None:
+        (folder / f"{stem}-{ladder.name}.svg").write_text(drawn_by(ladder, file), encoding="utf-8")
     name = baselines(file, stem)[0]
     with plt.rc_context(STYLE):
         drawn = {"": forest(file, name)}
-        if not climbs(file):
+        if ladder is None:
             drawn["-along"] = drawn_along(along(file, name), name)
+        if is_drawn(formats := spaced(file)):
+            drawn["-spacing"] = drawn_spacing(formats, TEXTS, (file.baseline or "").split()[0])
         for end, picture in drawn.items():
             picture.savefig(folder / f"{stem}{end}.svg", metadata={"Date": None})
             plt.close(picture)

@@ -1,13 +1,18 @@
 """The tails of the weights that a study's rules train, from what its runs saw of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import fmean
 
 from _tables import markdown
 
 from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.results import Row
+from nanogpt_bench.runs.load import Run
 
+TENTH = 0.1
+"""Of a run's steps."""
+Look = Callable[[Run, str], float | None]
+"""Reads a figure of a run."""
 KURTOSIS = "quant/kurtosis/weight"
 LOG2_STD, LOG2_SKEWNESS = "quant/log2_std/weight", "quant/log2_skewness/weight"
 
@@ -19,17 +24,17 @@ def kurtosis_table(file: Exported) -> str:
 
 def logarithms_table(file: Exported) -> str | None:
     """Standard deviation and skewness of the logarithms of the weights; None of a file whose runs did not look."""
-    if all(_mean(row, -1, LOG2_STD) is None for row in file.rows):
+    if all(at_end(row, LOG2_STD) is None for row in file.rows):
         return None
     return _table(file, _logarithms)
 
 
-def _logarithms(row: Row | None, look: int) -> str:
+def _logarithms(row: Row | None, look: Look) -> str:
     spread, skewness = (_mean(row, look, name) for name in (LOG2_STD, LOG2_SKEWNESS))
     return "-" if spread is None or skewness is None else f"{spread:.2f}, {skewness:+.2f}"
 
 
-def _table(file: Exported, cell: Callable[[Row | None, int], str]) -> str:
+def _table(file: Exported, cell: Callable[[Row | None, Look], str]) -> str:
     """A line a rule, a column for a tenth of the training and for its end on each text; means over seeds.
 
     Of two texts' rows of one rule the labels differ in ``dir`` alone.
@@ -40,7 +45,8 @@ def _table(file: Exported, cell: Callable[[Row | None, int], str]) -> str:
         rules.setdefault(row.label.replace(f" dir={data_of(row)}", ""), {})[data_of(row)] = row
     header = ["rule", *(f"{text.split('/')[-1]}, {when}" for text in texts for when in ("a tenth", "the end"))]
     lines = [
-        [f"`{label}`", *(cell(of.get(text), look) for text in texts for look in (0, -1))] for label, of in rules.items()
+        [f"`{label}`", *(cell(of.get(text), look) for text in texts for look in (_of_a_tenth, _of_the_end))]
+        for label, of in rules.items()
     ]
     return markdown(header, lines)
 
@@ -50,14 +56,24 @@ def data_of(row: Row) -> str:
     return next((str(run.config["data"]["dir"]) for run in row.runs), "")
 
 
-def _mean(row: Row | None, look: int, name: str) -> float | None:
-    """The mean of a figure over the runs of a row that have looked, at the first look that is kept or at the last."""
-    known = [value for run in (row.runs if row else ()) if (value := _at(run.looks, look).get(name)) is not None]
+def at_end(row: Row, name: str) -> float | None:
+    """The mean of a figure over the runs of a row, at their last looks."""
+    return _mean(row, _of_the_end, name)
+
+
+def _mean(row: Row | None, look: Look, name: str) -> float | None:
+    known = [value for run in (row.runs if row else ()) if (value := look(run, name)) is not None]
     return fmean(known) if known else None
 
 
-def _at(looks: Mapping[int, Mapping[str, float]], look: int) -> Mapping[str, float]:
-    return looks[sorted(looks)[look]] if looks else {}
+def _of_a_tenth(run: Run, name: str) -> float | None:
+    """At the last look within a tenth of the steps; None where the first came later."""
+    within = [step for step in run.looks if step <= TENTH * (run.number("steps") or 0)]
+    return run.looks[max(within)].get(name) if within else None
+
+
+def _of_the_end(run: Run, name: str) -> float | None:
+    return run.looks[max(run.looks)].get(name) if run.looks else None
 
 
 def written(value: float | None) -> str:

@@ -52,7 +52,7 @@ def test_without_arguments_the_twelve_rows_in_order():
         ("stochastic-8bit", "E4M3"),
         ("stiffness-anneal", "E4M3"),
         ("muon-stochastic", "E4M3"),
-        ("muon-residual8", "E4M3"),
+        ("muon-stochastic", "E2M5"),
         ("nearest", "E7M0"),
         ("stochastic", "E7M0"),
     )

@@ -1,0 +1,20 @@
+"""What is paired by seed: final losses, and a difference in figures."""
+
+from nanogpt_bench.report.paired import Difference
+from nanogpt_bench.report.results import Row
+
+
+def losses_of(row: Row) -> dict[int, float]:
+    """Final losses by seed, of the runs that finished."""
+    found = ((run.seed, run.number("final_val_loss")) for run in row.runs if run.status == "finished")
+    return {seed: loss for seed, loss in found if seed is not None and loss is not None}
+
+
+def in_figures(found: Difference, sign: int = 1) -> str:
+    """Return a difference and half the width of its interval.
+
+    >>> in_figures(Difference(-0.2, 5, -0.23, -0.17), -1), in_figures(Difference(-0.2, 1))
+    ('0.200 ± 0.030', '-0.200')
+    """
+    half = "" if found.low is None or found.high is None else f" ± {(found.high - found.low) / 2:.3f}"
+    return f"{sign * found.mean:.3f}{half}"
