@@ -14,6 +14,8 @@ from nanogpt_bench.sweep.file import shipped_sweeps
 
 ROOT = Path(__file__).parent.parent
 
+OF_EVERY_FILE = ("-weights.md", "-monitors.md", "-failures.md")
+
 STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
 
 
@@ -56,7 +58,7 @@ def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(
     import_module("_study").write_study(tmp_path, tmp_path)
     found = {path.name for path in tmp_path.glob("*.*")} - {"one.json", "two.json"}
     ends = {"one": ("-recovered.md", "-along.md", "-along.svg"), "two": ("-length.md", "-length.svg")}
-    assert found == {name + end for name in ends for end in (".md", ".svg", *ends[name], "-weights.md", "-monitors.md")}
+    assert found == {name + end for name in ends for end in (".md", ".svg", *ends[name], *OF_EVERY_FILE)}
     lengths = (tmp_path / "two-length.md").read_text(encoding="utf-8").splitlines()
     assert [cell.strip() for cell in lengths[0].split("|")][1:-1] == ["rule", "250 steps", "1,000 steps"]
     assert len(lengths) == 2 + len(rows) - 1
@@ -90,6 +92,57 @@ def test_logarithms_of_weights_are_told_where_runs_looked_at_them(
     std, skewness = (sum(end[f"quant/log2_{name}/weight"] for end in ends) / 5 for name in ("std", "skewness"))
     (line,) = (line for line in told(after).splitlines() if "E4M3 riemannian" in line)
     assert line.split("|")[3].strip() == f"{std:.2f}, {skewness:+.2f}"
+
+
+def test_a_look_that_came_later_is_not_told_as_that_of_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 1,000 steps that look every 200 have none within their first 100."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    told = import_module("_weights").kurtosis_table(read_export(STUDY[0].with_stem("study_q4"))).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[2:4]] for line in told[2:]]
+    assert {tenth for tenth, _ in cells} == {"-"}
+    assert "-" not in {end for _, end in cells}
+    told = import_module("_weights").kurtosis_table(read_export(STUDY[0].with_stem("study_q1")))
+    assert "| - |" not in told
+
+
+def test_classes_of_failure_and_what_k_is_worth_are_told_format_by_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    path = STUDY[0].with_stem("study_q4")
+    rows = {row["label"]: row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
+    file = read_export(path)
+    nearest = rows["E7M0 nearest"]
+    arrived = sum(run["arrived"] for run in nearest) / len(nearest)
+    stalled = sum("stall" in run["failures"] for run in nearest)
+    failures = import_module("_failures").failures_table(file).splitlines()
+    assert f"| `E7M0 nearest` | {arrived:.1%} | stall {stalled} |" in failures
+    worth = import_module("_stiffness").stiffness_table(file)
+    for fmt in ("E4M3", "E1M6"):
+        annealed, plain = (
+            {run["seed"]: run["final_val_loss"] for run in rows[f"{fmt} {rule}"]}
+            for rule in ("stiffness-anneal", "stochastic")
+        )
+        apart = [loss - plain[seed] for seed, loss in annealed.items()]
+        assert f"| `{fmt}` | {sum(apart) / len(apart):+.3f} [" in worth
+
+
+def test_what_spacing_costs_is_told_with_the_mean_ulp_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    spacing = import_module("_spacing")
+    path = STUDY[0].with_stem("study_q2_muon_formats")
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows, at = {row["label"]: row["runs"] for row in content["rows"]}, content["monitors"].index(spacing.MEAN_ULP)
+    exact = {run["seed"]: run["final_val_loss"] for run in rows["muon"]}
+    pairs = {}
+    for label, runs in rows.items():
+        ulps = [run["looks"]["1000"][at] for run in runs]
+        if label != "muon":
+            apart = [run["final_val_loss"] - exact[run["seed"]] for run in runs]
+            pairs[label.split()[0]] = (sum(ulps) / len(ulps), sum(apart) / len(apart))
+    told = spacing.spacing_table(spacing.spaced(read_export(path)))
+    for fmt, (ulp, apart) in pairs.items():
+        assert f"| `{fmt}` | {ulp:.4f} | {apart:.3f} ± " in told
+    assert f"rank correlation {spearmanr(list(pairs.values())).statistic:+.2f}, power " in told
+    assert spacing.spaced(read_export(path.with_stem("study_q4"))) == []  # three rules
 
 
 FINETUNED = sorted((ROOT / "docs" / "measured" / "finetune").glob("*.json"))
@@ -155,9 +208,10 @@ def test_what_monitors_foretell_is_taken_from_the_runs(tmp_path: Path, monkeypat
         for (rule, text, seed), run in runs.items()
         if rule != "fp32" and ("fp32", text, seed) in runs
     ]
-    monitors = import_module("_monitors").monitors(read_export(path))
+    monitors = import_module("_monitors").monitors(file := read_export(path), file)  # a run of both counts once
     (line,) = [line for line in monitors.splitlines() if "`quant/amax/residual`" in line]
-    assert line.split(" | ")[1].startswith(f"{spearmanr(pairs).statistic:+.2f} [")
+    assert line.split(" | ")[1] == str(len(pairs))
+    assert line.split(" | ")[2].startswith(f"{spearmanr(pairs).statistic:+.2f} [")
 
 
 def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -190,7 +244,9 @@ def test_a_map_and_a_search_for_limits_are_drawn_from_a_file(tmp_path: Path, mon
     cells = [at_rate(row, rate) for rate, row in rates.items()]
     found = written_study(tmp_path, {"rows": cells, "baseline": None}, text)
     (line,) = re.findall(r"^\| `E4M3 stochastic` .*$", (found / "file.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert line == f"| `E4M3 stochastic` | {'; '.join(['0.01 to 0.1'] * 5)} | 0.004 | 2.5 |"
+    assert (
+        line == f"| `E4M3 stochastic` | {'; '.join(['0.01 to 0.1'] * 5)} | 0.004 | 2.5 | {'; '.join(['0.001'] * 5)} |"
+    )
 
 
 def in_one_place(row: dict[str, Any], pattern: str, fmt: str) -> dict[str, Any]:
