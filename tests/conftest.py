@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +100,11 @@ def tally(pytestconfig: pytest.Config) -> Callable[..., None]:
         pytestconfig.stash[_TALLY].append(f"{what}: {number:,}{f' ({note})' if note else ''}")
 
     return count
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_is_left() -> Iterator[None]:
+    """Accelerate keeps one accelerator a process, Trainer's too, and the next test wants another."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)

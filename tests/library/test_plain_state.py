@@ -153,10 +153,7 @@ def test_accelerate_writes_and_reads_a_model(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model, other, placed = made(), made(seed=1), made(seed=2)
     kept = copy.deepcopy(placed[0].weight)
-    try:
-        accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
-    finally:  # the process has one accelerator, and the next test wants another
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
     accelerate.load_checkpoint_in_model(other, tmp_path)
     assert same_store(other[0].weight, model[0].weight)
     with pytest.raises(ValueError, match="does not have a parameter or a buffer named weight_counter"):
@@ -171,23 +168,20 @@ def test_accelerate_goes_on_to_the_same_bits(optimizer: str, tmp_path: Path) -> 
     accelerate = pytest.importorskip("accelerate")
     options: Any = {"moments": "8bit"} if optimizer == "8bit" else {"writeback": optimizer}
     ended = []
-    try:
-        for load in (False, True):
-            accelerator = accelerate.Accelerator(cpu=True)
-            model = made()
-            model, steps = accelerator.prepare(model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options))
-            if load:
-                accelerator.load_state(tmp_path)
-            for step in range(2, 4) if load else range(4):
-                if step == 2 and not load:
-                    accelerator.save_state(tmp_path)
-                steps.zero_grad()
-                accelerator.backward(model(normal(8, 64) * (step + 1)).square().sum())
-                steps.step()
-            ended.append((model, steps.state_dict()["state"]))
-            accelerator.free_memory()
-            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    finally:
+    for load in (False, True):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = made()
+        model, steps = accelerator.prepare(model, fm.optim.StiffnessAdamW(model.parameters(), lr=0.1, **options))
+        if load:
+            accelerator.load_state(tmp_path)
+        for step in range(2, 4) if load else range(4):
+            if step == 2 and not load:
+                accelerator.save_state(tmp_path)
+            steps.zero_grad()
+            accelerator.backward(model(normal(8, 64) * (step + 1)).square().sum())
+            steps.step()
+        ended.append((model, steps.state_dict()["state"]))
+        accelerator.free_memory()
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     (one, state), (other, its) = ended
     for index in (0, 2):
