@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from scipy.stats import spearmanr
 
 from nanogpt_bench.report.exported import read_export
@@ -42,6 +43,13 @@ def test_the_first_screen_says_what_the_study_found(monkeypatch: pytest.MonkeyPa
     found = import_module("_headline").headline()
     for page in ("README.md", "docs/study.md"):
         assert found in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def test_the_first_picture_shows_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    frontier = import_module("_frontier")
+    with Image.open(frontier.PICTURE) as picture:
+        assert json.loads(picture.info["Description"]) == frontier.points()
 
 
 def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(

@@ -1,0 +1,68 @@
+"""README's first picture: final losses of the study by the bytes that weights and optimizer state take.
+
+``python docs/_frontier.py`` draws it anew; its metadata has the figures that it was drawn from.
+"""
+
+import json
+from pathlib import Path
+
+from _looks import EXACT, NEAREST, STOCHASTIC, STYLE
+from _study import FOLDER, by_text, measured_against, read, short
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+PICTURE = Path(__file__).parent / "_static" / "frontier.png"
+MUON = "#009E73"
+#: each row's file, what it is called in the picture, its colour, and where that stands beside the point
+ROWS = {
+    "fp32": ("study_q1", "AdamW, float32", EXACT, (8, 8), "right"),
+    "muon": ("study_q1", "Muon, float32", EXACT, (0, -15), "center"),
+    "E4M3 nearest": ("study_q1", "AdamW, E4M3,\nnearest rounding", NEAREST, (-9, -8), "right"),
+    "E4M3 stochastic-8bit": ("study_q1", "AdamW, E4M3, stochastic", STOCHASTIC, (9, -7), "left"),
+    "E4M3 muon-stochastic": ("study_q1", "Muon, E4M3", MUON, (9, 1), "left"),
+    "E2M5 muon-stochastic": ("study_q2_muon_spacing", "Muon, E2M5", MUON, (9, -8), "left"),
+}
+Points = dict[str, dict[str, list[float]]]
+"""By text and row: bytes a parameter, and what the final loss is less float32 AdamW's, with the ends of its interval."""
+
+
+def points() -> Points:
+    """What is drawn; float32 AdamW lies at 0."""
+    found: Points = {}
+    for stem in dict.fromkeys(stem for stem, *_ in ROWS.values()):
+        for text, results in by_text(measured_against(read(FOLDER / f"{stem}.json"), "fp32")):
+            for each in results:
+                row, apart = short(each), each.difference
+                if row in ROWS and ROWS[row][0] == stem:
+                    ends = [0.0] * 3 if each.reference else [apart.mean, apart.low, apart.high]
+                    found.setdefault(text, {})[row] = [round(figure, 3) for figure in (each.bytes_per_parameter, *ends)]
+    return found
+
+
+def drawn(found: Points) -> Figure:
+    """A panel a text: the fewer bytes, the further left; the lower the loss, the further down."""
+    figure, axes = plt.subplots(1, len(found), figsize=(9.6, 3.9), layout="constrained", squeeze=False)
+    for axis, (text, rows) in zip(axes[0], found.items(), strict=True):
+        axis.set_title(text)
+        _panel(axis, rows)
+    axes[0][0].set_ylabel("final loss less that of float32 AdamW,\nnats a byte")
+    figure.supxlabel("bytes a parameter of weights and optimizer state, embeddings in float32 included", fontsize=10)
+    return figure
+
+
+def _panel(axis: Axes, rows: dict[str, list[float]]) -> None:
+    axis.axhline(0, color="#999999", linewidth=1)
+    for row, (size, mean, low, high) in rows.items():
+        _, name, colour, offset, side = ROWS[row]
+        axis.vlines(size, low, high, color=colour, linewidth=2.2)
+        axis.plot(size, mean, "o", color=colour, markersize=6)
+        axis.annotate(name, (size, mean), offset, textcoords="offset points", ha=side, size=9, color=colour)
+    axis.set(xlim=(0, 13), xticks=range(0, 13, 2))
+    axis.margins(y=0.12)
+    axis.grid(color="#eeeeee", linewidth=0.8)
+
+
+if __name__ == "__main__":
+    with plt.rc_context(STYLE):
+        drawn(found := points()).savefig(PICTURE, dpi=160, metadata={"Description": json.dumps(found)})
