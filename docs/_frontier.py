@@ -12,6 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from nanogpt_bench.report.results import Result
+
 PICTURE = Path(__file__).parent / "_static" / "frontier.png"
 MUON = "#009E73"
 #: each row's file, what it is called in the picture, its colour, and where that stands beside the point
@@ -24,7 +26,7 @@ ROWS = {
     "E2M5 muon-stochastic": ("study_q2_muon_spacing", "Muon, E2M5", MUON, (9, -8), "left"),
 }
 Points = dict[str, dict[str, list[float]]]
-"""By text and row: bytes a parameter, and what the final loss is less float32 AdamW's, with the ends of its interval."""
+"""By text and row: bytes a parameter, and the final loss less float32 AdamW's with the ends of its interval."""
 
 
 def points() -> Points:
@@ -32,12 +34,15 @@ def points() -> Points:
     found: Points = {}
     for stem in dict.fromkeys(stem for stem, *_ in ROWS.values()):
         for text, results in by_text(measured_against(read(FOLDER / f"{stem}.json"), "fp32")):
-            for each in results:
-                row, apart = short(each), each.difference
-                if row in ROWS and ROWS[row][0] == stem:
-                    ends = [0.0] * 3 if each.reference else [apart.mean, apart.low, apart.high]
-                    found.setdefault(text, {})[row] = [round(figure, 3) for figure in (each.bytes_per_parameter, *ends)]
+            shown = [result for result in results if ROWS.get(short(result), ("",))[0] == stem]
+            found.setdefault(text, {}).update((short(result), _point(result)) for result in shown)
     return found
+
+
+def _point(result: Result) -> list[float]:
+    apart = result.difference
+    ends = [0.0] * 3 if apart is None or result.reference else [apart.mean, apart.low, apart.high]
+    return [round(figure or 0.0, 3) for figure in (result.bytes_per_parameter, *ends)]
 
 
 def drawn(found: Points) -> Figure:
