@@ -1,48 +1,56 @@
-"""What each monitor at a tenth of the training tells of the final gap, over all rules and over those without Muon."""
+"""What each monitor at a tenth of the training tells of the final gap, over rules of AdamW's kind and over all."""
 
 from collections.abc import Callable, Sequence
 
 from _tables import markdown
 
+from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.foretelling import LEVEL, TRIVIAL, Foretold, Point, foretold, points
-from nanogpt_bench.report.results import Row, find_reference
+from nanogpt_bench.report.results import Row, find_reference, setting_of
+
+#: every run's final gap is that to this row of its file
+REFERENCE = "fp32"
 
 
 def monitors(*files: Exported) -> str:
-    """The loss itself, then the figures whose interval leaves 0 out and that add to it, strongest first.
+    """The loss itself, then the figures that are found among the rules without Muon, strongest first.
 
-    Runs of several files are told together, each against its file's reference; one that two hold counts once.
+    Over all runs most figures tell Muon from AdamW. Runs of several files are told together, each against float32
+    AdamW; one that two hold counts once.
     """
-    of_all = foretold(_points(files, lambda row: True))
-    alone = {each.name: each for each in foretold(_points(files, lambda row: not row.rule.startswith("muon")))}
-    shown = [
-        each for each in of_all if each.name in TRIVIAL or (found(each) and each.holm is not None and each.holm < LEVEL)
-    ]
+    of_all = {each.name: each for each in foretold(_points(files, lambda row: True))}
+    alone = foretold(_points(files, lambda row: not row.rule.startswith("muon")))
+    shown = [each for each in alone if each.name in TRIVIAL]
+    shown += sorted(filter(found, alone), key=lambda each: -abs(each.spearman or 0.0))
     lines = [
-        (_named(each), str(each.runs), *(cell for told in (each, alone.get(each.name)) for cell in _cells(told)))
+        (_named(each), str(each.runs), *(cell for told in (each, of_all.get(each.name)) for cell in _cells(told)))
         for each in shown
     ]
-    header = ("figure at a tenth", "runs", "rank correlation", "AUC, > 1% behind", "without Muon", "AUC, > 1% behind")
+    header = ("figure at a tenth", "runs", "rank correlation", "AUC, > 1% behind", "with Muon", "AUC, > 1% behind")
     return markdown(header, lines)
 
 
 def looked_early(file: Exported) -> bool:
     """Whether there are runs with a float32 AdamW beside them and a look within a tenth of their steps."""
-    return any(row.rule == "fp32" for row in file.rows) and bool(_points([file], lambda row: True))
+    return any(row.rule == REFERENCE for row in file.rows) and bool(_points([file], lambda row: True))
 
 
 def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Point]:
+    """The runs of the rows that are kept; what each is measured against is looked for among all rows."""
     every = {}
     for file in files:
-        reference = find_reference(file.rows, file.baseline)
-        every |= points([row for row in file.rows if kept(row)], reference)
+        shown = {setting_of(run) for row in file.rows if kept(row) for run in row.runs}
+        measured = points(file.rows, find_reference(file.rows, baseline_of(REFERENCE, file.rows)))
+        every |= {key: point for key, point in measured.items() if point.of in shown}
     return list(every.values())
 
 
 def found(told: Foretold) -> bool:
-    """Whether the interval of the rank correlation leaves 0 out."""
-    return told.low is not None and told.high is not None and not told.low <= 0 <= told.high
+    """Whether the interval of the rank correlation leaves 0 out, and the figure adds to the loss of that time."""
+    if told.low is None or told.high is None or told.holm is None:
+        return False
+    return not told.low <= 0 <= told.high and told.holm < LEVEL
 
 
 def _named(told: Foretold) -> str:

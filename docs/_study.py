@@ -63,11 +63,13 @@ BESIDE = {
 
 
 def read(path: Path) -> Exported:
-    """A results file, with the rows and searches of those that stand beside it."""
+    """A results file, with the searches and the other rows of those that stand beside it."""
     beside = [path.with_stem(name) for name in BESIDE.get(path.stem, ())]
     files = [read_export(each) for each in (path, *beside) if each.is_file()]
-    rows, tuning = ([each for file in files for each in getattr(file, name)] for name in ("rows", "tuning"))
-    return replace(files[0], rows=tuple(rows), tuning=tuple(tuning))
+    rows = {row.label: row for file in reversed(files) for row in file.rows}
+    order = dict.fromkeys(row.label for file in files for row in file.rows)
+    tuning = [each for file in files for each in file.tuning]
+    return replace(files[0], rows=tuple(rows[label] for label in order), tuning=tuple(tuning))
 
 
 def measured_against(file: Exported, baseline: str) -> list[Result]:
@@ -114,7 +116,7 @@ def table(file: Exported, against: Sequence[str]) -> str:
     first = list(next(iter(each.values())).values())
     parts = [f"({missing}: the others are still to come.)\n"] if (missing := shortfall(file.rows)) else []
     for text, results in by_text(first):
-        header = ["rule", "lr", "bytes a parameter", "seeds", "final loss"]
+        header = ["rule", "lr", "bytes a parameter", "seeds", "final loss, mean ± s.d."]
         header += [f"less that of {_brief(name)}" for name in each]
         rows = [
             (

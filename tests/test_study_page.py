@@ -204,22 +204,25 @@ def test_what_is_brought_back_is_told_text_by_text(monkeypatch: pytest.MonkeyPat
         assert cell.startswith(f"{sum(shares) / len(shares):.0%} [")
 
 
-def test_what_monitors_foretell_is_taken_from_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank correlation of one figure with the gaps, by scipy from the results file itself."""
+def test_what_monitors_foretell_is_taken_from_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank correlation of one figure with the gaps to float32 AdamW, by scipy from the results files themselves."""
     monkeypatch.syspath_prepend(ROOT / "docs")
-    path = ROOT / "docs" / "measured" / "study" / "study_q1.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    at = content["monitors"].index("quant/amax/residual")
-    runs = {(*row["label"].split()[-2:], run["seed"]): run for row in content["rows"] for run in row["runs"]}
-    pairs = [
-        (run["looks"]["200"][at], run["final_val_loss"] - runs["fp32", text, seed]["final_val_loss"])
-        for (rule, text, seed), run in runs.items()
-        if rule != "fp32" and ("fp32", text, seed) in runs
-    ]
-    monitors = import_module("_monitors").monitors(file := read_export(path), file)  # a run of both counts once
+    paths = [STUDY[0].with_stem(stem) for stem in ("study_q1", "study_q2_muon_spacing")]  # Muon is the second's reference
+    pairs: dict[tuple[str, ...], tuple[float, float]] = {}
+    for content in (json.loads(path.read_text(encoding="utf-8")) for path in paths):
+        at = content["monitors"].index("quant/amax/residual")
+        runs = {(*row["label"].split(), run["seed"]): run for row in content["rows"] for run in row["runs"]}
+        pairs |= {
+            of: (run["looks"]["200"][at], run["final_val_loss"] - runs["fp32", *of[-2:]]["final_val_loss"])
+            for of, run in runs.items()
+            if of[0] != "fp32"
+        }
+    monitors = import_module("_monitors").monitors(*map(read_export, paths))
     (line,) = [line for line in monitors.splitlines() if "`quant/amax/residual`" in line]
-    assert line.split(" | ")[1] == str(len(pairs))
-    assert line.split(" | ")[2].startswith(f"{spearmanr(pairs).statistic:+.2f} [")
+    cells, alone = line.split(" | "), [pair for of, pair in pairs.items() if not of[-3].startswith("muon")]
+    assert cells[1] == str(len(alone))
+    assert cells[2].startswith(f"{spearmanr(alone).statistic:+.2f} [")
+    assert cells[4].startswith(f"{spearmanr(list(pairs.values())).statistic:+.2f} [")
 
 
 def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.merged import identity
-from nanogpt_bench.report.results import Row, references_of
+from nanogpt_bench.report.results import Row, references_of, setting_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
@@ -40,7 +40,7 @@ HEADINGS = (
 class Point:
     """A run: its figures at one time, its final gap (inf where it failed), whether it is behind, and what it is one of.
 
-    `of` is the row, or the format, whose runs are no draws of their own.
+    `of` is the setting, or the format, whose runs are no draws of their own: a key, the same in every file.
     """
 
     figures: Mapping[str, float]
@@ -88,7 +88,7 @@ def points(
         for run in row.runs:
             twin = next((one for one in other.runs if one.seed == run.seed and one.status == "finished"), None)
             if twin is not None and (point := _point(run, twin, at)) is not None:
-                found[identity(run)] = replace(point, of=row.label if over == "row" else row.format)
+                found[identity(run)] = replace(point, of=setting_of(run) if over == "row" else row.format)
     return found
 
 
