@@ -21,10 +21,10 @@ ROWS = {
     "fp32": ("study_q1", "AdamW, float32", EXACT, (8, 8), "right"),
     "muon": ("study_q1", "Muon, float32", EXACT, (0, -15), "center"),
     "E4M3 nearest": ("study_q1", "AdamW, E4M3,\nnearest rounding", NEAREST, (-9, -8), "right"),
-    "E4M3 stochastic-8bit": ("study_q1", "AdamW, E4M3, stochastic,\n8-bit moments", STOCHASTIC, (9, -7), "left"),
-    "E4M3 muon-stochastic": ("study_q1", "Muon, E4M3", MUON, (-7, -3), "right"),
+    "E4M3 stochastic-8bit": ("study_q1", "AdamW, E4M3, stochastic,\n8-bit moments", STOCHASTIC, (9, -19), "left"),
+    "E4M3 muon-stochastic": ("study_q1", "Muon, E4M3", MUON, (0, 11), "center"),
     "E4M3 muon-residual8": ("study_q1", "Muon, E4M3,\n8-bit residual", MUON, (9, -6), "left"),
-    "E2M5 muon-stochastic": ("study_q2_muon_e2m5", "Muon, E2M5", MUON, (-7, -5), "right"),
+    "E2M5 muon-stochastic": ("study_q2_muon_e2m5", "Muon, E2M5", MUON, (0, -21), "center"),
 }
 Points = dict[str, dict[str, list[float]]]
 """By text and row: bytes a parameter, and the final loss less float32 AdamW's with the ends of its interval."""

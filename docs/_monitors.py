@@ -9,7 +9,7 @@ from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.foretelling import LEVEL, TRIVIAL, Foretold, Point, foretold, points
 from nanogpt_bench.report.results import Row, find_reference, setting_of
 
-#: every run's final gap is that to this row of its file
+#: every run's final gap is that to this row of its file, or to the file's own reference where it has no such row
 REFERENCE = "fp32"
 
 
@@ -33,7 +33,11 @@ def monitors(*files: Exported) -> str:
 
 def looked_early(file: Exported) -> bool:
     """Whether there are runs with a float32 AdamW beside them and a look within a tenth of their steps."""
-    return any(row.rule == REFERENCE for row in file.rows) and bool(_points([file], lambda row: True))
+    return _has_reference(file) and bool(_points([file], lambda row: True))
+
+
+def _has_reference(file: Exported) -> bool:
+    return any(row.rule == REFERENCE for row in file.rows)
 
 
 def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Point]:
@@ -41,7 +45,8 @@ def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Poin
     every = {}
     for file in files:
         shown = {setting_of(run) for row in file.rows if kept(row) for run in row.runs}
-        measured = points(file.rows, find_reference(file.rows, baseline_of(REFERENCE, file.rows)))
+        name = baseline_of(REFERENCE, file.rows) if _has_reference(file) else file.baseline
+        measured = points(file.rows, find_reference(file.rows, name))
         every |= {key: point for key, point in measured.items() if point.of in shown}
     return list(every.values())
 
