@@ -10,7 +10,10 @@ import pytest
 from PIL import Image
 from scipy.stats import spearmanr
 
+from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import read_export
+from nanogpt_bench.report.foretelling import points
+from nanogpt_bench.report.results import find_reference, setting_of
 from nanogpt_bench.sweep.file import shipped_sweeps
 
 ROOT = Path(__file__).parent.parent
@@ -225,6 +228,19 @@ def test_what_monitors_foretell_is_taken_from_the_runs(monkeypatch: pytest.Monke
     assert cells[1] == str(len(alone))
     assert cells[2].startswith(f"{spearmanr(alone).statistic:+.2f} [")
     assert cells[4].startswith(f"{spearmanr(list(pairs.values())).statistic:+.2f} [")
+
+
+def test_a_setting_that_two_files_hold_is_one_draw() -> None:
+    """Q2 has three of Q1's five runs, under a label of its own."""
+    files = [read_export(STUDY[0].with_stem(stem)) for stem in ("study_q1", "study_q2")]
+    found = {}
+    for file in files:
+        found |= points(file.rows, find_reference(file.rows, baseline_of("fp32", file.rows)))
+    labels = {"E4M3 stochastic dir=data/stdlib", "E4M3 stochastic max_steps=2000"}
+    rows = [row for file in files for row in file.rows if row.label in labels]
+    (setting,) = {setting_of(run) for row in rows for run in row.runs}
+    assert [len(row.runs) for row in rows] == [5, 3]
+    assert sum(point.of == setting for point in found.values()) == 5
 
 
 def as_trained_for(row: dict[str, Any], steps: int) -> dict[str, Any]:
