@@ -116,7 +116,7 @@ def table(file: Exported, against: Sequence[str]) -> str:
     first = list(next(iter(each.values())).values())
     parts = [f"({missing}: the others are still to come.)\n"] if (missing := shortfall(file.rows)) else []
     for text, results in by_text(first):
-        header = ["rule", "lr", "bytes a parameter", "seeds", "final loss, mean ± s.d."]
+        header = ["rule", "lr", "bytes a parameter", "seeds", "final loss ± s.d."]
         header += [f"less that of {_brief(name)}" for name in each]
         rows = [
             (
@@ -124,7 +124,7 @@ def table(file: Exported, against: Sequence[str]) -> str:
                 rates(result),
                 "-" if result.bytes_per_parameter is None else f"{result.bytes_per_parameter:.2f}",
                 str(len(result.row.runs)),
-                format_figure(result.final_val_loss),
+                format_figure(result.final_val_loss).replace(" ", "\N{NO-BREAK SPACE}"),
                 *(_difference(each[name][result.row.label]) for name in each),
             )
             for result in results
