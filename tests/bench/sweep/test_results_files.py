@@ -241,7 +241,10 @@ def test_monitors_tell_of_the_final_gap_or_why_they_do_not(study, tmp_path, monk
     ]
     runs[-1] |= {"status": "failed", "final_val_loss": None}
     row = content["rows"][1]
-    content["rows"][1:] = [{**row, "label": f"row {at}", "runs": [run]} for at, run in enumerate(runs)]
+    settings = [row["settings"] | {"optimizer": row["settings"]["optimizer"] | {"lr": 0.001 + at}} for at in range(8)]
+    content["rows"][1:] = [
+        {**row, "label": f"row {at}", "runs": [run], "settings": settings[at]} for at, run in enumerate(runs)
+    ]
     (path := tmp_path / "many.json").write_text(json.dumps(content))
     assert main(["results", "monitors", str(path), str(path)]) == 0  # what both hold counts once
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
