@@ -210,9 +210,8 @@ def test_what_is_brought_back_is_told_text_by_text(monkeypatch: pytest.MonkeyPat
 def test_what_monitors_foretell_is_taken_from_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank correlation of one figure with the gaps to float32 AdamW, by scipy from the results files themselves."""
     monkeypatch.syspath_prepend(ROOT / "docs")
-    paths = [
-        STUDY[0].with_stem(stem) for stem in ("study_q1", "study_q2_muon_spacing")
-    ]  # Muon is the second's reference
+    # The second's own reference is Muon.
+    paths = [STUDY[0].with_stem(stem) for stem in ("study_q1", "study_q2_muon_spacing")]
     pairs: dict[tuple[str, ...], tuple[float, float]] = {}
     for content in (json.loads(path.read_text(encoding="utf-8")) for path in paths):
         at = content["monitors"].index("quant/amax/residual")
