@@ -228,6 +228,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
             self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
+            if self._in_backward is not None:
+                self._in_backward.listen(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
         hooks = [
