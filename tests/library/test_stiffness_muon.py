@@ -85,6 +85,34 @@ def test_zeros_and_deficient_matrices_have_finite_factors() -> None:
     assert float(values[1:].max()) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e3, 7e4, 1e6, 1e12])
+@pytest.mark.parametrize("shape", [(64, 48), (3, 16, 96)])
+def test_the_size_of_a_matrix_is_not_in_its_factor(shape: tuple[int, ...], size: float, dtype: torch.dtype) -> None:
+    """Entries below the smallest number of float16, a norm above its largest, and entries above it."""
+    x = normal(*shape)
+    exact = orthogonal_factor(x.double(), COEFFICIENTS, 5, 1e-12, torch.float64)
+    found = orthogonal_factor(x * size, COEFFICIENTS, 5, 1e-12, dtype)
+    assert found.dtype is dtype
+    error = (found.double() - exact).norm() / exact.norm()
+    assert float(error) < {torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
+
+
+@pytest.mark.parametrize("storage", ["float", "codes"])
+@pytest.mark.parametrize("size", [1e-8, 1e3, 1e6])
+def test_products_in_float16_step_whatever_the_gradients_size(size: float, storage: str) -> None:
+    moved = {}
+    for dtype in (torch.float16, torch.float32):
+        weight = nn.Parameter(normal(64, 64, std=0.05)) if storage == "float" else stored_weight(shape=(64, 64))
+        before = value_of(weight).clone()
+        optimizer = StiffnessMuon([weight], lr=0.1, weight_decay=0.0, momentum=0.0, eps=1e-12, ns_dtype=dtype)
+        weight.grad = normal(64, 64, seed=3) * size
+        optimizer.step()
+        moved[dtype] = value_of(weight) - before
+    error = (moved[torch.float16] - moved[torch.float32]).norm() / moved[torch.float32].norm()
+    assert float(error) < 0.05
+
+
 def test_a_gradient_of_zeros_moves_nothing() -> None:
     weight = stored_weight(shape=(4, 6))
     before = weight.codes.clone()
