@@ -81,7 +81,8 @@ class StiffnessMuon(StiffnessOptimizer):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix under ``direction="muon"``.
+        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix under ``direction="muon"``; in a step, a
+            scheduler that cycles ``betas`` (``cycle_momentum=True``) over matrices, which read ``momentum``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -261,6 +262,12 @@ def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:
 
 def _check_muon(group: dict[str, Any]) -> None:
     """Raise unless Muon's own options are valid and fit each other."""
+    if "max_momentum" in group:
+        raise ValueError(
+            "cycle_momentum=True, the default of OneCycleLR and CyclicLR, cycles the betas of every group, and a group "
+            "with direction='muon' reads its momentum, which would stay as it is: give the scheduler "
+            "cycle_momentum=False"
+        )
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, 1.0, open_high=True)
     check_finite("eps", group["eps"])

@@ -65,6 +65,56 @@ def test_defaults_and_signature_are_torchs() -> None:
     assert {name: ours[name] for name in theirs} == theirs
 
 
+# --------------------------------------------------------------------------------------------------------- schedulers
+SCHEDULERS = pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer, **more: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, **more),
+        lambda optimizer, **more: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=6, **more),
+    ],
+)
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make: Any, in_backward: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = StiffnessMuon.for_model(model, 1e-2)
+    if in_backward:
+        fm.optim.step_in_backward(optimizer)
+    make(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"cycle_momentum=True, .*: give the scheduler cycle_momentum=False$"):
+        model(torch.ones(1, 4)).square().sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+
+
+@SCHEDULERS
+def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
+    """The rates of all groups; betas where all are Adam's; the momentum of SGD."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    adams = [{"params": list(model.parameters()), "direction": "adam"}]
+    sgd = fm.optim.StiffnessSGD(nn.Linear(4, 4).parameters(), 0.1, momentum=0.5)
+    for optimizer, more, read in (
+        (StiffnessMuon.for_model(model, 1e-2), {"cycle_momentum": False}, lambda g: (0.95, 0.9)),
+        (StiffnessMuon(adams, 1e-2), {}, lambda g: g["betas"][0]),
+        (sgd, {}, lambda g: g["momentum"]),
+    ):
+        scheduler = make(optimizer, **more)
+        seen = []
+        for step in range(4):
+            put([p for group in optimizer.param_groups for p in group["params"]], step)
+            optimizer.step()
+            scheduler.step()
+            seen.append([(float(group["lr"]), read(group)) for group in optimizer.param_groups])
+        assert len({str(each) for each in seen}) == 4
+        if "cycle_momentum" in more:
+            assert {(g["momentum"], tuple(g["betas"])) for g in optimizer.param_groups} == {(0.95, (0.9, 0.95))}
+        else:
+            assert len({str([value for _, value in each]) for each in seen}) == 4
+
+
 # ------------------------------------------------------------------------------------------------- orthogonal factors
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
