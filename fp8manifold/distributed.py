@@ -10,6 +10,7 @@ from fp8manifold._digest import check_digest, digest
 from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
+from fp8manifold._uneven import refuse_uneven_inputs
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import Scaler, SharedAmax
 from fp8manifold.tensor import FP8Tensor
@@ -38,7 +39,8 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: no process group, a model that is sharded already, or one that is made otherwise in some process:
-            in that process all names and formats are compared before anything changes.
+            in that process all names and formats are compared before anything changes.  From the model, when it is run
+            in torch's ``Join``, without ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -61,6 +63,7 @@ def sync(model: nn.Module, group: Any = None) -> None:
     for module in model.modules():
         if isinstance(module, Scaler | SharedAmax):
             module.ranks = ranks
+    refuse_uneven_inputs(model)
 
 
 @torch.no_grad()
