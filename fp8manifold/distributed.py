@@ -28,8 +28,9 @@ def sync(model: nn.Module, group: Any = None) -> None:
     - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
     - and their first step compares the parameters over the processes, and raises where they are not equal.
 
-    Call it before ``DistributedDataParallel(model, init_sync=False)``, before ``ZeroRedundancyOptimizer``, and before
-    ``fully_shard``, in every process.
+    They are known by the layers that hold them, which have to be there as long as they are trained.  A model may be
+    moved (``to``, ``share_memory``) afterwards.  Call it before ``DistributedDataParallel(model, init_sync=False)``,
+    before ``ZeroRedundancyOptimizer``, and before ``fully_shard``, in every process.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -54,11 +55,10 @@ def sync(model: nn.Module, group: Any = None) -> None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if share_of(parameter) is not None:
             raise RuntimeError(f"{name} is sharded already: call sync(model) before fully_shard")
-    ranks = Replicas(group or torch.distributed.group.WORLD, parameters)
+    ranks = Replicas(group or torch.distributed.group.WORLD, model)
     _send(model, ranks)
     for module in model.modules():
         if isinstance(module, Scaler | SharedAmax):

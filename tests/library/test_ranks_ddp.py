@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8manifold as fm
+from fp8manifold._ranks import ranks_of, replicas
 from fp8manifold._uneven import refuse_uneven_inputs
 
 
@@ -238,6 +240,66 @@ def test_a_broadcast_sends_every_part(pool: Pool, asynchronous: bool) -> None:
     p = parameter(seed=1, granularity="block")
     p.counter.fill_(1)
     assert each[0] == bits_of(p)
+
+
+# -------------------------------------------------------------------------------------------------------- moves
+MOVES: dict[str, Any] = {
+    "to": lambda net: net.to("cpu"),
+    "float": lambda net: net.float(),
+    "bfloat16": lambda net: net.to(torch.bfloat16).float(),
+    "share_memory": lambda net: net.share_memory(),
+}
+
+
+def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
+    """A model that is moved between ``sync`` and its first step is the same model still, in step with its replicas."""
+    rank = dist.get_rank()
+    net = model(seed=rank, storage=storage)
+    fm.distributed.sync(net)
+    MOVES[move](net)
+    optimizer = fm.optim.StiffnessAdamW([net[0].weight, net[4].weight], lr=0.01)
+    if differs and rank:
+        p: Any = net[4].weight
+        p.codes[0, 0] ^= 1
+    for step in range(2):
+        optimizer.zero_grad()
+        for p in net.parameters():
+            p.grad = torch.full(p.shape, 0.1 * (step + 1))
+        if step == 1 and rank:
+            net[0].weight.grad[0, 0] = torch.nan
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    assert optimizer.skipped_steps == 1
+    return stored(net)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+def test_a_model_may_be_moved_after_the_start(pair: Pool, storage: str, move: str) -> None:
+    equal_everywhere(pair.run(moved_after_the_start, storage, move, False))
+
+
+def test_replicas_that_differ_after_a_move_are_named(pair: Pool) -> None:
+    for said in pair.run(moved_after_the_start, "fp8", "to", True):
+        assert "'4.weight' is not the same in every process" in said
+
+
+def whose_model_is_gone() -> int:
+    net = model()
+    fm.distributed.sync(net)
+    copied = copy.deepcopy(net)
+    assert not ranks_of(copied.parameters())
+    assert len(ranks_of(net.parameters())) == 1
+    before = len(replicas)
+    del net
+    gc.collect()
+    return before - len(replicas)
+
+
+def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
+    assert pair.run(whose_model_is_gone) == [5 - 1] * 2  # the layers that have parameters
 
 
 # ---------------------------------------------------------------------------------------------- uneven inputs
