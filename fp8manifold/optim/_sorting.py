@@ -95,12 +95,12 @@ def _without_decay(name: str, parameter: Tensor, owner: nn.Module, exempt: set[i
 
 
 def _kind(name: str, parameter: Tensor, owner: nn.Module, adams: dict[int, str]) -> tuple[Kind, str]:
-    own, is_kernel = name.rpartition(".")[2], isinstance(owner, _ConvNd) and _multiplies(owner, name.rpartition(".")[2])
+    own = name.rpartition(".")[2]
     if id(parameter) in adams:
         return "others", adams[id(parameter)]
-    if is_kernel and owner.groups > 1 and parameter.shape[1] == 1:
-        return "others", "a convolution of each channel alone"
-    if is_kernel:
+    if isinstance(owner, _ConvNd) and own == "weight":
+        if owner.groups > 1 and parameter.shape[1] == 1:
+            return "others", "a convolution of each channel alone"
         return "kernels", "a convolution: a row for each filter"
     if _EMBEDDING.fullmatch(own):
         return "others", f"by its name, {own!r}"
