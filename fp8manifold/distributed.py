@@ -10,6 +10,7 @@ from fp8manifold._digest import check_digest, digest
 from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
+from fp8manifold._uneven import refuse_uneven_inputs
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
 from fp8manifold.nn._scalers import Scaler, SharedAmax
 from fp8manifold.tensor import FP8Tensor
@@ -27,8 +28,9 @@ def sync(model: nn.Module, group: Any = None) -> None:
     - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
     - and their first step compares the parameters over the processes, and raises where they are not equal.
 
-    Call it before ``DistributedDataParallel(model, init_sync=False)``, before ``ZeroRedundancyOptimizer``, and before
-    ``fully_shard``, in every process.
+    They are known by the layers that hold them, which have to be there as long as they are trained.  A model may be
+    moved (``to``, ``share_memory``) afterwards.  Call it before ``DistributedDataParallel(model, init_sync=False)``,
+    before ``ZeroRedundancyOptimizer``, and before ``fully_shard``, in every process.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -38,7 +40,8 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: no process group, a model that is sharded already, or one that is made otherwise in some process:
-            in that process all names and formats are compared before anything changes.
+            in that process all names and formats are compared before anything changes.  From the model, when it is run
+            in torch's ``Join``, without ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -52,15 +55,15 @@ def sync(model: nn.Module, group: Any = None) -> None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if share_of(parameter) is not None:
             raise RuntimeError(f"{name} is sharded already: call sync(model) before fully_shard")
-    ranks = Replicas(group or torch.distributed.group.WORLD, parameters)
+    ranks = Replicas(group or torch.distributed.group.WORLD, model)
     _send(model, ranks)
     for module in model.modules():
         if isinstance(module, Scaler | SharedAmax):
             module.ranks = ranks
+    refuse_uneven_inputs(model)
 
 
 @torch.no_grad()

@@ -193,11 +193,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._number = new_number(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with everything a bit-exact resume needs; schedules (functions) are left to the constructor."""
+        """The state, with everything a bit-exact resume needs; of schedules (functions) the name, and None.
+
+        They are left to the constructor; their names are what flat states are read by.
+        """
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            for name in [name for name, value in group.items() if callable(value)]:
-                del group[name]
+            group.update({name: None for name, value in group.items() if callable(value)})
         saved |= {name: getattr(self, name) for name in _COUNTS}
         saved["optimizer"] = type(self).__name__
         return saved
@@ -223,11 +225,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         def take_over(_: object) -> None:
             for group, ours in zip(self.param_groups, schedules, strict=True):
-                group.update({name: value for name, value in ours.items() if name not in group})
+                group.update({name: value for name, value in ours.items() if group.get(name) is None})
             self._restore_dtypes(loaded[0])
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
             self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
+            if self._in_backward is not None:
+                self._in_backward.listen(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
         hooks = [
@@ -244,7 +248,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Raise before anything has changed unless a state is one for these parameters, with options in range."""
         check_state(self, state_dict)
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
-            merged = ours | saved | {"params": group["params"]}
+            merged = saved | {name: schedule for name, schedule in ours.items() if saved.get(name) is None}
+            merged["params"] = group["params"]
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 stores = self._stores_moments(parameter)

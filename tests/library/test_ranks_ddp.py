@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import re
 from typing import Any
 
@@ -15,10 +17,13 @@ from rank_cases import batch, loss_of, model, seeds, stored
 from rank_pool import Pool
 from tensor_cases import parameter
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8manifold as fm
+from fp8manifold._ranks import ranks_of, replicas
+from fp8manifold._uneven import refuse_uneven_inputs
 
 
 def equal_everywhere(each: list[Any]) -> None:
@@ -235,6 +240,109 @@ def test_a_broadcast_sends_every_part(pool: Pool, asynchronous: bool) -> None:
     p = parameter(seed=1, granularity="block")
     p.counter.fill_(1)
     assert each[0] == bits_of(p)
+
+
+# -------------------------------------------------------------------------------------------------------- moves
+MOVES: dict[str, Any] = {
+    "to": lambda net: net.to("cpu"),
+    "float": lambda net: net.float(),
+    "bfloat16": lambda net: net.to(torch.bfloat16).float(),
+    "share_memory": lambda net: net.share_memory(),
+}
+
+
+def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
+    """A model that is moved between ``sync`` and its first step is the same model still, in step with its replicas."""
+    rank = dist.get_rank()
+    net = model(seed=rank, storage=storage)
+    fm.distributed.sync(net)
+    MOVES[move](net)
+    optimizer = fm.optim.StiffnessAdamW([net[0].weight, net[4].weight], lr=0.01)
+    if differs and rank:
+        p: Any = net[4].weight
+        p.codes[0, 0] ^= 1
+    for step in range(2):
+        optimizer.zero_grad()
+        for p in net.parameters():
+            p.grad = torch.full(p.shape, 0.1 * (step + 1))
+        if step == 1 and rank:
+            net[0].weight.grad[0, 0] = torch.nan
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    assert optimizer.skipped_steps == 1
+    return stored(net)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+def test_a_model_may_be_moved_after_the_start(pair: Pool, storage: str, move: str) -> None:
+    equal_everywhere(pair.run(moved_after_the_start, storage, move, False))
+
+
+def test_replicas_that_differ_after_a_move_are_named(pair: Pool) -> None:
+    for said in pair.run(moved_after_the_start, "fp8", "to", True):
+        assert "'4.weight' is not the same in every process" in said
+
+
+def whose_model_is_gone() -> int:
+    net = model()
+    fm.distributed.sync(net)
+    copied = copy.deepcopy(net)
+    assert not ranks_of(copied.parameters())
+    assert len(ranks_of(net.parameters())) == 1
+    before = len(replicas)
+    del net
+    gc.collect()
+    return before - len(replicas)
+
+
+def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
+    assert pair.run(whose_model_is_gone) == [5 - 1] * 2  # the layers that have parameters
+
+
+# ---------------------------------------------------------------------------------------------- uneven inputs
+def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
+    """What is said where a process has a batch less than another, the steps until then, and the weights."""
+    activation: Any = None if scales == "none" else {"format": "E4M3", "policy": scales}
+    net = fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8")
+    fm.distributed.sync(net)
+    fm.distributed.sync(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    said = ""
+    try:
+        with Join([wrapped], **options):
+            for step in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(wrapped, batch(step)).backward()
+                optimizer.step()
+    except RuntimeError as error:
+        said = str(error)
+    steps = next((int(state["step"]) for state in optimizer.state.values()), 0)
+    return said, steps, stored(net)
+
+
+@pytest.mark.parametrize("scales", ["none", "delayed"])
+def test_joining_processes_are_refused_before_anybody_waits(pair: Pool, scales: str) -> None:
+    for said, steps, _ in pair.run(with_uneven_inputs, scales, limit=60):
+        assert said.endswith("give every process as many batches, or Join throw_on_early_termination=True")
+        assert steps == 0
+
+
+def test_joining_processes_that_end_together_are_not(pair: Pool) -> None:
+    each = pair.run(with_uneven_inputs, "delayed", throw_on_early_termination=True)
+    assert {steps for _, steps, _ in each} == {2}
+    assert all("exhausted" in said for said, _, _ in each)
+    equal_everywhere([weights for _, _, weights in each])
+
+
+def test_one_process_joins_itself() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    refuse_uneven_inputs(net)
+    assert copy.deepcopy(net)(torch.ones(1, 2)).shape == (1, 2)
+    pickle.loads(pickle.dumps(net))
 
 
 # ------------------------------------------------------------------------------------------------------ ZeRO
