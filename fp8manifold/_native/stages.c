@@ -142,7 +142,7 @@ CLONED void store_averages(const Job *j, const Block *b, Tile *t)
         LOOP(a[i] = to_bfloat16(t->second[i], (t->words[i] >> shift) & 0xFFFF);)
     } else if (j->second) {
         uint8_t *a = (uint8_t *)j->second + t->at;
-        LOOP(a[i] = root_to_codes(t->root[i], b->second_inverse, (t->words[i] >> shift) & 0xFFFF);)
+        LOOP(a[i] = root_to_codes(t->root[i], b->second_inverse, t->words[i]);)
     }
 }
 

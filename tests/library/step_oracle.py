@@ -365,14 +365,23 @@ class Slow:
                 bits = (int(value.view(np.uint32)) + draw) & 0xFFFF0000
                 value = np.uint32(bits % 2**32).view(np.float32)
             elif moments == "8bit":
-                value = self._eight_bits(name, i, descent.root if name == "exp_avg_sq" else value, draw)
+                is_root = name == "exp_avg_sq"
+                value = self._root_code(i, descent.root, noise >> 8) if is_root else self._code(name, i, value, draw)
             self.averages[name][i] = value
 
-    def _eight_bits(self, name: str, i: int, value: F32 | None, draw: int) -> int:
+    def _code(self, name: str, i: int, value: F32, draw: int) -> int:
+        e4m3 = Codes(fm.FloatFormat(4, 3))
+        inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], False))
+        return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8), bool(np.signbit(value)))
+
+    def _root_code(self, i: int, value: F32 | None, draw: int) -> int:
+        """The neighbour above with the odds that make the square right in the mean, never 0 but for 0."""
         assert value is not None
-        squared, e4m3 = name == "exp_avg_sq", Codes(fm.FloatFormat(4, 3))
-        inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], squared))
-        count = e4m3.round(float(f32(value * inverse)), draw << 8)
-        if squared:
-            return max(count, 1) if value else count
-        return e4m3.code(count, bool(np.signbit(value)))
+        e4m3 = Codes(fm.FloatFormat(4, 3))
+        inverse = f32(2.0 ** -self._scale_exponent(self.bounds["exp_avg_sq"][i // self.block], True))
+        r = min(f32(value * inverse), f32(e4m3.fmt.max))
+        below = max(n for n in range(e4m3.fmt.max_code + 1) if e4m3.value(n) <= r)
+        whole, part = divmod(Fraction(float(r)) / Fraction(e4m3.step_at(below)), 1)
+        part, twice = f32(float(part)), f32(2 * whole)  # neither of them rounds
+        odds = f32(part * f32(part + twice))
+        return max(below + int(f32(f32(draw * 2.0**-24) * f32(twice + f32(1))) < odds), int(value > 0))
