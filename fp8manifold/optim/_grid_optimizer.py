@@ -74,7 +74,7 @@ class GridOptimizer(ManifoldOptimizer):
             self.widened_scales += 1
             self._refresh(group, grid, state)
             job = self._job(group, parameter, state, grid, words)
-        gradient = local_of(self._gradient(group, parameter)).contiguous()
+        gradient = local_of(self._gradient(group, parameter)).contiguous().resolve_neg()  # compilers see memory
         job.held["gradient"] = gradient if job.share is None else job.share.gathered(gradient)
         job.parameter, job.group, job.in_place = parameter, group, grid.in_place
         job.numbers = self._numbers(group, parameter, state, job)

@@ -58,7 +58,7 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     pointers, sizes, facts = [], [], []
     for job in jobs:
         rows, length, kind, scale = _matrix(job)
-        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32).resolve_neg()
+        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
         kept += [spec, gradient, scale]
         pointers.append([spec.ctypes.data, *_addresses(job, gradient, scale)])
         sizes.append((rows, length))

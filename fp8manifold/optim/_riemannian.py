@@ -92,11 +92,11 @@ class Riemannian(GridOptimizer):
         return is_quantized(parameter)
 
     def _ready(self, members: list[Member]) -> bool:
-        """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
+        """Finite squares of the gradient with respect to codes too, where it may exceed the gradient."""
         if not super()._ready(members):
             return False
         stepped = [(group, p) for group, p in members if p.numel() and is_quantized(p)]
-        factors = [self._largest_stiffness(group, p) for group, p in stepped]  # before any of the following may raise
+        factors = [self._code_factor(group, p) for group, p in stepped]  # before any of the following may raise
 
         def here() -> bool:
             each = [squares_are_finite(*member, factor) for member, factor in zip(stepped, factors, strict=True)]
@@ -105,7 +105,11 @@ class Riemannian(GridOptimizer):
         return in_every_process(self, here)
 
     def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        return max(self._largest_stiffness(group, parameter), 1.0) if is_quantized(parameter) else 1.0
+        return max(self._code_factor(group, parameter), 1.0) if is_quantized(parameter) else 1.0
+
+    def _code_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """An upper bound of what the gradient is multiplied by to be one with respect to codes."""
+        return self._largest_stiffness(group, parameter)
 
     def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
         """An upper bound of the stiffness in this step's chart; exact where the step is going to look at it anew."""

@@ -1,5 +1,6 @@
 """RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs on this library's manifolds."""
 
+import math
 from typing import Any, Unpack
 
 import geoopt
@@ -9,10 +10,12 @@ from torch import Tensor
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim._accepted import check_first_average
 from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Charted, check_betas, check_finite, spelt_out
-from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
 from fp8manifold.optim._riemannian import Riemannian, with_l2
+from fp8manifold.optim._units import change_unit, unit_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
 
@@ -28,8 +31,9 @@ class RiemannianAdam(Riemannian):
               \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
 
     so ``lr`` is in **ULPs a step** (default 0.5).  The averages live in code coordinates, where parallel transport
-    does nothing.  On other manifolds of geoopt's and on ordinary parameters it takes geoopt's steps, L2 decay
-    included, at ``float_lr``, without touching ``.grad``.
+    does nothing, in multiples of a power of two next to the stiffness (``unit`` in the state), so that no size of
+    weights takes their squares out of float32.  On other manifolds of geoopt's and on ordinary parameters it takes
+    geoopt's steps, L2 decay included, at ``float_lr``, without touching ``.grad``.
 
     Args:
         params: parameters or groups.
@@ -110,10 +114,28 @@ class RiemannianAdam(Riemannian):
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         return super()._traits(group, parameter, grid) | {"amsgrad": group["amsgrad"]}
 
+    def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:
+        super()._refresh(group, grid, state)
+        change_unit(state, unit_of(group, grid, state["reference"]))
+
+    def _code_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """Nothing exceeds its unit where the chart is bounded; states of older versions have none yet."""
+        state = self.state.get(parameter, {})
+        if "reference" in state and "unit" not in state:
+            return super()._code_factor(group, parameter)
+        grid = grid_of(parameter)
+        if grid.metric == "ulp" and math.isfinite(group["clip"]):
+            return 0.0
+        field = stiffness_field(grid, grid.metric)
+        largest = float(grid.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
+        return largest / unit_of(group, grid, reference_stiffness(field, grid.ranks))
+
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"] * state["reference"], step)
-        return numbers | self._progress_numbers(group)
+        per_unit = 1 / state.get("unit", 1.0)
+        eps = group["eps"] * state["reference"] * per_unit
+        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), eps, step)
+        return numbers | self._progress_numbers(group) | {"per_unit": per_unit}
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
@@ -206,7 +228,8 @@ class RiemannianSGD(Riemannian):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         first = int(state["step"]) - state.get("since", 0) == 1
-        return momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
+        numbers = momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
+        return numbers | {"per_unit": 1.0}
 
     def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
         """The direction off our manifolds, in place where there is a buffer."""
