@@ -139,7 +139,7 @@ class RiemannianAdam(Riemannian):
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> None:
+    ) -> Tensor:
         _make_averages(group, parameter, state)
         beta1, beta2 = group["betas"]
         step = int(state["step"]) - state.get("since", 0)
@@ -152,8 +152,8 @@ class RiemannianAdam(Riemannian):
             second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
         direction = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
         moved, transported = manifold.retr_transp(point, -self._learning_rate_elsewhere(group) * direction, first)
-        parameter.copy_(moved)
         first.copy_(transported)
+        return moved
 
 
 class RiemannianSGD(Riemannian):
@@ -245,17 +245,16 @@ class RiemannianSGD(Riemannian):
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> None:
+    ) -> Tensor:
         point = parameter.detach().to(working_dtype(parameter))
         gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
         direction = self._momentum(group, state, gradient)
         step = -self._learning_rate_elsewhere(group) * direction
         if not group["momentum"]:
-            parameter.copy_(manifold.retr(point, step))
-            return
+            return manifold.retr(point, step)
         moved, transported = manifold.retr_transp(point, step, state["momentum_buffer"])
         state["momentum_buffer"].copy_(transported)
-        parameter.copy_(moved)
+        return moved
 
 
 def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:
