@@ -43,9 +43,9 @@ class RiemannianAdam(Riemannian):
         stabilize: project every so many steps (geoopt's name of ``stabilize_every``).
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding.  The
-            random bits are the optimizer's (seed, step, position of the parameter), not the manifold's counter.
-            Parameters elsewhere have float32 averages.
+        writeback, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding, and
+            the stochastic one for ordinary bfloat16 and float16 parameters.  The random bits are the optimizer's (seed,
+            step, position of the parameter), not the manifold's counter.  Parameters elsewhere have float32 averages.
         seed: key of all random bits.
         damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
             it is linear.  Metrics other than ``ulp`` are not bounded.
@@ -151,6 +151,7 @@ class RiemannianAdam(Riemannian):
         if group["amsgrad"]:
             second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
         direction = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
+        moved: Tensor
         moved, transported = manifold.retr_transp(point, -self._learning_rate_elsewhere(group) * direction, first)
         first.copy_(transported)
         return moved
@@ -251,7 +252,9 @@ class RiemannianSGD(Riemannian):
         direction = self._momentum(group, state, gradient)
         step = -self._learning_rate_elsewhere(group) * direction
         if not group["momentum"]:
-            return manifold.retr(point, step)
+            reached: Tensor = manifold.retr(point, step)
+            return reached
+        moved: Tensor
         moved, transported = manifold.retr_transp(point, step, state["momentum_buffer"])
         state["momentum_buffer"].copy_(transported)
         return moved

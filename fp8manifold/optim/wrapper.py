@@ -51,7 +51,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
         exponent: a number, or a function of the number of steps taken.
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
-        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.
+        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
+            float16 parameters whose update is scaled are rounded stochastically but under ``nearest``; what the wrapped
+            optimizer itself has lost in writing them does not come back.
 
     Attributes:
         steps_taken: number of steps.

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import muon_groups, normal, snapshot, through_disk
+from optimizer_cases import free_weight, muon_groups, normal, snapshot, through_disk
 from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold.optim import _run
 from fp8manifold.optim._halves import to_half
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,7 +92,7 @@ def made(name: str, weights: Tensor, compiled: bool | None = None, **options: An
 def test_what_is_asked_for_arrives(name: str, dtype: torch.dtype) -> None:
     """Steps of 1e-5 of the weights: the sum of all movements is that of float32's, within five standard errors."""
     steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
-    lr = {"StiffnessSGD": 1e-6, "RiemannianSGD": 1e-5}.get(name, 1e-5)
+    lr = {"StiffnessSGD": 1e-6, "StiffnessMuon": 1e-3}.get(name, 1e-5)
     sums, lost = [], []
     for each, options in ((weights, {}), (weights.float(), {}), (weights, {"writeback": "nearest"})):
         parameters, optimizer = made(name, each, lr=lr, weight_decay=0.0, **options)
@@ -136,7 +137,7 @@ def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
 def test_compiled_steps_have_the_same_bits(name: str, dtype: torch.dtype, cpp_compiler: None) -> None:
     found = []
     for compiled in (None, False, True):
-        parameters, optimizer = made(name, normal(8, 33).to(dtype), compiled, lr=1e-3, moments="bfloat16")
+        parameters, optimizer = made(name, normal(8, 33).to(dtype), compiled, lr=1e-3)
         run(optimizer, parameters, range(3))
         found.append([p.detach().view(torch.int16) for p in parameters])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -160,8 +161,25 @@ def test_a_resumed_run_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
 
 
 @both
-def test_floats_on_the_continuous_manifold_and_parameters_of_equal_values(dtype: torch.dtype) -> None:
-    """Draws are a parameter's own; a weight between the ends of a format is rounded as an ordinary one."""
+def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of weights between the ends of a format, of more elements than a block has, and to nearest."""
+    taken: list[int] = []
+    run_native = _run.run_native
+    monkeypatch.setattr(_run, "run_native", lambda jobs, *rest: (taken.append(len(jobs)), run_native(jobs, *rest)))
+    for writeback in ("stochastic", "nearest"):
+        found = []
+        for compiled in (None, False):
+            weights = normal(300, 257).to(dtype)
+            parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
+            options: Any = {"lr": 1e-3, "writeback": writeback, "compile": compiled}
+            run(optim.StiffnessAdamW(parameters, **options), parameters, range(3))
+            found.append([p.detach().view(torch.int16) for p in parameters])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert taken == [3] * 6
+
+
+@both
+def test_parameters_of_equal_values_draw_bits_of_their_own(dtype: torch.dtype) -> None:
     twins = [nn.Parameter(torch.ones(64, 64, dtype=dtype)) for _ in range(2)]
     optimizer = optim.StiffnessSGD(twins, lr=torch.finfo(dtype).eps / 4)
     for p in twins:
