@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._ranks import check_share, share_of
+from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
 from fp8manifold.optim._options import FUNCTIONS
@@ -152,8 +152,8 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
                 f"{_state_of(parameter)} has {name} on {value.device}, but the parameter is on {parameter.device}: "
                 "move both to one device"
             )
-        if not value.is_contiguous():
-            state[name] = value.contiguous()
+        if not value.is_contiguous() or local_of(value).is_neg():
+            state[name] = value.contiguous().resolve_neg()
     if kept:
         check_entry(state, parameter, group, stores_moments=stores_moments)
 

@@ -12,6 +12,7 @@ from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
+from fp8manifold.optim._halves import rounds_at_random
 from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
@@ -318,7 +319,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
             state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
         if "stream" not in state:
-            draws = group["moments"] != "float32"
+            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
             alone = sum(len(each["params"]) for each in self.param_groups) == 1
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
