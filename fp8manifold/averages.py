@@ -43,8 +43,4 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     """
     if options.get("use_buffers"):
         raise ValueError("use_buffers=True is not supported: quantised layers have buffers that the average lacks")
-    floats = dequantize_model(copy.deepcopy(model))
-    for name, module in model.named_modules():
-        twin = floats.get_submodule(name)  # AveragedModel pairs parameters by their order
-        twin._parameters = {key: twin._parameters[key] for key in module._parameters if key in twin._parameters}
-    return AveragedModel(floats, **options)
+    return AveragedModel(dequantize_model(copy.deepcopy(model)), **options)

@@ -122,10 +122,10 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.spec, self.storage = spec, storage
-        self.bias = linear.bias
         self.shared_amax: SharedAmax | None = None
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
         self._defers, self.has_plain_state = defer_weight_gradient, False
         self._operands = spec.operands
