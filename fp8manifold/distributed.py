@@ -111,9 +111,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
-    stored = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
-    left = {f"remainder of {name}": p.remainder for name, p in stored.items() if p.remainder is not None}
-    tensors, metadata = flatten_state_dict(state | hidden | left)
+    tensors, metadata = flatten_state_dict(state | hidden)
     tensors = {name: as_codes(tensor) for name, tensor in tensors.items()}  # no process group sends a float8
     own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(metadata)
     first_own, metadata = json.loads(_text_sent(json.dumps([own, metadata]), ranks, device))
@@ -126,10 +124,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
         return
     for name, buffer in hidden.items():
         buffer.copy_(tensors.pop(name))
-    remainders = {name: tensors.pop(f"remainder of {name}") for name in stored if f"remainder of {name}" in tensors}
     model.load_state_dict(unflatten_state_dict(tensors, metadata, like=state), strict=False)
-    for name, p in stored.items():
-        p.remainder = remainders.get(name)
 
 
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:

@@ -61,8 +61,8 @@ class QuantizedLinear(nn.Linear):
     no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout
     has it, and an empty batch has an empty output.
 
-    Loading a state dict takes the weight of another ``fp8`` layer exactly, scale, counter and seed included; a float
-    weight is rounded, at a scale of its own.
+    Loading a state dict takes the weight of another ``fp8`` layer exactly, with scale, counter, seed and what rounding
+    left; a float weight is rounded, at a scale of its own.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
@@ -344,13 +344,11 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """What the first rounding left is no part of the state."""
+        """One-byte weights as they are, with what rounding left, or in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         saved = destination.get(prefix + "weight")
-        if isinstance(saved, FP8Tensor) and not keep_vars:
-            saved.remainder = None
-            if self.has_plain_state:
-                destination.update(parts_of(prefix + "weight", saved))
+        if isinstance(saved, FP8Tensor) and not keep_vars and self.has_plain_state:
+            destination.update(parts_of(prefix + "weight", saved))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take what hooks have made of the state: codes as they are, floats rounded."""
