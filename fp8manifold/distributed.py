@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._ddp_start import start_ddp_with
 from fp8manifold._digest import check_digest, digest
 from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
@@ -28,7 +29,7 @@ def sync(model: nn.Module, group: Any = None) -> None:
     - and their first step compares the parameters over the processes, and raises where they are not equal.
 
     Call it before ``DistributedDataParallel(model, init_sync=False)``, before ``ZeroRedundancyOptimizer``, and before
-    ``fully_shard``, in every process.
+    ``fully_shard``, in every process.  DDP's own start (``init_sync=True``) of a model with one-byte weights calls it.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -151,3 +152,6 @@ def _kinds(metadata: dict[str, str]) -> dict[str, Any]:
     """What tensors of codes are, as entries of shape and kind, but for their seeds."""
     described = {name: json.loads(text) for name, text in metadata.items()}
     return {name: [[], str([d["format"], d["block_size"], d["dtype"]])] for name, d in described.items()}
+
+
+start_ddp_with(sync)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,101 @@ def test_every_rank_starts_from_the_first_ones_model(pool: Pool, granularity: st
         assert after == first
         assert hidden == [0.0] * 3
         assert (before == first) == (before is first)
+
+
+def remainders(net: nn.Module) -> list[bytes]:
+    return [bits_of(layer.weight.remainder) for layer in linear(net)]
+
+
+def started_by_ddp(storage: str) -> Any:
+    """What DDP's own start makes of models that are others in every rank, and where two steps take them."""
+    rank = dist.get_rank()
+    net = model(storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {}))
+    first = stored(model(storage=storage, seed=0)), seeds(model(storage=storage, seed=0))
+    wrapped = DistributedDataParallel(net)
+    if storage == "fp8":
+        whole = model(seed=0, keep_remainder=True)
+        assert (stored(net), seeds(net), remainders(net)) == (stored(whole), first[1], remainders(whole))
+        assert all(p.detach().shape == p.shape for p in net.parameters())
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(wrapped, batch(step, rank)).backward()
+        optimizer.step()
+    return stored(net)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "master", "grid"])
+def test_ddps_own_start_sends_codes(pool: Pool, storage: str) -> None:
+    equal_everywhere(pool.run(started_by_ddp, storage))
+
+
+def other_model_by_ddp() -> str:
+    net = model()
+    if dist.get_rank():
+        net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
+    try:
+        DistributedDataParallel(net)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ddps_own_start_refuses_other_formats(pair: Pool) -> None:
+    assert all(said.startswith("the models differ: ") for said in pair.run(other_model_by_ddp))
+
+
+def as_launched() -> None:
+    """What a launcher says to libraries that look for their processes by themselves."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
+
+
+def prepared() -> Any:
+    """A model that accelerate wraps, steps, and saves."""
+    from accelerate import Accelerator
+
+    as_launched()
+    accelerator = Accelerator(cpu=True)
+    net = model(seed=dist.get_rank())
+    wrapped, optimizer = accelerator.prepare(net, fm.optim.StiffnessAdamW(net.parameters(), lr=0.01))
+    assert isinstance(wrapped, DistributedDataParallel)
+    for step in range(2):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(wrapped, batch(step, dist.get_rank())))
+        optimizer.step()
+    return stored(net), seeds(net)
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerate_starts_several_processes(pair: Pool) -> None:
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    each = pair.run(prepared)
+    equal_everywhere(each)
+    assert each[0][1] == seeds(model(seed=0))
+    assert each[0][0] != stored(model(seed=0))
+
+
+def trained_by_others(folder: str) -> Any:
+    """Six steps of transformers' Trainer, and a resume from its checkpoint after three."""
+    from test_huggingface import DELAYED, bits, llama, losses, trained
+
+    as_launched()
+    runs = []
+    for name in ("whole", "cut"):
+        net = fm.quantize_model(llama(), {"*": DELAYED, "mlp": "E4M3"}, "fp8", tied="leave", seed=dist.get_rank())
+        resume = Path(folder, "whole", "checkpoint-3") if name == "cut" else None
+        trainer = trained(fm.huggingface.attach(net), Path(folder, name), "muon", resume)
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        runs.append((bits(net)["held"], losses(trainer)[-3:]))
+    assert runs[0][0] == runs[1][0]
+    return {name: held for name, held in runs[0][0].items() if not name.endswith("gradient_scaler.value")}
+
+
+@pytest.mark.slow
+def test_a_trainer_runs_and_resumes_in_several_processes(pair: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    equal_everywhere(pair.run(trained_by_others, str(tmp_path)))
 
 
 def another(what: str) -> str:
