@@ -12,7 +12,7 @@ from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
-from fp8manifold.nn._scalers import Scaler, SharedAmax
+from fp8manifold.nn._scalers import share_magnitudes
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
@@ -59,9 +59,7 @@ def sync(model: nn.Module, group: Any = None) -> None:
             raise RuntimeError(f"{name} is sharded already: call sync(model) before fully_shard")
     ranks = Replicas(group or torch.distributed.group.WORLD, parameters)
     _send(model, ranks)
-    for module in model.modules():
-        if isinstance(module, Scaler | SharedAmax):
-            module.ranks = ranks
+    share_magnitudes(model, ranks)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from fp8manifold.nn._grid_weight import (
 from fp8manifold.nn._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
 from fp8manifold.nn._parts import gather_parts, parts_of
 from fp8manifold.nn._recomputation import Pass, pass_of
-from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
+from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._spec import LayerSpec
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE, Granularity
@@ -164,6 +164,8 @@ class QuantizedLinear(nn.Linear):
         backward = self._rounded("activation_gradient", draw), of_weight
         if not torch.is_grad_enabled() or backward == (None, None):
             return linear(quantized, weight, self.bias)
+        if self.training and not this.repeats:
+            announce_gradients(self, input)
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
     def quantized_input(self, x: Tensor) -> Tensor:

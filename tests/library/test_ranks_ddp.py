@@ -310,6 +310,80 @@ def test_delayed_scales_remember_the_largest_of_all_ranks(pool: Pool, scale: str
     equal_everywhere(each)
 
 
+class Choosing(nn.Module):
+    """Two layers, of which each process may run others: experts, or layers that are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, runs: str) -> torch.Tensor:
+        for name in runs.split():
+            x = self.get_submodule(name)(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "activation": {"activation": {"format": "E4M3", "policy": "delayed"}},
+    "weight": {"weight": {"format": "E4M3", "policy": "delayed", "granularity": "channel"}},
+    "gradient": {"gradient": {"activation": {"format": "E5M2", "policy": "delayed"}}},
+    "global": {"gradient": {"activation": {"format": "E5M2", "scale": "global"}}},
+}
+
+
+def remembered(net: nn.Module) -> dict[str, bytes]:
+    return {name: bits_of(x) for name, x in net.named_buffers() if name.endswith(("history", "running"))}
+
+
+def with_other_layers(spec: str, each: list[str]) -> Any:
+    """What is said where ranks run these layers, or else what they remember."""
+    rank = dist.get_rank()
+    net = fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}))
+    fm.distributed.sync(net)
+    wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
+    wrapped(batch(0, rank), "first second").square().sum().backward()
+    before = remembered(net)
+    try:
+        wrapped(100.0 * batch(1, rank), each[rank]).square().sum().backward()
+    except RuntimeError as error:
+        assert remembered(net) == before or each[0].split()[0] == each[1].split()[0]
+        return str(error)
+    net.eval()
+    net(batch(rank, rank), "first" if rank else "second")  # in evaluation a rank may run what it likes
+    return remembered(net)
+
+
+@pytest.mark.parametrize("spec", SHARED)
+@pytest.mark.parametrize("each", [["first", "second"], ["first second", "second first"], ["first second", "first"]])
+def test_ranks_that_run_other_layers_share_no_scales(pair: Pool, spec: str, each: list[str]) -> None:
+    for said in pair.run(with_other_layers, spec, each):
+        assert "is not what every process runs now" in said
+        assert "take policy='dynamic'" in said
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("spec", SHARED)
+@pytest.mark.parametrize("runs", ["first second", "second", "", "first first"])
+def test_ranks_that_leave_out_the_same_layers_share_scales(pair: Pool, spec: str, runs: str) -> None:
+    each = pair.run(with_other_layers, spec, [runs, runs])
+    assert not isinstance(each[0], str), each[0]
+    equal_everywhere(each)
+
+
+def of_other_sizes() -> str:
+    net = nn.Sequential(fm.Scale("E4M3", "channel", "delayed"))
+    fm.distributed.sync(net)
+    try:
+        net(batch(0)[: 2 + dist.get_rank()])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_magnitudes_of_other_shapes_are_refused(pair: Pool) -> None:
+    assert all("its magnitudes have another shape there" in said for said in pair.run(of_other_sizes))
+
+
 # ----------------------------------------------------------------------------------------------- collectives
 def sent(asynchronous: bool) -> Any:
     rank = dist.get_rank()
