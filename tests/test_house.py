@@ -17,7 +17,7 @@ LIBRARY = (
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
-    ("_shards", "_digest"),
+    ("_shards", "_digest", "_ddp_start"),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange", "_fisher"),
     ("huggingface",),

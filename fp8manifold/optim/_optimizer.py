@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
@@ -339,7 +340,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return
         state = self.state.setdefault(parameter, {})
         if "residual" in state:  # a loaded state knows better
-            held.remainder = None
+            void_remainder(held)
         else:
             state["grid"] = torch.tensor(grid_of(parameter).fields)
             state["residual"] = first_residual(parameter, bits)

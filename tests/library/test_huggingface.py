@@ -159,8 +159,31 @@ def test_bfloat16_models_come_back(tmp_path: Path) -> None:
         model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, storage, tied="leave")  # type: ignore[arg-type]
         huggingface.attach(model).save_pretrained(tmp_path / storage)
         assert bits(read(tmp_path / storage)) == bits(model)
-        wide = read(tmp_path / storage, dtype=torch.float32)
-        assert wide.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16 if storage == "fp8" else torch.float32
+
+
+@MAKERS
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize(("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_model_is_read_in_the_dtype_asked_for(
+    maker: Any, storage: Any, saved: torch.dtype, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    """The same codes at the same scales, which appear as what everything else is."""
+    model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
+    huggingface.attach(model).save_pretrained(tmp_path)
+    other = read(tmp_path, dtype=wanted)
+    assert {p.dtype for p in other.parameters()} == {wanted}
+    for name, p in model.to(wanted).named_parameters():
+        assert torch.equal(other.get_parameter(name), p)
+    torch.testing.assert_close(logits(other), logits(model), rtol=0.05, atol=0.05)  # .to() casts positions, too
+    learnt(other, 1)
+
+
+def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
+    """A power of two that bfloat16 does not have."""
+    model: Any = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(2.0**-140)
+    huggingface.attach(model).save_pretrained(tmp_path)
+    assert torch.equal(read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale)
 
 
 @MAKERS
