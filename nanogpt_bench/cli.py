@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.commands.arguments import Tokenizers, positive
+from nanogpt_bench.commands.arguments import Tokenizers, positive, refuse_repeated
 from nanogpt_bench.commands.studies import (
     add_compare,
     add_evaluate,
@@ -116,6 +116,7 @@ def _dispatch(words: list[str]) -> int:
         parser.print_help()
         return 0
     commands[args.command].refuse_unknown(unknown_words)
+    refuse_repeated(words)
     args.overrides = overrides
     if is_worker() and args.command != "run":
         raise BenchError(f"torchrun is for run: {args.command} works in one process; start it without")
