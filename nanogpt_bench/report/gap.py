@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanogpt_bench.config.metrics import TOKENS, TRAIN_LOSS
+from nanogpt_bench.report.seeds import seed_of
 from nanogpt_bench.runs.curves import smooth, smoothing_window
 from nanogpt_bench.runs.load import Run
 
@@ -25,4 +26,4 @@ def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
 
 def twin_of(run: Run, others: tuple[Run, ...]) -> Run | None:
     """The run of the same seed, which saw the same batches; else the first; None when there is none."""
-    return next((other for other in others if other.seed == run.seed), others[0] if others else None)
+    return next((other for other in others if seed_of(other) == seed_of(run)), others[0] if others else None)

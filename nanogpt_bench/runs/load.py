@@ -127,6 +127,10 @@ class Run:
         """The summary's finite number under `key`, None when absent or not finite."""
         return finite(self.summary.get(key))
 
+    def at_end(self, key: str) -> float | None:
+        """The summary's number where the run came to its planned end; one that ended early has another length."""
+        return self.number(key) if self.status == "finished" else None
+
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
         """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
         return self.metrics.curve(key, against)
