@@ -226,10 +226,10 @@ def _histogram(entry: Any) -> Histogram | None:
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:
     """What can be said of a run that left no summary: derived from the records it did write."""
-    losses = metrics.values(VAL_LOSS.name)
     so_far: dict[str, Any] = {}
-    if losses:
-        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
+    if losses := metrics.curve(VAL_LOSS.name)[1]:
+        known = [loss for loss in losses if loss is not None]
+        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(known, default=None)}
     for name, metric in (("tokens_per_s", SPEED), ("arrived", ARRIVED)):
         if seen := metrics.values(metric.name):
             so_far[name] = sum(seen) / len(seen)
