@@ -359,6 +359,7 @@ def _add_thresholds(parser: Parser) -> None:
     """The verdict's thresholds; their defaults are those of `Thresholds`."""
     for option, kind, default, text in (
         ("within", float, 0.10, "share by which the final val loss may exceed the baseline's"),
+        ("behind", float, 0.05, "nats by which a row, and by twice its gap's standard error, is behind"),
         ("cosine", float, 0.90, "mean gradient cosine below which a row is doubtful"),
         ("alerts", int, None, "most alerts of a row that is not doubtful (default: no limit)"),
         ("stall", float, 0.50, "stall from which it is named in the verdict"),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Sequence
+
 from nanogpt_bench.config.metrics import TOKENS, TRAIN_LOSS
 from nanogpt_bench.report.seeds import seed_of
 from nanogpt_bench.runs.curves import smooth, smoothing_window
@@ -22,6 +26,31 @@ def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
         if gap is None or gap > nats:
             return next((tokens for at, tokens in zip(*run.curve(TOKENS.name), strict=True) if at == step), None)
     return None
+
+
+def gap_to(run: Run, others: Sequence[Run]) -> float | None:
+    """L - L_ref, against the reference's run of the same seed where there is one, else against its mean.
+
+    A run that ended early has none: its loss belongs to another number of steps.
+    """
+    twins = [other for other in others if other.status == "finished" and seed_of(other) == seed_of(run)]
+    base = [loss for other in twins or others if (loss := other.at_end("final_val_loss")) is not None]
+    loss = run.at_end("final_val_loss")
+    return loss - statistics.fmean(base) if loss is not None and base else None
+
+
+def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | None:
+    """The standard error of a row's gap: over its seeds, of one seed that of both losses over their batches.
+
+    The batches are the same, so that of one seed it is rather too large.
+
+    >>> error_of([0.1, 0.3], []), error_of([0.1], [0.03, 0.04]), error_of([0.1], [0.03, None])
+    (0.1, 0.05, None)
+    """
+    if len(gaps) > 1:
+        return statistics.stdev(gaps) / math.sqrt(len(gaps))
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) if known and len(known) == len(errors) else None
 
 
 def twin_of(run: Run, others: tuple[Run, ...]) -> Run | None:

@@ -12,7 +12,7 @@ from typing import Any
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, VAL_ALSO_LOSS
 from nanogpt_bench.report.comparable import depends_on, differences
-from nanogpt_bench.report.gap import tokens_to_gap, twin_of
+from nanogpt_bench.report.gap import error_of, gap_to, tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
 from nanogpt_bench.report.seeds import SEED_KEYS, one_a_seed, seed_of
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
@@ -257,13 +257,14 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
-    gap = figure(_gap(run, measured) for run in row.runs) if measured is not None else None
+    gaps = [] if measured is None else [each for run in row.runs if (each := gap_to(run, measured.runs)) is not None]
+    gap = figure(gaps)
     base = figure(run.at_end("final_val_loss") for run in measured.runs) if measured is not None else None
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
     stall = figure(run.stall for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
     cosine = figure(mean_cosine(run) for run in row.runs)
-    errors = figure(run.at_end("final_val_loss_se") for run in row.runs)
+    errors = _errors(row)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
     evidence = Evidence(
         gap_share,
@@ -273,6 +274,10 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         is_reference,
         unlike,
         unmeasured=reference is None,
+        gap=gap.mean if gap else None,
+        gap_error=error_of(
+            gaps, [getattr(_errors(each), "mean", None) for each in (row, measured) if each is not None]
+        ),
     )
     verdict = judge(row.runs, evidence, thresholds=thresholds, running=running)
     if row.why:
@@ -304,6 +309,10 @@ def _difference(row: Row, reference: Row | None, name: str) -> Difference | None
     if reference is None or row is reference:
         return None
     return difference(_by_seed(row, name), _by_seed(reference, name))
+
+
+def _errors(row: Row) -> Figure | None:
+    return figure(run.at_end("final_val_loss_se") for run in row.runs)
 
 
 def _best(row: Row) -> Figure | None:
@@ -345,17 +354,6 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
         if not differences([run], reference.runs[:1]):
             return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
     return []
-
-
-def _gap(run: Run, reference: Row) -> float | None:
-    """L - L_ref, against the reference's run of the same seed where there is one, else against its mean.
-
-    A run that ended early has none: its loss belongs to another number of steps.
-    """
-    twins = [other for other in reference.runs if other.status == "finished" and seed_of(other) == seed_of(run)]
-    base = figure(other.at_end("final_val_loss") for other in twins or reference.runs)
-    loss = run.at_end("final_val_loss")
-    return loss - base.mean if loss is not None and base is not None else None
 
 
 def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
