@@ -44,8 +44,8 @@ def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | N
 
     The batches are the same, so that of one seed it is rather too large.
 
-    >>> error_of([0.1, 0.3], []), error_of([0.1], [0.03, 0.04]), error_of([0.1], [0.03, None])
-    (0.1, 0.05, None)
+    >>> error_of([1.0, 3.0, 5.0, 3.0], []), error_of([0.1], [3.0, 4.0]), error_of([0.1], [0.03, None])
+    (0.816496580927726, 5.0, None)
     """
     if len(gaps) > 1:
         return statistics.stdev(gaps) / math.sqrt(len(gaps))
