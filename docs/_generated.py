@@ -81,7 +81,7 @@ def pages() -> dict[Path, str]:
 
 
 def shown() -> dict[str, str | None]:
-    """The pieces that pages show, as they stand: tables by `NAME.md`, figures by `NAME.svg`, None where it is missing."""
+    """The pieces on pages, as they stand: tables by `NAME.md`, figures by `NAME.svg`, None where one is missing."""
     found: dict[str, str | None] = {}
     for text in pages().values():
         found |= {f"{match['name']}.md": match["text"].strip() for match in TABLE.finditer(text)}
