@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fp8manifold._encoded.dispatch import implements
 from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged
@@ -81,7 +82,7 @@ class FP8Shard(FP8Tensor):
             own = scale if len(outputs) > 1 else scale.clone()
             return FP8Parameter._wrap(outputs[0][: size[0]], own, counter, None, self._traits(param_dtype)), ()
         # as FSDP fills the codes: to graphs that keep the parts for their backward pass these are what they were
-        with torch.autograd._unsafe_preserve_version_counter((out.scale, out.counter)):
+        with _unsafe_preserve_version_counter((out.scale, out.counter)):
             if len(outputs) == 1:
                 out.scale.copy_(scale)
             out.counter.copy_(self.counter)
