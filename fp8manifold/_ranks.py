@@ -17,6 +17,7 @@ __all__ = [
     "check_share",
     "local_of",
     "ranks_of",
+    "ranks_of_each",
     "replicas",
     "share_of",
     "spread",
@@ -101,7 +102,6 @@ class Replicas(Ranks):
     def __init__(self, group: Any, model: nn.Module) -> None:
         super().__init__(group)
         self.names = tuple(name for name, _ in model.named_parameters())
-        self.compared = False
         self._places = []
         for whole in self.names:
             path, _, name = whole.rpartition(".")
@@ -225,13 +225,22 @@ def spread(parameter: Tensor, array: Tensor) -> Tensor:
 
 def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
     """The groups of processes that step these parameters together, each once; none where there is one process."""
-    if not _DISTRIBUTED or not torch.distributed.is_initialized():
-        return []
     found: dict[Any, Ranks] = {}
+    for ranks in ranks_of_each(parameters):
+        if ranks is not None:
+            found.setdefault(ranks.group, ranks)
+    return list(found.values())
+
+
+def ranks_of_each(parameters: Iterable[Tensor]) -> list[Ranks | None]:
+    """The processes that step each of these parameters together; None where it is one."""
+    parameters = list(parameters)
+    if not _DISTRIBUTED or not torch.distributed.is_initialized():
+        return [None] * len(parameters)
+    found: list[Ranks | None] = []
     held = {id(owner._parameters.get(name)): ranks for owner, kin in replicas.items() for name, ranks in kin.items()}
     for parameter in parameters:
         share = share_of(parameter)
         ranks = held.get(id(parameter)) if share is None else share.ranks
-        if ranks is not None and ranks.size > 1:
-            found.setdefault(ranks.group, ranks)
-    return list(found.values())
+        found.append(ranks if ranks is not None and ranks.size > 1 else None)
+    return found
