@@ -95,13 +95,9 @@ class InBackward:
 
     def watch(self, group: dict[str, Any]) -> None:
         """Take the steps of a group's parameters from now on."""
-
-        def take(parameter: Tensor) -> None:
-            self._take(group, parameter)
-
         for parameter in group["params"]:
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
 
     def finish(self) -> None:
         """What is left for ``optimizer.step()``: nothing, unless a gradient came that no hook has seen.
@@ -118,11 +114,12 @@ class InBackward:
                         "when that was called, or its gradient was set by hand; remove() and call it again"
                     )
 
-    def _take(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _take(self, parameter: Tensor) -> None:
         _check_alone()
         optimizer = self.optimizer
-        place = next((k for k, each in enumerate(group["params"]) if each is parameter), None)
-        if place is None or not any(each is group for each in optimizer.param_groups):
+        found = ((g, k) for g in optimizer.param_groups for k, p in enumerate(g["params"]) if p is parameter)
+        group, place = next(found, (None, 0))
+        if group is None:
             return  # it has been taken out: its gradient is somebody else's
         with self._one_at_a_time, torch.no_grad():
             if not optimizer.step_alone(group, parameter):
