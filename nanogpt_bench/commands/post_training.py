@@ -128,8 +128,11 @@ class Measurement:
         self.floats = self.floats or losses
         tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
         also = {id(table.weight): table.weight.numel() for table in tables if isinstance(table, nn.Embedding)}
-        others = [layer for layer in report.left if id(self.model.get_submodule(layer.name).weight) not in also]
-        self.left = [f"{layer.name} ({layer.parameters:,}): {layer.detail}" for layer in others]
+        self.left = [
+            f"{layer.name} ({layer.parameters:,}): {layer.detail}"
+            for layer in report.left
+            if not any(id(weight) in also for weight in self.model.get_submodule(layer.name).parameters(recurse=False))
+        ]
         self.losses = losses
         differences = [one - other for one, other in zip(losses, against or self.floats, strict=True)]
         loss, error = mean_and_error(losses)
