@@ -79,5 +79,5 @@ def _hash(model: nn.Module) -> int:
     found = 0
     for parameter in model.parameters():
         for part in plain_tensors(parameter) if parameter.requires_grad else ():
-            found = zlib.crc32(part.detach().reshape(-1).cpu().view(torch.uint8).numpy(), found)
+            found = zlib.crc32(part.detach().reshape(-1).cpu().view(torch.uint8).numpy().data, found)
     return found
