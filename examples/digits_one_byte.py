@@ -9,8 +9,8 @@ The last column counts what the run keeps for each quantised weight: weight, sca
 Needs scikit-learn (``pip install 'fp8manifold[examples]'``).  Expected output::
 
     float32, AdamW                            test accuracy 0.975   bytes a weight 12.0
-    E4M3, StiffnessAdamW                      test accuracy 0.978   bytes a weight 9.1
-    E4M3, StiffnessAdamW, 8-bit averages      test accuracy 0.975   bytes a weight 3.2
+    E4M3, StiffnessAdamW                      test accuracy 0.975   bytes a weight 9.1
+    E4M3, StiffnessAdamW, 8-bit averages      test accuracy 0.978   bytes a weight 3.2
 """
 
 import torch

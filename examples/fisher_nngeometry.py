@@ -2,15 +2,15 @@
 Natural gradients with nngeometry
 =================================
 
-``FisherNaturalGradient`` measures the Fisher matrix of each layer with nngeometry and takes the natural gradient in the
-coordinates of the codes.  Two epochs on scikit-learn's digits, weights in E4M3, one byte each; StiffnessAdamW takes as
-many steps beside it, with the same learning rate.
+``FisherNaturalGradient`` measures the Fisher matrix of each layer with nngeometry and takes natural gradients (in
+the coordinates of the codes with ``stiffness=1.0``).  Two epochs on scikit-learn's digits, weights in E4M3, one byte
+each; StiffnessAdamW takes as many steps beside it, with the same learning rate.
 
 Needs scikit-learn and nngeometry (``pip install 'fp8manifold[examples,fisher]'``).  Expected output::
 
-    StiffnessAdamW                    loss after 1 epoch 0.382, after 2 epochs 0.216
-    FisherNaturalGradient, diagonal   loss after 1 epoch 0.514, after 2 epochs 0.247
-    FisherNaturalGradient, kfac       loss after 1 epoch 0.370, after 2 epochs 0.168
+    StiffnessAdamW                    loss after 1 epoch 0.491, after 2 epochs 0.216
+    FisherNaturalGradient, diagonal   loss after 1 epoch 0.394, after 2 epochs 0.196
+    FisherNaturalGradient, kfac       loss after 1 epoch 0.275, after 2 epochs 0.137
 """
 
 from collections.abc import Callable

@@ -31,7 +31,7 @@ __all__ = [
 
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 DEFAULTS: Final[dict[str, Any]] = {
-    "stiffness": 1.0,
+    "stiffness": 0.0,
     "metric": "ulp",
     "writeback": "stochastic",
     "moments": "float32",

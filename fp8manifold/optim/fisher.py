@@ -76,7 +76,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         max_features: kfac and ekfac leave layers that are wider, on either side, to StiffnessAdamW.
         logits: function (model, batch) to the logits (..., V); the default calls the model with the batch, or its first
             entry if it is a sequence, and takes ``.logits`` of the result if there is such a thing.
-        stiffness: the exponent k, of both kinds of step: a number, or a function of the number of steps taken.
+        stiffness: the exponent k (0 by default) of both kinds of step: a number, or a function of the steps taken.
         metric, writeback, moments, seed, clip, refresh_every, compile, maximize, stabilize_every: as in
             :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
         floor: lower bound of S / S_ref, called ``damping`` there.

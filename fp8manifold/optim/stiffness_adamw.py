@@ -22,7 +22,7 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     with Adam's direction ``d`` (of size about 1), learning rate ``eta``, decoupled decay ``lambda`` and ``S_ref`` the
     mean of ``S`` over the tensor.  Everything is computed in float32 (float64 for float64 parameters) and rounded
-    once.  ``k = 0`` is AdamW with a rounded write-back, ``k = 1`` approximates the Riemannian step.
+    once.  ``k = 0``, the default, is AdamW with a rounded write-back; ``k = 1`` approximates the Riemannian step.
 
     An :class:`~fp8manifold.FP8Parameter` and a parameter on an :class:`~fp8manifold.FP8Manifold` are rounded to their
     grid, one on a :class:`~fp8manifold.StiffnessManifold` is stepped without rounding, and an ordinary one gets plain
@@ -34,7 +34,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         betas: decay rates of the running averages.
         eps: added to the denominator.
         weight_decay: decoupled decay, times ``lr`` a step.
-        stiffness: the exponent k: a number, or a function of the number of steps taken, such as :func:`anneal`.
+        stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
         writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
             ``residual8`` and ``residual4`` keep what rounding leaves in 8 or 4 bits a weight, rounded stochastically
@@ -76,8 +76,22 @@ class StiffnessAdamW(StiffnessOptimizer):
         >>> bool((weight - 0.5).abs().max() < 0.15)
         True
 
-    Warning:
-        Other ``torch.optim`` AdamW defaults differ: here ``betas=(0.9, 0.95)`` and ``weight_decay=0``.
+    What differs from ``torch.optim.AdamW``:
+
+    ==================  ==================================  ========================================================
+    option              ``torch.optim.AdamW``               here
+    ==================  ==================================  ========================================================
+    ``betas``           (0.9, 0.999)                        (0.9, 0.95)
+    ``weight_decay``    0.01                                0.0; decoupled alike, times ``lr``
+    ``eps``             1e-8, added to sqrt(v / (1 - b^t))  the same
+    write-back          each operation rounds in place      float32 (float64) throughout, rounded once
+    averages            in the parameter's dtype            float32, bfloat16 or 8 bits (``moments``)
+    non-finite          steps, and the weights become NaN   the step is left out and counted (``on_nonfinite``)
+    ``amsgrad``         offered                             not offered
+    torch's flags       ``foreach``, ``fused``, ...         refused: native code steps all parameters in one call
+    ==================  ==================================  ========================================================
+
+    With ``betas=(0.9, 0.999), weight_decay=0.01`` the steps of float32 parameters are torch's to within rounding.
 
     Source: Loshchilov and Hutter 2019 for the decoupled decay; the stiffness factor is this library's.
     """

@@ -18,7 +18,8 @@ class StiffnessLion(StiffnessOptimizer):
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k
               \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g) \\right), \\quad m = \\beta_2 m + (1 - \\beta_2) g
 
-    With ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere between the bounds.  Ordinary parameters get plain Lion.
+    ``k = 0``, the default, is Lion with a rounded write-back; with ``k = 1`` a step is ``lr / S_ref`` ULPs everywhere
+    between the bounds.  Ordinary parameters get plain Lion.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.

@@ -100,7 +100,7 @@ class StiffnessMuon(StiffnessOptimizer):
 
     direction = "muon"
 
-    @spelt_out(stiffness=0.0)
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,

@@ -21,9 +21,9 @@ class StiffnessSGD(StiffnessOptimizer):
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad w \\leftarrow \\mathrm{round}\\left( (1 - \\eta \\lambda) w
               - \\eta \\left( \\mathrm{clamp}(S(w) / S_{ref}, damping, clip) \\right)^k b \\right)
 
-    A gradient is a covector: its Riemannian step is ``S^2 g``, hence ``k = 2`` by default.  ``k = 0`` is SGD with a
-    rounded write-back.  Unlike ``torch.optim.SGD`` the decay is decoupled from the gradient.  Ordinary parameters get
-    plain SGD with the same learning rate.
+    ``k = 0``, the default, is SGD with a rounded write-back.  A gradient is a covector, so that its Riemannian step is
+    ``S^2 g``: ``stiffness=2.0``.  Unlike ``torch.optim.SGD`` the decay is decoupled from the gradient.  Ordinary
+    parameters get plain SGD with the same learning rate.
 
     Args:
         params: parameters or groups, quantised and ordinary ones mixed.
@@ -54,7 +54,7 @@ class StiffnessSGD(StiffnessOptimizer):
 
     direction = "sgd"
 
-    @spelt_out(stiffness=2.0)
+    @spelt_out()
     def __init__(
         self,
         params: Parameters,

@@ -12,15 +12,15 @@ _DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
 _LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, **_DECAY}
-_EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 1.0, "stiffness_end": None, "stiffness_schedule": None}
+_EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
 #: the options every optimizer takes, with their defaults; all others must be left out. A rule has rates of its own
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
     **dict.fromkeys(PEERS, _ADAM),
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
-    "stiffness_sgd": {**_SGD, **_EXPONENT, "stiffness": 2.0},
-    "stiffness_muon": {**_ADAM, **_EXPONENT, "stiffness": 0.0, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
+    "stiffness_sgd": {**_SGD, **_EXPONENT},
+    "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
     "stiffness_lion": {**_LION, **_EXPONENT},
     "madam": {**_ADAM, **_OWN, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
     "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},

@@ -240,8 +240,7 @@ class OptimizerConfig:
     )
     stiffness: float | None = setting(
         None,
-        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the first step; "
-        "null: 1, for stiffness_sgd 2, for stiffness_muon 0",
+        "stiffness_adamw, stiffness_sgd, stiffness_lion, stiffness_muon, fisher: exponent k at the first step; null: 0",
         minimum=0.0,
         maximum=4.0,
     )

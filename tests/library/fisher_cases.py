@@ -49,7 +49,9 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def optimizer_of(model: nn.Module, loader: Any = None, **options: Any) -> FisherNaturalGradient:
-    return FisherNaturalGradient(model.parameters(), model, loader or [batch(100)], **{"seed": 3, **options})
+    return FisherNaturalGradient(
+        model.parameters(), model, loader or [batch(100)], **{"seed": 3, "stiffness": 1.0, **options}
+    )
 
 
 def put_gradients(model: nn.Module, seed: int = 0) -> float:

@@ -175,7 +175,7 @@ def on_grid(p: Tensor) -> bool:
 
 
 def _stiffness(**options: Any) -> Make:
-    return lambda p: StiffnessAdamW(p, **{"lr": 0.01, "weight_decay": 0.1, "seed": 5, **options})
+    return lambda p: StiffnessAdamW(p, **{"lr": 0.01, "weight_decay": 0.1, "seed": 5, "stiffness": 1.0, **options})
 
 
 def _made(kind: Any, **options: Any) -> Make:
@@ -209,7 +209,7 @@ def _muon(**options: Any) -> Make:
 
 #: Every optimizer of ours, over float parameters and grids.
 OURS: dict[str, Make] = {
-    "stiffness-nearest": _stiffness(writeback="nearest"),
+    "stiffness-nearest": _stiffness(writeback="nearest", stiffness=0.0),
     "stiffness-stochastic": _stiffness(),
     "stiffness-anneal": _stiffness(stiffness=anneal(1.0, 0.0, 15), refresh_every=3),
     "stiffness-0.37-log": _stiffness(stiffness=0.37, metric="log", refresh_every=4, maximize=True),
@@ -223,13 +223,15 @@ OURS: dict[str, Make] = {
     "stiffness-residual8": _stiffness(writeback="residual8", stiffness=0.5),
     "stiffness-residual4-8bit": _stiffness(writeback="residual4", moments="8bit", refresh_every=3),
     "stiffness-momentum-bfloat16": _stiffness(writeback="momentum", moments="bfloat16", stiffness=0.0),
-    "stiffness-sgd": _made(StiffnessSGD, lr=0.005, refresh_every=3),
+    "stiffness-sgd": _made(StiffnessSGD, lr=0.005, stiffness=2.0, refresh_every=3),
     "stiffness-sgd-momentum": _made(StiffnessSGD, lr=0.005, writeback="momentum", stiffness=anneal(2.0, 0.0, 15)),
     "muon": _muon(),
     "muon-residual4-8bit": _muon(writeback="residual4", moments="8bit", refresh_every=3, maximize=True),
     "muon-momentum-bfloat16": _muon(writeback="momentum", moments="bfloat16", stiffness=anneal(1.0, 0.0, 15)),
     "lion": _made(StiffnessLion, lr=0.01),
-    "lion-residual4-8bit": _made(StiffnessLion, lr=0.01, writeback="residual4", moments="8bit", maximize=True),
+    "lion-residual4-8bit": _made(
+        StiffnessLion, lr=0.01, stiffness=1.0, writeback="residual4", moments="8bit", maximize=True
+    ),
     "madam": _made(Madam, lr=0.05, refresh_every=3),
     "madam-residual8-8bit": _made(Madam, lr=0.2, writeback="residual8", moments="8bit"),
     "adam-momentum": _riemannian(RiemannianAdam, writeback="momentum", moments="bfloat16"),

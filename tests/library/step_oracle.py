@@ -73,7 +73,7 @@ class Slow:
             "nesterov": False,
             "weight_decay": 0.0,
             "eps": 1e-8,
-            "stiffness": 1.0,
+            "stiffness": 0.0,
             "writeback": "stochastic",
             "moments": "float32",
             "seed": 0,

@@ -211,7 +211,7 @@ def test_sgd_at_k_2_is_the_riemannian_step_to_first_order() -> None:
     linear, geodesic = free_weight(x), free_weight(x)
     g = normal(200, seed=2, dtype=double)
     reference = fm.ulp(x, "E4M3").mean().item()
-    a = stepped(StiffnessSGD([linear], lr=1e-3 * reference**2, momentum=0.0, compile=False), linear, g)
+    a = stepped(StiffnessSGD([linear], lr=1e-3 * reference**2, momentum=0.0, stiffness=2.0, compile=False), linear, g)
     b = stepped(RiemannianSGD([geodesic], lr=1e-3, compile=False), geodesic, g)
     torch.testing.assert_close(a, b, rtol=1e-9, atol=0)
 

@@ -52,7 +52,7 @@ def test_special_values() -> None:
 def test_a_stalled_optimizer_loses_every_update(writeback: str, lost: float | None) -> None:
     """Steps of a thousandth of an ULP: nearest loses them all, stochastic all but as many as its draws say."""
     weight = grid_weight("E4M3", (3, 4000), ROWS, std=0.5)
-    optimizer = StiffnessAdamW([weight], lr=1e-4, writeback=writeback)
+    optimizer = StiffnessAdamW([weight], lr=1e-4, stiffness=1.0, writeback=writeback)
     views = record(optimizer)
     put_gradients([weight], 0)
     optimizer.step()

@@ -126,7 +126,7 @@ def test_small_steps_keep_their_digits() -> None:
 
 def test_figures_of_an_optimizer_that_stalls() -> None:
     weight = grid_weight("E4M3", (3, 4000), ROWS, std=0.5)
-    optimizer = StiffnessAdamW([weight], lr=1e-4, writeback="nearest")
+    optimizer = StiffnessAdamW([weight], lr=1e-4, stiffness=1.0, writeback="nearest")
     views = record(optimizer)
     put_gradients([weight], 0)
     optimizer.step()

@@ -18,11 +18,11 @@ BOUNDS = f"damping=0.00390625, clip=16.0, {REST}"
 ROUNDED = f"writeback='stochastic', moments='float32', seed=0, {BOUNDS}"
 CHARTED = f"float_lr=None, writeback=None, moments='float32', seed=0, {BOUNDS}"
 SIGNATURES = {
-    "StiffnessAdamW": "lr=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.0, *, stiffness=1.0, metric='ulp', "
+    "StiffnessAdamW": "lr=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.0, *, stiffness=0.0, metric='ulp', "
     + ROUNDED,
-    "StiffnessSGD": "lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, *, stiffness=2.0, "
+    "StiffnessSGD": "lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False, *, stiffness=0.0, "
     "metric='ulp', " + ROUNDED,
-    "StiffnessLion": "lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, stiffness=1.0, metric='ulp', " + ROUNDED,
+    "StiffnessLion": "lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, stiffness=0.0, metric='ulp', " + ROUNDED,
     "StiffnessMuon": "lr=0.001, weight_decay=0.1, momentum=0.95, nesterov=True, "
     "ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-07, ns_steps=5, adjust_lr_fn=None, *, direction='muon', "
     "matrix_shape='auto', ns_dtype=None, betas=(0.9, 0.95), adam_eps=1e-08, stiffness=0.0, metric='ulp', " + ROUNDED,
@@ -33,7 +33,7 @@ SIGNATURES = {
     "RiemannianSGD": "lr=None, momentum=0, dampening=0, weight_decay=0, nesterov=False, stabilize=None, *, " + CHARTED,
     "FisherNaturalGradient": "model, loader, lr=0.001, momentum=0.9, betas=(0.9, 0.95), eps=1e-08, "
     "weight_decay=0.0, *, representation='kfac', refresh=10, damping=1.0, decay=0.9, batches=1, samples=1, "
-    "normalize=True, max_features=4096, logits=call_model, floor=0.00390625, stiffness=1.0, metric='ulp', "
+    "normalize=True, max_features=4096, logits=call_model, floor=0.00390625, stiffness=0.0, metric='ulp', "
     f"writeback='stochastic', moments='float32', seed=0, clip=16.0, {REST}",
 }
 

@@ -34,9 +34,9 @@ def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 HOW: dict[str, bool | None] = {}
 #: Large enough that most weights move and some cross binades, zero and the ends.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95)},
+    "StiffnessAdamW": {"lr": 0.02, "betas": (0.9, 0.95), "stiffness": 1.0},
     "StiffnessSGD": {"lr": 0.3, "momentum": 0.9, "dampening": 0.3, "stiffness": 2.0},
-    "StiffnessLion": {"lr": 0.02, "betas": (0.9, 0.99)},
+    "StiffnessLion": {"lr": 0.02, "betas": (0.9, 0.99), "stiffness": 1.0},
     "Madam": {"lr": 0.1, "betas": (0.9, 0.99), "max_direction": 2.0},
     "RiemannianAdam": {"lr": 1.7, "betas": (0.9, 0.999)},
     "RiemannianSGD": {"lr": 60.0, "momentum": 0.9, "dampening": 0.3},

@@ -84,6 +84,7 @@ ADAMW, LION, MADAM = "StiffnessAdamW", "StiffnessLion", "Madam"
 DECAY = {"weight_decay": 0.1, "seed": 7}
 FAST: dict[str, Case] = {
     "adamw stochastic": (ADAMW, of_codes, {"lr": 0.01, **DECAY}),
+    "adamw k = 1": (ADAMW, of_codes, {"lr": 0.01, "stiffness": 1.0, **DECAY}),
     "adamw residual8, 8 bits": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual8", "moments": "8bit"}),
     "adamw injected, bfloat16, k = 1/2": (
         ADAMW,
@@ -96,7 +97,7 @@ FAST: dict[str, Case] = {
         {"lr": 0.01, **DECAY},
     ),
     "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
-    "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4"}),
+    "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4", "stiffness": 1.0}),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
     "riemannian adam free": (
         "RiemannianAdam",
@@ -104,7 +105,11 @@ FAST: dict[str, Case] = {
         {"lr": 1.7, "amsgrad": True, "weight_decay": 0.01},
     ),
     "riemannian sgd residual8": ("RiemannianSGD", of_codes, {"lr": 90.0, "momentum": 0.9, "writeback": "residual8"}),
-    "grid, no power of two": (ADAMW, lambda: [grid_weight("E4M3", (33, 5), 0.3)], {"lr": 0.05, **DECAY}),
+    "grid, no power of two": (
+        ADAMW,
+        lambda: [grid_weight("E4M3", (33, 5), 0.3)],
+        {"lr": 0.05, "stiffness": 1.0, **DECAY},
+    ),
 }
 WIDE: dict[str, Case] = {
     "adamw residual4, annealed": (
@@ -112,14 +117,18 @@ WIDE: dict[str, Case] = {
         lambda: of_codes("E5M2"),
         {"lr": 0.01, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 3)},
     ),
-    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", **DECAY}),
+    "sgd, 8 bits": ("StiffnessSGD", of_codes, {"lr": 0.1, "moments": "8bit", "stiffness": 2.0, **DECAY}),
     "madam free": (MADAM, lambda: [free_weight(normal(801, 97), "E7M0", 1.0)], {"lr": 0.1}),
     "riemannian adam, 8 bits": (
         "RiemannianAdam",
         of_codes,
         {"lr": 1.7, "writeback": "stochastic", "moments": "8bit"},
     ),
-    "adamw nearest, E7M0": (ADAMW, lambda: of_codes("E7M0"), {"lr": 0.05, "writeback": "nearest", "maximize": True}),
+    "adamw nearest, E7M0": (
+        ADAMW,
+        lambda: of_codes("E7M0"),
+        {"lr": 0.05, "writeback": "nearest", "maximize": True, "stiffness": 1.0},
+    ),
     "adamw in blocks": (
         ADAMW,
         lambda: of_codes("E4M3FNUZ", "block", ((3, 64), (5, 32), (64, 64))),
@@ -128,10 +137,10 @@ WIDE: dict[str, Case] = {
     "adamw vectors": (
         ADAMW,
         lambda: of_codes(shapes=((7,), (64,), (1001,))),
-        {"lr": 0.01, "writeback": "residual8"},
+        {"lr": 0.01, "writeback": "residual8", "stiffness": 1.0},
     ),
     "adamw bfloat16": (ADAMW, lambda: of_codes(dtype=torch.bfloat16), {"lr": 0.01, "moments": "bfloat16", **DECAY}),
-    "adamw k = 0, P3109": (ADAMW, lambda: of_codes("P3109_8P3"), {"lr": 0.01, "stiffness": 0.0}),
+    "adamw k = 0, P3109": (ADAMW, lambda: of_codes("P3109_8P3"), {"lr": 0.01}),
     "adamw injected": (ADAMW, of_codes, {"lr": 0.01, "writeback": "momentum", **DECAY}),
     "sgd nesterov, E2M1": ("StiffnessSGD", lambda: of_codes("E2M1"), {"lr": 0.1, "nesterov": True}),
     "sgd injected": ("StiffnessSGD", of_codes, {"lr": 0.1, "writeback": "momentum", "stiffness": 1.0}),
