@@ -1,8 +1,9 @@
-"""README's table: each optimizer on one-byte weights beside itself in float32, from the study's results files.
+"""Tables of optimizers on one-byte weights beside themselves in float32, from the study's results files.
 
-``python docs/_front.py`` prints it.
+``python docs/_front.py`` prints README's and that of the page on optimizers.
 """
 
+from collections.abc import Sequence
 from statistics import median
 
 from _paired import in_figures
@@ -14,20 +15,38 @@ from nanogpt_bench.report.results import Result
 #: each line's file, its rule, what it is called, and the rule in float32 that it is compared with
 LINES = (
     ("study_q1", "fp32", "AdamW, float32", "fp32"),
-    ("study_q1", "E4M3 stochastic-8bit", "AdamW, one byte (E4M3)", "fp32"),
-    ("study_q1", "E4M3 nearest", "the same, rounded to nearest", "fp32"),
+    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3, 8-bit moments", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest rounding, float32 moments", "fp32"),
     ("study_q1", "muon", "Muon, float32", "muon"),
-    ("study_q1", "E4M3 muon-stochastic", "Muon, one byte (E4M3)", "muon"),
-    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", "Muon, one byte (E2M5)", "muon"),
+    ("study_q1", "E4M3 muon-stochastic", "Muon, E4M3, 8-bit moments", "muon"),
+    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", "Muon, E2M5, 8-bit moments", "muon"),
 )
-HEADER = ("training", "bytes a parameter", "loss above float32, STDLIB", "loss above float32, EULAW", "time a step")
+#: more of the study's rules, for the page on optimizers
+MORE = (
+    ("study_q1", "E4M3 stochastic-8bit", 'AdamW, E4M3, `moments="8bit"`', "fp32"),
+    ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
+    ("study_q1", "E4M3 residual8", "AdamW, E4M3, `residual8`", "fp32"),
+    ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, `stiffness` from 1 to 0", "fp32"),
+    ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3, against AdamW", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, `nearest`", "fp32"),
+    ("study_q1", "E4M3 muon-stochastic", 'Muon, E4M3, `moments="8bit"`', "muon"),
+    ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
+    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", 'Muon, E2M5, `moments="8bit"`', "muon"),
+)
+HEADER = (
+    "training",
+    "bytes a parameter with state",
+    "loss above float32, STDLIB",
+    "loss above float32, EULAW",
+    "time a step",
+)
 #: behind a loss: the runs of the two rows were made on two machines
 MARK = " †"
 
 
-def front_table() -> str:
+def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
     """Bytes, differences of final losses on two texts with half of their 95% intervals, times as a ratio."""
-    return markdown(HEADER, [_line(*line) for line in LINES])
+    return markdown(HEADER, [_line(*line) for line in lines])
 
 
 def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
@@ -52,4 +71,4 @@ def seconds(results: list[Result]) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(front_table())
+    print(f"{front_table()}\n{front_table(MORE)}")
