@@ -172,7 +172,7 @@ def measured_table() -> str:
 def gb(size: float) -> str:
     """Bytes in GB of 10^9.
 
-    >>> gb(4.95e8), gb(14.84e9), gb(177e9)
+    >>> gb(4.96e8), gb(14.84e9), gb(177e9)
     ('0.50', '14.8', '177')
     """
     return f"{size / 1e9:.2f}" if size < 1e10 else f"{size / 1e9:.1f}" if size < 1e11 else f"{size / 1e9:.0f}"

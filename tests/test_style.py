@@ -26,7 +26,7 @@ END = re.compile(r"[.!?][)\"'”]?\s+(?=[A-Z0-9`(“\"])")
 def prose(text: str) -> list[str]:
     """The paragraphs and entries of lists of a page, without code, tables, formulas, headings and directives."""
     text = re.sub(r"^([ ]*)(```+|:::+).*?^\1\2[ ]*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->|<[^>]+>|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
     text = re.sub(r"\$\$?[^$]+\$\$?", "x", text)
     text = re.sub(r"\{\w+\}`~?([^`<]*?)(?:\s*<[^>]*>)?`", r"`\1`", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", lambda link: link[1] or "page", text)
