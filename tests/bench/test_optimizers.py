@@ -115,7 +115,7 @@ def test_bounds_of_the_stiffness_are_no_option_of_a_step_without_it(name: str) -
 
 def test_sgd_on_a_grid_is_plain_sgd() -> None:
     assert {group["stiffness"] for group in on_one_byte("sgd").param_groups} == {0.0}
-    assert {group["stiffness"] for group in on_one_byte("stiffness_sgd").param_groups} == {2.0}
+    assert {group["stiffness"] for group in on_one_byte("stiffness_sgd").param_groups} == {0.0}
 
 
 @pytest.mark.parametrize(
