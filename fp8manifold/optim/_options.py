@@ -14,6 +14,7 @@ from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._schedules import Schedule
 
 __all__ = [
+    "FUNCTIONS",
     "UNSUPPORTED_FLAGS",
     "Bounded",
     "Charted",
@@ -46,6 +47,9 @@ DEFAULTS: Final[dict[str, Any]] = {
     "reset_every": None,
 }
 """Of the options below, where an optimizer does not say otherwise, in the order of signatures and groups."""
+
+FUNCTIONS: Final = ("stiffness", "metric")
+"""Those that may be functions, in whose place a state has None."""
 
 P = ParamSpec("P")
 Self = TypeVar("Self")
