@@ -149,23 +149,23 @@ class Share:
         """All rows of a matrix in one process; None in the others."""
         if self.ranks.size == 1:
             return own
-        part = self.padded(own).view(torch.uint8)
+        part = _bytes_of(self.padded(own))
         parts = [torch.empty_like(part) for _ in range(self.ranks.size)] if self.ranks.rank == owner else None
         torch.distributed.gather(part, parts, group=self.ranks.group, group_dst=owner)
-        return None if parts is None else torch.cat(parts).view(own.dtype)[: self.shape[0]]
+        return None if parts is None else torch.cat(parts).view(own.dtype).reshape(-1, *own.shape[1:])[: self.shape[0]]
 
     def handed_out(self, whole: Tensor | None, owner: int, like: Tensor) -> Tensor:
         """The own rows of a matrix that one process has, in the dtype and with the columns of ``like``."""
         if self.ranks.size == 1:
             assert whole is not None
             return whole
-        part, parts = torch.empty_like(self.padded(like)).view(torch.uint8), None
+        part, parts = torch.empty_like(_bytes_of(self.padded(like))), None
         if whole is not None:
-            rows = whole.contiguous().view(torch.uint8)
-            rows = torch.cat([rows, rows.new_zeros(self.rows * self.ranks.size - len(rows), rows.shape[1])])
-            parts = list(rows.split(self.rows))
+            missing = self.rows * self.ranks.size - len(whole)
+            rows = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+            parts = list(_bytes_of(rows).split(part.numel()))
         torch.distributed.scatter(part, parts, group=self.ranks.group, group_src=owner)
-        return part.view(like.dtype)[: len(like)]
+        return part.view(like.dtype).reshape(-1, *like.shape[1:])[: len(like)]
 
     def own(self, whole: Tensor) -> Tensor:
         """The own rows of all."""
@@ -176,6 +176,11 @@ class Share:
         """The own rows, and others behind them that nobody reads, where this process has fewer than the first."""
         short = self.rows - own.shape[0]
         return torch.cat([own, own.new_zeros((short, *own.shape[1:]))]) if short else own.contiguous()
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Flat: of one column torch may hold any stride for contiguous, and such are no bytes."""
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def local_of(x: Any) -> Any:
