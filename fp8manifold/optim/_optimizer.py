@@ -395,7 +395,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return observed_step(job.parameter, job, numbers)
 
     def _is_observed(self, job: Job) -> bool:
-        return self.observer is not None and job.variant.storage != "plain" and self._observes(job.parameter)
-
-    def _observes(self, parameter: Tensor) -> bool:
-        return self.observes is None or self.observes(parameter)
+        if self.observer is None or job.variant.storage == "plain":
+            return False
+        return self.observes is None or self.observes(job.parameter)

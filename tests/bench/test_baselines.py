@@ -45,11 +45,11 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def from_file(name: str, corpus_dir: Path, *arguments: str) -> Config:
+def from_file(name: str, corpus_dir: Path, *arguments: str, width: int = 64) -> Config:
     rule = BASELINES[name][0]
     if rule not in available_rules():
         pytest.skip(f"{RULES[rule].needs} is not installed")
-    sizes = ["--model.n_layer=1", "--model.n_head=2", "--model.n_embd=64", "--model.block_size=16"]
+    sizes = ["--model.n_layer=1", "--model.n_head=2", f"--model.n_embd={width}", "--model.block_size=16"]
     lengths = ["--train.max_steps=12", "--optimizer.warmup_steps=2", "--eval.interval=12", "--eval.batches=2"]
     return load_config(find_config(name), ["--data.dir", str(corpus_dir), *sizes, *lengths, *arguments])
 
@@ -155,7 +155,7 @@ def test_combinations_that_make_no_sense_are_refused(arguments: list[str], words
 
 def test_a_model_without_a_layer_for_float8_is_refused(corpus_dir: Path) -> None:
     pytest.importorskip("torchao")
-    config = from_file("torchao_float8.yaml", corpus_dir, "--model.n_embd=24")
+    config = from_file("torchao_float8.yaml", corpus_dir, width=24)
     with pytest.raises(BenchError, match="multiples of 16"):
         trainer_of(config)
 

@@ -337,7 +337,8 @@ def test_the_table_has_the_figures_and_the_unit(classified: Path, classify: Tiny
     loaded = [load_run(path) for path in (tmp_path / "base", classified)]
     rows = group_rows(loaded)
     results = measure(rows, find_reference(rows))
-    heading = to_markdown(results).splitlines()[0]
+    alone = group_rows(loaded[1:])  # beside a row of the same figures they would not tell rows apart
+    heading = to_markdown(measure(alone, None)).splitlines()[0]
     assert [name for name in ("Micro F1", "Macro F1", "R-precision") if name not in heading] == []
     assert to_csv(results).splitlines()[0].endswith("verdict,micro_f1,macro_f1,r_precision")
     assert results[1].beside["r_precision"].mean == loaded[1].number("r_precision")

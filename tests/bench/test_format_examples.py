@@ -132,7 +132,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_trains_and_repeats(option: str, accumulation: int, corpus_dir: Path) -> None:
     formats = json.dumps({"attn": OPTIONS[option], "mlp": OPTIONS[option]})
-    more = ("--model.formats", formats, f"--train.accumulation={accumulation}", "--optimizer.lr=0.01")
+    more = ("--model.formats", formats, f"--train.accumulation={accumulation}")
     losses = []
     for _ in range(2):
         trainer = trainer_of(small("bf16_baseline", corpus_dir, *more))

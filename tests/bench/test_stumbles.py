@@ -105,10 +105,12 @@ def test_a_signal_ends_a_command_with_its_number(
 ) -> None:
     monkeypatch.setattr(cli, "_prepare", lambda _: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         assert main(["prepare", "text", "--input", str(text_file)]) == code
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupts)
 
 
 def test_a_full_disk_has_one_exit_code(

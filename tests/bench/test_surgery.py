@@ -16,9 +16,15 @@ from nanogpt_bench.step.surgery import quantize, quantized_layers
 from nanogpt_bench.system.errors import BenchError
 
 
-def quantized(*arguments: str, tie: bool = False, width: int = 16) -> nn.Module:
+def quantized(*arguments: str, tie: bool = False, said: bool | None = None, width: int = 16) -> nn.Module:
+    """A model whose settings say of its head what it is, or `said`."""
     model = build_model(GPTShape(2, 2, width, 16, vocab_size=11, tie_weights=tie), seed=0)
-    shape = (f"--model.n_embd={width}", "--model.n_layer=2", "--model.n_head=2", f"--model.tie_weights={tie}")
+    shape = (
+        f"--model.n_embd={width}",
+        "--model.n_layer=2",
+        "--model.n_head=2",
+        f"--model.tie_weights={tie if said is None else said}",
+    )
     return quantize(model, resolve(load_config(None, [*shape, *arguments])))
 
 
@@ -98,7 +104,7 @@ def test_a_quantized_layer_draws_its_weights_anew(storage: str) -> None:
 
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
 def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
-    options = ("--model.format=E4M3", f"--model.storage={storage}", "--model.tie_weights=true")
+    options = ("--model.format=E4M3", f"--model.storage={storage}")
     model = quantized(*options, "--model.tied=untie", tie=True)
     assert "lm_head" in quantized_layers(model)
     assert type(model.token_embedding.weight) is nn.Parameter
@@ -110,10 +116,10 @@ def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
         quantized(*options, tie=True)
 
 
-@pytest.mark.parametrize("options", [("--model.format=E4M3",), ("--model.tie_weights=true",)])
-def test_what_to_do_with_a_tied_head_needs_one_and_a_format(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("options", "said"), [(["--model.format=E4M3"], False), ([], True)])
+def test_what_to_do_with_a_tied_head_needs_one_and_a_format(options: list[str], said: bool) -> None:
     with pytest.raises(BenchError, match=r"model.tied: 'leave' needs model.tie_weights and a format"):
-        quantized(*options, "--model.tied=leave")
+        quantized(*options, "--model.tied=leave", said=said)
 
 
 def residual_outputs(model: nn.Module) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ def test_a_run_folder_belongs_to_one_process_until_it_ends(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir, line = Path("runs/r"), words(KIND, small_corpus)
-    endless = [*line, "--train.max_steps", "1000000"]
+    endless = words(KIND, small_corpus, {"train.max_steps": 1000000})
     assert main(line) == 0
     whole = traces(run_dir)
     os.rename("runs", "before")

@@ -215,7 +215,7 @@ def path() -> Iterator[Path]:
     ("parse", "inputs", "examples"),
     [
         pytest.param(parsed.config, st.tuples(CONFIG_FILES, st.just([])), 100, id="config files"),
-        pytest.param(parsed.config, st.tuples(st.just(b""), OVERRIDES), 100, id="overrides"),
+        pytest.param(parsed.config, st.tuples(st.just(b"{}"), OVERRIDES), 100, id="overrides"),
         pytest.param(parsed.config, st.tuples(CONFIG_FILES, OVERRIDES), 20, id="config files with overrides"),
         pytest.param(parsed.sweep, st.tuples(SWEEP_FILES, st.just([]) | OVERRIDES), 120, id="sweep files"),
     ],

@@ -97,7 +97,7 @@ def larger_model(writeback: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Two layers whose updates lie far below a spacing."""
     torch.manual_seed(0)
     model = fm.quantize_model(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8, bias=False)), "E4M3", "fp8")
-    return model, fm.optim.StiffnessAdamW(model.parameters(), lr=1e-4, weight_decay=0.0, writeback=writeback)
+    return model, fm.optim.StiffnessAdamW(model.parameters(), lr=1e-4, stiffness=1.0, writeback=writeback)
 
 
 @pytest.mark.parametrize(("writeback", "share"), [("stochastic", 1.0), ("residual8", 1.0), ("nearest", 0.0)])
