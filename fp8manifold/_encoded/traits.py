@@ -1,16 +1,18 @@
 """What a tensor of codes is, apart from its tensors: the part that a compiler treats as constant."""
 
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 
 from fp8manifold.formats import FloatFormat
+from fp8manifold.random_bits import Draws
 
-__all__ = ["ROUNDINGS", "Rounding", "Traits"]
+__all__ = ["DRAWS", "ROUNDINGS", "Rounding", "Traits"]
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: Final = ("nearest", "stochastic")
+DRAWS: Final = get_args(Draws)
 
 
 class Traits(NamedTuple):
@@ -23,6 +25,8 @@ class Traits(NamedTuple):
     block_size: int | None
     #: whether the operator that writes is a word of the key of its draws, which it was not in tensors saved before
     by_operator: bool = True
+    #: how the draws of one weight follow each other, write by write
+    draws: Draws = "independent"
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -32,7 +36,7 @@ class Traits(NamedTuple):
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
         """The way back."""
-        saved_before = len(flat) == len(cls._fields) - 1
+        saved_before = len(flat) == len(cls._fields) - 2
         return cls(_format_named(flat[0]), *flat[1:], *([False] if saved_before else []))
 
 

@@ -74,7 +74,7 @@ class RiemannianAdam(Riemannian):
 
     direction = "adam"
 
-    @spelt_out(writeback=None)
+    @spelt_out(writeback=None, draws=None)
     def __init__(
         self,
         params: Parameters,
@@ -172,7 +172,7 @@ class RiemannianSGD(Riemannian):
 
     direction = "sgd"
 
-    @spelt_out(writeback=None)
+    @spelt_out(writeback=None, draws=None)
     def __init__(
         self,
         params: Parameters,

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fp8manifold.optim._plan import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS
+from fp8manifold.random_bits import Draws
 
 __all__ = ["StiffnessWrapper"]
 
@@ -49,6 +50,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.
+        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own.
 
     Attributes:
         steps_taken: number of steps.
@@ -89,6 +91,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         clip: float = 2.0**4,
         refresh_every: int = 100,
         writeback: str | None = None,
+        draws: Draws | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -97,6 +100,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
             check_choice("writeback", writeback, _ALONE)
+        if draws is not None:
+            check_choice("draws", draws, get_args(Draws))
         check_number("damping", damping, 0.0, 1.0)
         check_number("clip", clip, 1.0)
         check_int("refresh_every", refresh_every, 1, 2**62)
@@ -114,7 +119,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.scale, self.exponent, self.on = scale, exponent, on
         self.metric, self.damping, self.clip, self.refresh_every = metric, damping, clip, refresh_every
-        self.writeback, self.seed = writeback, seed
+        self.writeback, self.draws, self.seed = writeback, draws, seed
         self.steps_taken = 0
         self.references: dict[Tensor, float] = {}
         self.streams: dict[Tensor, int] = {}
@@ -294,13 +299,14 @@ class StiffnessWrapper(torch.optim.Optimizer):
         target = torch.where(update == 0, start, start + update * factor)
         manifold = own_manifold(parameter)
         if manifold is not None:
-            words = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
-            target = _write_back(target, manifold, self._rounding(manifold), **words)
+            key = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
+            draws: Draws = self.draws or (manifold.draws if isinstance(manifold, FP8Manifold) else "independent")
+            target = _write_back(target, manifold, self._rounding(manifold), draws, **key)
         parameter.copy_(target)
 
 
 def _write_back(
-    target: Tensor, manifold: StiffnessManifold, writeback: str, *, seed: int, step: int, stream: int
+    target: Tensor, manifold: StiffnessManifold, writeback: str, draws: Draws, *, seed: int, step: int, stream: int
 ) -> Tensor:
     """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold.
 
@@ -311,7 +317,10 @@ def _write_back(
     scale = manifold.scale.to(target.dtype)
     if writeback == "nearest":
         return round_to_grid(target / scale, manifold.format) * scale
-    after = round_to_grid(target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream) * scale
+    after = round_to_grid(
+        target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream, draws=draws
+    )
+    after = after * scale
     if bool((torch.frexp(scale).mantissa == 0.5).all()):
         return after
     # dividing by any other scale puts points of the grid a hair off it, where a draw could move them
