@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,39 @@ def build(folder: Path, say: Any = print, flags: tuple[str, ...] = ()) -> Path |
         flags: for the compiler, after its usual ones.
     """
     target = folder / "_kernels.so"
-    target.unlink(missing_ok=True)
     compiler = compiler_of(os.environ)
     if compiler is None:
+        target.unlink(missing_ok=True)
         say("fp8manifold: no C compiler was found, so that steps and rounding run without native code")
         return None
+    # in the old one's place at once: programs that start meanwhile find a whole library, those that run keep theirs
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as beside:
+        built = Path(beside) / target.name
+        done = subprocess.run(_command(compiler, folder, built, flags), capture_output=True, text=True, check=False)
+        if done.returncode:
+            target.unlink(missing_ok=True)
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            reason = f"{compiler[0]}: {lines[0]}"
+            say(f"fp8manifold: the native code could not be built ({reason}); everything runs without it")
+            return None
+        built.replace(target)
+    return target
+
+
+def _command(compiler: list[str], folder: Path, built: Path, flags: tuple[str, ...]) -> list[str]:
+    """What compiles the sources of a folder."""
     sources = sorted(str(path) for path in folder.glob("*.c"))
     wide = ("-mprefer-vector-width=512",) if _takes(compiler, "-mprefer-vector-width=512") else ()
-    command = [
-        *(*compiler, *FLAGS, *wide, "-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags),
-        *("-o", str(target), *sources, "-lm", *(() if sys.platform == "win32" else ("-lpthread",))),
+    options = (*FLAGS, *wide, "-shared", "-fPIC", f'-DSOURCES="{digest(folder)}"', *flags)
+    return [
+        *compiler,
+        *options,
+        "-o",
+        str(built),
+        *sources,
+        "-lm",
+        *(() if sys.platform == "win32" else ("-lpthread",)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        say(f"fp8manifold: the native code could not be built ({compiler[0]}: {lines[0]}); everything runs without it")
-        return None
-    return target
 
 
 def compiler_of(environment: Any) -> list[str] | None:

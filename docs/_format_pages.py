@@ -58,7 +58,7 @@ def facts(fmt: fm.FloatFormat) -> str:
 def section(fmt: fm.FloatFormat) -> str:
     """The heading, figure and table of one format."""
     drawn = f"Ticks at the positive values of {fmt.name}, above from zero, below on a logarithmic axis."
-    return f"### {fmt.name}\n\n```{{image}} generated/format-{fmt.name}.svg\n:alt: {drawn}\n```\n\n{facts(fmt)}\n"
+    return f"### {fmt.name}\n\n![{drawn}](figures/format-{fmt.name}.svg)\n\n{facts(fmt)}\n"
 
 
 def write_formats(folder: Path) -> None:

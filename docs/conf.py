@@ -1,4 +1,4 @@
-"""Sphinx configuration: figures and tables are drawn by the library itself before every build."""
+"""Sphinx configuration; tables and figures are committed, `_generated.py` makes them."""
 
 import inspect
 import re
@@ -96,25 +96,6 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
 
-def _generate(app: Any) -> None:
-    """Draw the figures and write the tables that the pages include."""
-    from _figures import draw_all
-    from _finetune import write_finetune
-    from _format_pages import draw_formats, write_formats
-    from _measured import write_measured
-    from _study import write_study
-    from _tables import write_all
-
-    write_all(GENERATED)
-    write_formats(GENERATED)
-    write_measured(GENERATED)
-    write_study(GENERATED)
-    write_finetune(GENERATED)
-    if app.builder.name != "doctest" or not (GENERATED / "number-line.svg").exists():
-        draw_all(GENERATED)
-        draw_formats(GENERATED)
-
-
 def _join_names(_app: Any, _what: str, _name: str, _obj: Any, _options: Any, lines: list[str]) -> None:
     """Put a list of argument names that is broken after a comma on one line, as napoleon needs it."""
     text = "\n".join(lines)
@@ -128,8 +109,7 @@ def _keep_property(_app: Any, what: str, _name: str, obj: Any, _options: Any, li
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Generate before any page is read; correct docstrings before and after napoleon (priority 500)."""
-    app.connect("builder-inited", _generate)
+    """Correct docstrings before and after napoleon (priority 500)."""
     app.connect("autodoc-process-docstring", _join_names, priority=400)
     app.connect("autodoc-process-docstring", _keep_property, priority=600)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

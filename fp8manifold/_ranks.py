@@ -1,13 +1,13 @@
 """Processes that train one model: what they agree on, and the rows of a parameter that each of them holds."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor, nn
 
 __all__ = [
     "ALONE",
@@ -93,27 +93,31 @@ ALONE: Final = Ranks()
 
 
 class Replicas(Ranks):
-    """Processes that hold the same model, each all of it, and the model's parameters by name."""
+    """Processes that hold the same model, each all of it, and the model's parameters by name.
 
-    def __init__(self, group: Any, parameters: Mapping[str, Tensor]) -> None:
+    They are known by the layers that hold them: a weak reference to a tensor would keep ``Module.to`` from swapping it.
+    """
+
+    def __init__(self, group: Any, model: nn.Module) -> None:
         super().__init__(group)
-        self.names = tuple(parameters)
+        self.names = tuple(name for name, _ in model.named_parameters())
         self.compared = False
-        self._places = WeakTensorKeyDictionary()
-        for i, parameter in enumerate(parameters.values()):
-            self._places[parameter] = i
-            replicas[parameter] = self
+        self._places = []
+        for whole in self.names:
+            path, _, name = whole.rpartition(".")
+            owner = model.get_submodule(path)
+            self._places.append((ref(owner), name))
+            replicas.setdefault(owner, {})[name] = self
 
     def parameters(self) -> list[Tensor | None]:
-        """They, in the order of their names; None for one that is gone."""
-        found: list[Tensor | None] = [None] * len(self.names)
-        for parameter, i in self._places.items():
-            found[i] = parameter
-        return found
+        """They, in the order of their names; None for one that is gone, or sharded since."""
+        owners = [(place(), name) for place, name in self._places]
+        found = [None if owner is None else owner._parameters.get(name) for owner, name in owners]
+        return [None if p is None or share_of(p) is not None else p for p in found]
 
 
-replicas: Final[Any] = WeakTensorKeyDictionary()
-"""The processes that hold a parameter too, each all of it, where :func:`fp8manifold.distributed.sync` was told so."""
+replicas: Final[WeakKeyDictionary[nn.Module, dict[str, Replicas]]] = WeakKeyDictionary()
+"""The processes that hold a layer's parameters too, by name, where :func:`fp8manifold.distributed.sync` was told so."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +223,10 @@ def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
     if not _DISTRIBUTED or not torch.distributed.is_initialized():
         return []
     found: dict[Any, Ranks] = {}
+    held = {id(owner._parameters.get(name)): ranks for owner, kin in replicas.items() for name, ranks in kin.items()}
     for parameter in parameters:
         share = share_of(parameter)
-        ranks = replicas.get(parameter) if share is None else share.ranks
+        ranks = held.get(id(parameter)) if share is None else share.ranks
         if ranks is not None and ranks.size > 1:
             found.setdefault(ranks.group, ranks)
     return list(found.values())

@@ -41,11 +41,11 @@ class FP8Shard(FP8Tensor):
         self.check_writable()
 
     def adopt(self, other: FP8Tensor) -> None:
-        """As any other does; with what the first rounding left, which padding must not lose."""
-        memory, left = self.remainder, other.remainder
+        """As any other does; what the first rounding left stays in its memory, which may be that of padding."""
+        memory = self.remainder
         super().adopt(other)
-        if memory is not None and left is not None:
-            self.remainder = memory.copy_(left)
+        if memory is not None and self.remainder is not None:
+            self.remainder = memory.copy_(self.remainder)
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any

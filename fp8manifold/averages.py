@@ -1,11 +1,14 @@
 """Running averages of quantised weights, which have to be floats: a step of an average is a fraction of a grid's."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._surgery import dequantize_model
 
 __all__ = ["averaged_model"]
@@ -43,8 +46,35 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     """
     if options.get("use_buffers"):
         raise ValueError("use_buffers=True is not supported: quantised layers have buffers that the average lacks")
-    floats = dequantize_model(copy.deepcopy(model))
-    for name, module in model.named_modules():
-        twin = floats.get_submodule(name)  # AveragedModel pairs parameters by their order
-        twin._parameters = {key: twin._parameters[key] for key in module._parameters if key in twin._parameters}
-    return AveragedModel(floats, **options)
+    return _Average(dequantize_model(copy.deepcopy(model)), **options)
+
+
+class _Average(AveragedModel):
+    """An average whose module lacks what the model's layers have beside their weights: scales, counts, manifolds."""
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take a model's parameters into the average; other buffers than those of quantised layers are copied."""
+        super().update_parameters(_AsFloats(model))  # type: ignore[arg-type]  # which asks for these two only
+
+
+class _AsFloats:
+    """Parameters and buffers of a model in the order and shapes that they have once its layers are dequantised."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+
+    def parameters(self) -> Iterator[Tensor]:
+        transposed = {id(layer.weight) for layer in self.layers if isinstance(layer, QuantizedConv1D)}
+        return (p.detach().t() if id(p) in transposed else p for p in self.model.parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        own = {id(buffer) for layer in self.layers for buffer in _own_buffers(layer)}
+        return (buffer for buffer in self.model.buffers() if id(buffer) not in own)
+
+
+def _own_buffers(layer: QuantizedLinear) -> Iterator[Tensor]:
+    """Those that a layer has because it is quantised, and not those that somebody hung on it."""
+    for name, buffer in layer.named_buffers():
+        if name.partition(".")[0] in layer._own_names:
+            yield buffer

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._ddp_start import start_ddp_with
 from fp8manifold._digest import check_digest, digest
 from fp8manifold._encoded.float8 import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
+from fp8manifold._uneven import refuse_uneven_inputs
 from fp8manifold.export import flatten_state_dict, unflatten_state_dict
-from fp8manifold.nn._scalers import Scaler, SharedAmax
+from fp8manifold.nn._scalers import share_magnitudes
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_digest", "digest", "in_rows_of", "rows_of", "sync"]
@@ -27,8 +29,10 @@ def sync(model: nn.Module, group: Any = None) -> None:
     - this library's optimizers leave out a step in all processes where a gradient is not finite in one,
     - and their first step compares the parameters over the processes, and raises where they are not equal.
 
-    Call it before ``DistributedDataParallel(model, init_sync=False)``, before ``ZeroRedundancyOptimizer``, and before
-    ``fully_shard``, in every process.
+    They are known by the layers that hold them, which have to be there as long as they are trained.  A model may be
+    moved (``to``, ``share_memory``) afterwards.  Call it before ``DistributedDataParallel(model, init_sync=False)``,
+    before ``ZeroRedundancyOptimizer``, and before ``fully_shard``, in every process.  DDP's own start
+    (``init_sync=True``) of a model with one-byte weights calls it.
 
     Args:
         model: of the same layers, formats and shapes in every process.
@@ -38,7 +42,8 @@ def sync(model: nn.Module, group: Any = None) -> None:
 
     Raises:
         RuntimeError: no process group, a model that is sharded already, or one that is made otherwise in some process:
-            in that process all names and formats are compared before anything changes.
+            in that process all names and formats are compared before anything changes.  From the model, when it is run
+            in torch's ``Join``, without ``throw_on_early_termination=True``.
 
     Example:
         >>> import torch.distributed as dist, fp8manifold as fm
@@ -52,15 +57,13 @@ def sync(model: nn.Module, group: Any = None) -> None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if share_of(parameter) is not None:
             raise RuntimeError(f"{name} is sharded already: call sync(model) before fully_shard")
-    ranks = Replicas(group or torch.distributed.group.WORLD, parameters)
+    ranks = Replicas(group or torch.distributed.group.WORLD, model)
     _send(model, ranks)
-    for module in model.modules():
-        if isinstance(module, Scaler | SharedAmax):
-            module.ranks = ranks
+    share_magnitudes(model, ranks)
+    refuse_uneven_inputs(model)
 
 
 @torch.no_grad()
@@ -111,9 +114,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     hidden = {f"hidden buffer {name}": b for name, b in model.named_buffers() if name not in state}
-    stored = {name: p for name, p in model.named_parameters() if isinstance(p, FP8Tensor)}
-    left = {f"remainder of {name}": p.remainder for name, p in stored.items() if p.remainder is not None}
-    tensors, metadata = flatten_state_dict(state | hidden | left)
+    tensors, metadata = flatten_state_dict(state | hidden)
     tensors = {name: as_codes(tensor) for name, tensor in tensors.items()}  # no process group sends a float8
     own = {name: [list(x.shape), str(x.dtype)] for name, x in tensors.items()} | _kinds(metadata)
     first_own, metadata = json.loads(_text_sent(json.dumps([own, metadata]), ranks, device))
@@ -126,10 +127,7 @@ def _send(model: nn.Module, ranks: Ranks) -> None:
         return
     for name, buffer in hidden.items():
         buffer.copy_(tensors.pop(name))
-    remainders = {name: tensors.pop(f"remainder of {name}") for name in stored if f"remainder of {name}" in tensors}
     model.load_state_dict(unflatten_state_dict(tensors, metadata, like=state), strict=False)
-    for name, p in stored.items():
-        p.remainder = remainders.get(name)
 
 
 def _difference(own: dict[str, Any], first: dict[str, Any]) -> str | None:
@@ -156,3 +154,6 @@ def _kinds(metadata: dict[str, str]) -> dict[str, Any]:
     """What tensors of codes are, as entries of shape and kind, but for their seeds."""
     described = {name: json.loads(text) for name, text in metadata.items()}
     return {name: [[], str([d["format"], d["block_size"], d["dtype"]])] for name, d in described.items()}
+
+
+start_ddp_with(sync)

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.adoption import checked_remainder
 from fp8manifold._encoded.float8 import as_codes, as_float8
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
@@ -20,7 +21,8 @@ _PARTS: Final = {"codes": "", "scale": "_scale", "counter": "_counter"}
 _PARTS_BEFORE: Final = {part: f".{part}" for part in _PARTS}
 """How they were called in files of before."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NEWER: Final[dict[str, Any]] = {"by_operator": False, "draws": "independent"}
+_LEFT: Final = "remainder"
+_NEWER: Final[dict[str, Any]] = {"by_operator": False, "draws": "independent", _LEFT: False}
 _KEYS: Final = ("format", "block_size", "rounding", "seed", "dtype")
 
 
@@ -30,8 +32,8 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
     What comes back is what ``safetensors.torch.save_file(tensors, path, metadata)`` writes: ``w`` holds the codes,
     ``w_scale`` the scales (float32 powers of two) and ``w_counter`` a count (int64), and the metadata say under
     ``fp8:w`` in JSON how to read them; value = scale * decode(codes).  Codes of E4M3 and E5M2 are float8_e4m3fn and
-    float8_e5m2, which is how compressed-tensors calls and keeps its weights; those of other formats are uint8.  Other
-    tensors stay as they are.
+    float8_e5m2, which is how compressed-tensors calls and keeps its weights; those of other formats are uint8.  What
+    rounding left, where a weight has kept it, is ``w_remainder`` (int8).  Other tensors stay as they are.
 
     Args:
         state: ``model.state_dict()``, say.
@@ -60,12 +62,14 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
         if not isinstance(value, FP8Tensor):
             tensors[name] = value.detach().contiguous()
             continue
-        for suffix in (*_PARTS.values(), *_PARTS_BEFORE.values()):
+        for suffix in (*_PARTS.values(), *_PARTS_BEFORE.values(), f"_{_LEFT}"):
             if suffix and name + suffix in state:
                 raise ValueError(f"state has both {name!r} and an entry called like a part of it, {name + suffix!r}")
         metadata[_PREFIX + name] = json.dumps(_description(value))
         tensors[name] = as_float8(value.codes, value.format)
         tensors |= {name + _PARTS[part]: getattr(value, part).contiguous() for part in ("scale", "counter")}
+        if value.remainder is not None:
+            tensors[f"{name}_{_LEFT}"] = value.remainder.contiguous()
     return tensors, metadata
 
 
@@ -98,7 +102,7 @@ def unflatten_state_dict(
             name = key.removeprefix(_PREFIX)
             called = _PARTS_BEFORE if name + _PARTS_BEFORE["codes"] in state else _PARTS
             parts = {part: _taken(state, name + suffix) for part, suffix in called.items()}
-            state[name] = _rebuilt(name, parts, text)
+            state[name] = _rebuilt(name, parts, text, state)
     for name, expected in (like or {}).items():
         _check_format(name, state.get(name), expected)
     return state
@@ -113,7 +117,7 @@ def _description(value: FP8Tensor) -> dict[str, Any]:
         "by_operator": value.by_operator,
         "draws": value.draws,
         "dtype": str(value.dtype).removeprefix("torch."),
-    }
+    } | ({} if value.remainder is None else {_LEFT: True})
 
 
 def _taken(state: dict[str, Tensor], name: str) -> Tensor:
@@ -122,14 +126,14 @@ def _taken(state: dict[str, Tensor], name: str) -> Tensor:
     return state.pop(name)
 
 
-def _rebuilt(name: str, parts: dict[str, Tensor], text: str) -> FP8Parameter:
+def _rebuilt(name: str, parts: dict[str, Tensor], text: str, state: dict[str, Tensor]) -> FP8Parameter:
     try:
         described = json.loads(text)
         if not isinstance(described, dict) or described.keys() - _NEWER.keys() != set(_KEYS):
             raise ValueError(f"expected the keys {', '.join(_KEYS)}")
         if described["dtype"] not in _DTYPES:
             raise ValueError(f"dtype={described['dtype']!r} is unknown: one of {', '.join(_DTYPES)}")
-        return FP8Parameter.from_codes(
+        weight = FP8Parameter.from_codes(
             as_codes(parts["codes"]),
             parts["scale"],
             FloatFormat.from_string(described["format"]),
@@ -141,6 +145,9 @@ def _rebuilt(name: str, parts: dict[str, Tensor], text: str) -> FP8Parameter:
             draws=(_NEWER | described)["draws"],
             dtype=_DTYPES[described["dtype"]],
         )
+        left = _taken(state, f"{name}_{_LEFT}") if described.get(_LEFT) else None
+        weight.remainder = checked_remainder(left, parts["codes"])
+        return weight
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name!r} can't be put together from {text!r}: {error}") from None
 

@@ -14,7 +14,7 @@ from fp8manifold._numerics.rounding import ROUNDINGS, Rounding
 from fp8manifold._numerics.scaled_rounding import rounded_at
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Stream, check_words
-from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, amax_scale
+from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, scale_of_amax, wide_amax
 
 __all__ = ["STE", "STES", "as_scale", "fake_quantize", "quantize_at"]
 
@@ -45,7 +45,8 @@ def fake_quantize(
     Args:
         x: float tensor of any shape.
         fmt: a format or its name.
-        scale: positive, broadcasting against ``x``; None takes :func:`amax_scale` of ``x``.
+        scale: positive, broadcasting against ``x``; None takes :func:`amax_scale` of ``x``.  Of float64 values it is a
+            float64 number, of all others float32.
         granularity, axis, pow2: of that scale; with granularity ``block`` one that is given has an entry for every 32
             values of a row.
         ste: gradient of ``Q``: ``identity`` (1), ``clipped`` (1 within the range, 0 where ``x`` saturates), ``relu``
@@ -75,9 +76,11 @@ def fake_quantize(
     check_choice("ste", ste, STES)
     check_choice("rounding", rounding, ROUNDINGS)
     check_choice("granularity", granularity, GRANULARITIES)
-    working_dtype(x)
-    blocks = granularity == "block"
-    given = amax_scale(x, fmt, granularity, axis=axis, pow2=pow2) if scale is None else as_scale(x, scale, blocks)
+    work, blocks = working_dtype(x), granularity == "block"
+    if scale is None:
+        given = scale_of_amax(wide_amax(x, granularity, axis), fmt, pow2=pow2 or blocks)
+    else:
+        given = as_scale(x, scale, blocks, work)
     return quantize_at(x, given, fmt, ste, rounding, _key(rounding, seed, step, stream), blocks=blocks)
 
 
@@ -135,9 +138,9 @@ def _key(rounding: str, seed: int | None, step: int, stream: int) -> Stream | No
     return Stream((seed, step, stream))
 
 
-def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False) -> Tensor:
-    """A scale that the caller chose, as float32: broadcasting against ``x``, or one for every block."""
-    tensor = torch.as_tensor(scale, dtype=torch.float32, device=x.device).detach()
+def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A scale that the caller chose, in a dtype: broadcasting against ``x``, or one for every block."""
+    tensor = torch.as_tensor(scale, dtype=dtype, device=x.device).detach()
     if blocks:
         tensor = _of_blocks(x, tensor)
     elif not broadcasts_to(tensor.shape, x.shape):

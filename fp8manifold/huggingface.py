@@ -173,7 +173,10 @@ class _Quantizer:
         return 1.0 if isinstance(param, FP8Tensor) else float(param.element_size())
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Codes and counts stay what they are."""
+        """Codes, their scales and counts stay what they are; ``_Gather`` lets the weight appear as the dtype."""
+        for operation in (each for each in getattr(converter, "operations", ()) if isinstance(each, _Gather)):
+            operation.dtype = dtype
+            return None
         return dtype if (param.get_dtype() if hasattr(param, "get_dtype") else param.dtype) in _FLOATS else None
 
     def get_weight_conversions(self) -> list[Any]:
@@ -241,7 +244,9 @@ def _describe(model: Any) -> None:
 
 
 class _Gather:
-    """From what a file has under a weight's name to the parameter that the layer takes."""
+    """From what a file has under a weight's name to the parameter that the layer takes, in the dtype asked for."""
+
+    dtype: torch.dtype | None = None
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> dict[str, Tensor]:
         parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
@@ -254,9 +259,10 @@ class _Gather:
             if isinstance(own, FP8Tensor) and (value.format, value.scale.shape) != (own.format, own.scale.shape):
                 its, wanted = ((x.format.name, x.granularity) for x in (value, own))
                 raise ValueError(f"{full_layer_name} is {its} in the file, and {wanted} by config.json")
-            value.requires_grad_(own.requires_grad)
-        elif isinstance(layer, QuantizedConv1D):
-            value = value.t().contiguous()
+            value = value.with_parts(lambda part: part, self.dtype).requires_grad_(own.requires_grad)
+        else:
+            value = value.to(self.dtype) if value.dtype in _FLOATS else value
+            value = value.t().contiguous() if isinstance(layer, QuantizedConv1D) else value
         if isinstance(layer, QuantizedLinear) and layer.manifold is not None:
             value = geoopt.ManifoldParameter(value, manifold=layer.manifold)
         return {full_layer_name: value}

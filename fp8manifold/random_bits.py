@@ -205,7 +205,7 @@ def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
     return signed_word(mixed), signed_word(mixed >> 32), signed_word(_mix64(mixed))
 
 
-def round_key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
+def round_key_rows(prefixes: Sequence[Words], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
     """:func:`round_keys` of many words (seed, step, stream, ``*more``) at position 0: one row of three keys each."""
     known = {words: _prefix(words) for words in set(prefixes)}
     mixed = np.array([known[words] for words in prefixes], dtype=np.uint64)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "amax_scale",
     "scale_of_amax",
     "storage_scale",
+    "wide_amax",
     "widened_scale",
 ]
 
@@ -61,11 +63,12 @@ def amax_scale(
 
     Returns:
         float32 tensor that broadcasts against ``x``; under ``block`` it has the shape of ``x`` with a 32nd of the last
-        dimension.  It is 1 where the magnitude is 0 (+0 or -0) or not finite (a NaN or Inf), and for an empty tensor.
+        dimension.  It is 1 where the magnitude is 0 (+0 or -0) or not finite (a NaN or Inf), and for an empty tensor,
+        and nowhere less than ``2^-126``.
 
     Raises:
-        ValueError: an unknown granularity, an axis that ``x`` does not have, or a last dimension that 32 does not
-            divide.
+        ValueError: an unknown granularity, an axis that ``x`` does not have, a last dimension that 32 does not
+            divide, or float64 values beyond float32, whose scale there is none for.
 
     Example:
         >>> amax_scale(torch.tensor([[1.0, -896.0], [0.0, 0.0]]), "E4M3", "channel").flatten().tolist()
@@ -79,18 +82,30 @@ def amax_scale(
 
 def scale_of_amax(amax: Tensor, fmt: FloatFormat, *, pow2: bool) -> Tensor:
     """The scale under which ``amax`` is the largest value; 1 where it is 0 or not finite."""
-    scale = (amax / fmt.max).clamp(min=2.0**-126)
+    scale = (amax / fmt.max).clamp(min=torch.finfo(amax.dtype).tiny)
     if pow2:
         scale = _power_of_two_above(scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
-    """The largest magnitude under each scale, float32; NaN where there is one."""
+    """The largest magnitude under each scale, float32; NaN where there is one.
+
+    Raises:
+        ValueError: a finite one in float64 is not in float32.
+    """
+    amax = wide_amax(x, granularity, axis)
+    if amax.dtype is torch.float64:
+        _check_fits(amax)
+    return amax.float()
+
+
+def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
+    """The same in the dtype that ``x`` is computed in: float64 for float64."""
     check_choice("granularity", granularity, GRANULARITIES)
+    magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
-        return _block_amax(x)
-    magnitude = x.detach().float().abs()
+        return _block_amax(magnitude)
     if granularity == "tensor":
         return magnitude.amax() if x.numel() else magnitude.new_zeros(())
     if not -x.dim() <= axis < x.dim():
@@ -100,6 +115,18 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
         shape = [x.shape[d] if d == axis % x.dim() else 1 for d in range(x.dim())]
         return magnitude.new_zeros(shape)
     return magnitude.amax(dim=others, keepdim=True) if others else magnitude
+
+
+def _check_fits(amax: Tensor) -> None:
+    """Raise ValueError for finite float64 magnitudes that are Inf in float32."""
+    if torch.compiler.is_compiling() or type(amax) is not Tensor or not has_values(amax):
+        return
+    beyond = amax.isfinite() & ~amax.float().isfinite()
+    if bool(beyond.any()):
+        raise ValueError(
+            f"a magnitude of {float(amax[beyond][0]):g} is beyond float32 (3.4e38), which scales are kept in: "
+            "divide by a power of two before, or take fake_quantize, which has float64 scales for float64"
+        )
 
 
 def storage_scale(
@@ -211,10 +238,13 @@ def _block_amax(x: Tensor) -> Tensor:
             f"granularity='block' needs a last dimension that {BLOCK_SIZE} divides, not shape {tuple(x.shape)}: "
             "take 'channel' or 'tensor'"
         )
-    magnitude = x.detach().float().abs().view(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
-    return magnitude.amax(-1)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE).amax(-1)
 
 
 def _power_of_two_above(x: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.ones_like(x), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    if x.dtype is torch.float64:  # torch.ldexp takes its power of two in float32
+        bits = float_bits(x.dtype)
+        return bits.power_of_two(exponent.to(bits.integer)).view(x.dtype)
+    return torch.ldexp(torch.ones_like(x), exponent)

@@ -21,6 +21,7 @@ from fp8manifold._encoded.storage import (
     largest_magnitude,
     next_codes,
     remainder_of,
+    void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
     describe_change,
@@ -306,7 +307,7 @@ class FP8Tensor(EncodedTensor):
         self._changed()
 
     def adopt(self, other: "FP8Tensor") -> None:
-        """Take codes and scale of ``other``, in place and exactly; what ``copy_`` of a tensor does.
+        """Take codes, scale and remainder of ``other``, in place and exactly; what ``copy_`` of a tensor does.
 
         The counter becomes the larger one: no draw is used again when a snapshot is put back.  In
         ``Module.load_state_dict`` it becomes the other's, with its seed, so that a run goes on.
@@ -314,16 +315,15 @@ class FP8Tensor(EncodedTensor):
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
-        adopt_parts(self, other)
+        left = adopt_parts(self, other)
         self._changed()
+        self.remainder = left
 
     def _changed(self) -> None:
         """After every write: autograd, which knows of no codes, refuses what it saved; the last remainder is void."""
         if not is_traced(self.codes):
             torch.autograd.graph.increment_version(self)
-        if self.remainder is not None:
-            self.remainder.zero_()  # for those that share it
-            self.remainder = None
+        void_remainder(self)
 
     @property
     def manifold(self) -> FP8Manifold:

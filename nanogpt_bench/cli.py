@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_bench.commands.arguments import Tokenizers, positive
+from nanogpt_bench.commands.arguments import Tokenizers, positive, refuse_repeated
 from nanogpt_bench.commands.studies import (
     add_compare,
     add_evaluate,
@@ -116,6 +116,7 @@ def _dispatch(words: list[str]) -> int:
         parser.print_help()
         return 0
     commands[args.command].refuse_unknown(unknown_words)
+    refuse_repeated(words)
     args.overrides = overrides
     if is_worker() and args.command != "run":
         raise BenchError(f"torchrun is for run: {args.command} works in one process; start it without")
@@ -358,6 +359,7 @@ def _add_thresholds(parser: Parser) -> None:
     """The verdict's thresholds; their defaults are those of `Thresholds`."""
     for option, kind, default, text in (
         ("within", float, 0.10, "share by which the final val loss may exceed the baseline's"),
+        ("behind", float, 0.05, "nats by which a row, and by twice its gap's standard error, is behind"),
         ("cosine", float, 0.90, "mean gradient cosine below which a row is doubtful"),
         ("alerts", int, None, "most alerts of a row that is not doubtful (default: no limit)"),
         ("stall", float, 0.50, "stall from which it is named in the verdict"),

@@ -12,12 +12,12 @@ MOST_ROOMS = 24
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = (
     ("formats", "_geoopt_import"),
-    ("_numerics", "_native", "_ranks", "random_bits", "scaling"),
+    ("_numerics", "_native", "_ranks", "_uneven", "random_bits", "scaling"),
     ("grid", "reference"),
     ("_encoded", "manifolds"),
     ("tensor", "fake_quant"),
     ("parameter",),
-    ("_shards", "_digest"),
+    ("_shards", "_digest", "_ddp_start"),
     ("nn", "export"),
     ("ops", "averages", "distributed", "exchange", "_fisher"),
     ("huggingface",),

@@ -83,6 +83,7 @@ def test_the_sdist_has_everything_and_nothing_else(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for needed in ("fp8manifold/__init__.py", "tests/test_package.py", "examples/geoopt_drop_in.py", "docs/conf.py"):
         assert needed in names
+    assert {"docs/figures/number-line.svg", "docs/_generated.json", "SECURITY.md", "hatch_urls.py"} <= names
     assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "noxfile.py"} <= names
     assert [name for name in names if name.startswith(("runs/", "data/", "docs/_build", "docs/generated"))] == []
 
@@ -101,16 +102,11 @@ def test_the_wheel_has_both_packages_and_no_tests(built: Path) -> None:
 def test_it_installs_without_extras(built: Path, tmp_path: Path, pattern: str) -> None:
     """An environment with nothing in it but pip; torch, geoopt and numpy alone are lent by the one the tests run in."""
     python = empty_environment(tmp_path / "env", tmp_path / "lent")
-    checked([python, "-m", "pip", "install", "-q", "--no-deps", only(built, pattern)], tmp_path)
-    code = (
-        "import fp8manifold as fm, torch\n"
-        "model = fm.quantize_model(torch.nn.Linear(4, 2), 'E4M3', storage='fp8')\n"
-        "optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2)\n"
-        "model(torch.ones(3, 4)).sum().backward()\n"
-        "optimizer.step()\n"
-        "print(fm.__file__)"
-    )
-    assert str(tmp_path / "env") in checked([python, *WITHOUT_WARNINGS, "-c", code], tmp_path)
+    # Without an index pip fails unless what the wheel asks for is lent. To build an sdist it fetches hatchling.
+    index = ["--no-index"] if pattern == "*.whl" else []
+    checked([python, "-m", "pip", "install", "-q", *index, only(built, pattern)], tmp_path)
+    passed = checked([python, *WITHOUT_WARNINGS, ROOT / "tests" / "smoke.py", "--native"], tmp_path)
+    assert passed.startswith(str(tmp_path / "env"))
     bench = run([python.parent / "nanogpt-bench", "compare"], tmp_path)
     assert bench.returncode == 2
     assert bench.stderr.count("\n") == 1
@@ -120,6 +116,8 @@ def test_it_installs_without_extras(built: Path, tmp_path: Path, pattern: str) -
 def empty_environment(folder: Path, lent: Path) -> Path:
     """Make an environment that sees, of this one, only the core dependencies and theirs; return its Python."""
     checked([sys.executable, "-m", "venv", folder], folder.parent)
+    # Python 3.11 puts one there that is older than torch asks for; the lent one must not be reached by this.
+    checked([folder / "bin" / "python", "-m", "pip", "uninstall", "-qy", "setuptools"], folder.parent)
     lent.mkdir()
     here = Path(sysconfig.get_paths()["purelib"])
     for entry in here.iterdir():

@@ -28,7 +28,7 @@ def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatc
     page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn_with = import_module("_study").BESIDE.values()
-    shown = page.count(f"```{{include}} generated/{path.stem}.md\n```")
+    shown = page.count(f"<!-- table: {path.stem} -->\n")
     shown += any(path.stem in names for names in drawn_with)
     assert shown == any(row["runs"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"])
 
@@ -174,7 +174,8 @@ def test_what_is_drawn_of_fine_tuning_stands_on_its_page_once(finetuned: Path) -
     assert {path.name for path in finetuned.iterdir()} >= {"finetune-small.md", "finetune-small.svg"}
     for path in finetuned.iterdir():
         assert path.stat().st_size > 500
-        assert page.count(f"generated/{path.name}\n") == 1
+        shown = f"(figures/{path.name})\n" if path.suffix == ".svg" else f"<!-- table: {path.stem} -->\n"
+        assert page.count(shown) == 1
 
 
 @pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)

@@ -8,14 +8,17 @@ from torch import Tensor
 from fp8manifold._encoded.loading import is_loading
 from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, power_of_two
 
-__all__ = ["adopt_parts", "checked_scale"]
+__all__ = ["adopt_parts", "checked_remainder", "checked_scale"]
 
 
-def adopt_parts(own: Any, other: Any) -> None:
+def adopt_parts(own: Any, other: Any) -> Tensor | None:
     """Codes and scale exactly, and the counter: the larger one, or while a module loads the other's, with its seed.
 
     Args:
         own, other: tensors of codes.
+
+    Returns:
+        What rounding left in the other, in memory of its own.
 
     Raises:
         ValueError: another format or shape, or scales finer than the own.
@@ -36,6 +39,7 @@ def adopt_parts(own: Any, other: Any) -> None:
         counter = torch.maximum(own.counter, counter.to(own.counter.device))
     for mine, part in ((own.codes, other.codes), (own.scale, scale), (own.counter, counter)):
         mine.copy_(part)
+    return None if other.remainder is None else other.remainder.to(own.codes.device, copy=True)
 
 
 def checked_scale(own: Any, scale: float | Tensor) -> Tensor:
@@ -50,3 +54,16 @@ def checked_scale(own: Any, scale: float | Tensor) -> Tensor:
     new = new.expand(own.scale.shape)
     check_covers(new, own.largest(), own.format)
     return new
+
+
+def checked_remainder(left: Tensor | None, codes: Tensor) -> Tensor | None:
+    """What rounding left, as it was saved, if it was.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    if left is not None and (left.dtype != torch.int8 or left.shape != codes.shape):
+        raise ValueError(
+            f"remainder is {left.dtype} of shape {tuple(left.shape)}: it must be torch.int8 of {tuple(codes.shape)}"
+        )
+    return left

@@ -13,7 +13,7 @@ from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.storage import dequantize_codes, is_traced
 from fp8manifold._encoded.stored_scale import refit_scale_
 
-__all__: list[str] = []
+__all__ = ["alias"]
 
 _aten = torch.ops.aten
 
@@ -33,7 +33,8 @@ def _is_whole(x: Any) -> bool:
 
 
 @implements(_aten.detach.default, _aten.alias.default)
-def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same tensor, without its history."""
     x = args[0]
     return view_of(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DDP_START",
     "NoStorage",
     "check_not_distributed",
     "check_not_unwrapped",
@@ -27,6 +28,7 @@ _SHARDING: Final = (
     "torch.distributed.optim.zero_redundancy_optimizer._build_param_buckets",
 )
 _RIGHT: Final = ("c10d::broadcast_", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+DDP_START: Final = "torch.distributed.utils._sync_module_states"
 _BY_ROWS: Final = ("torch.distributed.fsdp._fully_shard.", "torch.distributed._shard._utils.")
 _UNPADS: Final = ("torch.distributed.tensor.placement_types.", "torch.distributed.tensor._collective_utils.")
 """What cuts tensors into rows and pads them, which codes can be."""
@@ -99,6 +101,8 @@ def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
     if func.namespace in _COLLECTIVES:
         refuse_collective(func)
     name = _caller()
+    if name == DDP_START and operator == "aten::detach":  # which sends codes in its own way
+        return
     if (name.startswith(_BY_ROWS) and operator in _CUTS) or (name.startswith(_UNPADS) and operator == "aten::slice"):
         return
     if name.startswith(_SHARDING):

@@ -23,6 +23,7 @@ __all__ = [
     "largest_magnitude",
     "next_codes",
     "remainder_of",
+    "void_remainder",
 ]
 
 REMAINDER_STEPS: Final = 256
@@ -101,6 +102,13 @@ def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> T
         return torch.empty_like(w, dtype=torch.int8)
     left = to_chart(w.double() / scale, fmt) - to_chart(decode(codes, fmt, torch.float64), fmt)
     return (left * REMAINDER_STEPS).round_().clamp_(-128, 127).nan_to_num_(0.0).to(torch.int8)
+
+
+def void_remainder(own: Any) -> None:
+    """Drop what rounding left in a tensor whose codes are others now, for all that share it, as state dicts do."""
+    if own.remainder is not None:
+        own.remainder.zero_()
+        own.remainder = None
 
 
 def checked_codes(codes: Tensor, fmt: FloatFormat) -> Tensor:

@@ -22,23 +22,30 @@ class NativeUnavailableWarning(UserWarning):
     """Steps, decoding and rounding run without native code: the same results, several times slower."""
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    """The library, with the types of its functions; None where there is none."""
+    """The library, with the types of its functions; None where there is none, which is said once."""
+    kernels, unsaid = _found()
+    if unsaid:  # taken before it is said: where warnings are errors the next call goes on too
+        warnings.warn(unsaid.pop(), NativeUnavailableWarning, stacklevel=2)
+    return kernels
+
+
+@cache
+def _found() -> tuple[ctypes.CDLL | None, list[str]]:
+    """The library as it was when it was first asked for, whatever becomes of the file, and what is yet to be said."""
     path = Path(__file__).with_name("_kernels.so")
-    reason = "it was not built, for want of a C compiler" if not path.exists() else "it was built from other sources"
+    reason = "it was built from other sources"
     try:
-        if path.exists() and _sources_of(kernels := ctypes.CDLL(str(path))) == _digest(path.parent):
-            return _with_types(kernels)
+        if not path.exists():
+            reason = "it was not built, for want of a C compiler, or was removed since"
+        elif _sources_of(kernels := ctypes.CDLL(str(path))) == _digest(path.parent):
+            return _with_types(kernels), []
     except (OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
-    warnings.warn(
+    return None, [
         f"fp8manifold's native code is not available ({reason}): steps and rounding run without it, with the same "
-        "results, several times slower; install the package again where there is a C compiler",
-        NativeUnavailableWarning,
-        stacklevel=2,
-    )
-    return None
+        "results, several times slower; install the package again where there is a C compiler"
+    ]
 
 
 def threads_for(elements: int) -> int:

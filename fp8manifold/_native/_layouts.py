@@ -37,7 +37,7 @@ JOB: Final = np.dtype(
         ("length", np.int64),
         ("facts", np.int32, 4),  # scales, repeats, low_exponent, high_exponent
         ("keys", np.int32, 8),
-        ("hyper", np.float32, 18),
+        ("hyper", np.float32, 19),
     ],
     align=True,
 )

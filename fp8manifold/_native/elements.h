@@ -93,11 +93,17 @@ INLINE int32_t to_codes(float x, float inverse, uint32_t draw)
     return encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8), 1);
 }
 
-/* One that is not zero stays so, for it is divided by. */
-INLINE int32_t root_to_codes(float root, float inverse, uint32_t draw)
+/* A root whose square is right in the mean; one that is not zero stays so, for it is divided by. */
+INLINE int32_t root_to_codes(float root, float inverse, uint32_t word)
 {
-    const int32_t code = encode_magnitude(&MOMENT, root * inverse, 1, (int32_t)(draw << 8), 0, 1);
-    return most(code, least(bits_of(root), 1));
+    const int32_t m = 3, lowest = 127 - 6; /* of MOMENT */
+    const int32_t magnitude = least(bits_of(root * inverse), 0x43E00000);
+    const int32_t power = most(magnitude & 0x7F800000, lowest * (1 << 23));
+    const float steps = float_of(magnitude) * float_of((254 + m) * (1 << 23) - power);
+    const int32_t whole = (int32_t)steps;
+    const float twice = (float)(whole + whole), part = steps - (float)whole;
+    const int32_t away = (float)draw_of(word) * 0x1p-24f * (twice + 1.0f) < part * (part + twice);
+    return most(whole + away + (power >> (23 - m)) - lowest * (1 << m), least(bits_of(root), 1));
 }
 
 /* --------------------------------------------------------------------------------------------------- geometry */

@@ -65,7 +65,7 @@ INLINE void adam_over_codes(const Job *j, const Local *l, const Block *b, Tile *
         const uint32_t word = moments == FLOAT32 ? 0 : random_word(average_keys, at + (uint32_t)i);
         if (moments == EIGHT_BITS) {
             first_code[i] = to_codes(m, first_inverse, word & 0xFFFF);
-            second_code[i] = root_to_codes(root, second_inverse, word >> 16);
+            second_code[i] = root_to_codes(root, second_inverse, word);
         } else if (moments == BFLOAT16) {
             first_code[i] = to_bfloat16(m, word & 0xFFFF);
             second_code[i] = to_bfloat16(v, word >> 16);

@@ -85,13 +85,13 @@ CLONED void load_gradient(const Job *j, const Local *l, Tile *t)
 {
     const Spec *s = j->spec;
     const int n = t->n;
-    const float *g = j->gradient + t->at, sign = s->maximize ? -1.0f : 1.0f;
+    const float *g = j->gradient + t->at, sign = s->maximize ? -1.0f : 1.0f, scale = l->scale * j->hyper.per_unit;
     if (s->storage == PLAIN || s->geometry == LINEAR || s->geometry == MULTIPLICATIVE)
         LOOP(t->gradient[i] = sign * g[i];)
     else if (s->metric == METRIC_ULP)
-        LOOP(t->gradient[i] = sign * g[i] * (stiffness_at(l, t->x[i], METRIC_ULP) * l->scale);)
+        LOOP(t->gradient[i] = sign * g[i] * (stiffness_at(l, t->x[i], METRIC_ULP) * scale);)
     else
-        LOOP(t->gradient[i] = sign * g[i] * l->scale;)
+        LOOP(t->gradient[i] = sign * g[i] * scale;)
 }
 
 /* ----------------------------------------------------------------------------------------------------- averages */
@@ -142,7 +142,7 @@ CLONED void store_averages(const Job *j, const Block *b, Tile *t)
         LOOP(a[i] = to_bfloat16(t->second[i], (t->words[i] >> shift) & 0xFFFF);)
     } else if (j->second) {
         uint8_t *a = (uint8_t *)j->second + t->at;
-        LOOP(a[i] = root_to_codes(t->root[i], b->second_inverse, (t->words[i] >> shift) & 0xFFFF);)
+        LOOP(a[i] = root_to_codes(t->root[i], b->second_inverse, t->words[i]);)
     }
 }
 

@@ -18,7 +18,7 @@ enum { ONE_SCALE, SCALE_A_ROW, SCALE_AN_ELEMENT };
 /* The numbers of a step: fp8manifold/optim/_hyper.py. */
 typedef struct {
     float beta1, gain1, beta2, gain2, eps, rate, keep, correction, largest, inverse_reference, log_reference;
-    float low, high, log_low, log_high, power, inject, floor;
+    float low, high, log_low, log_high, power, inject, floor, per_unit;
 } Hyper;
 
 /* What is fixed: fp8manifold/optim/_variant.py. */
@@ -48,6 +48,6 @@ typedef struct {
 
 /* As NumPy lays them out; a platform that differs is not built for. */
 _Static_assert(sizeof(Spec) == 96, "the size of SPEC in _layouts.py");
-_Static_assert(sizeof(Job) == 216, "the size of JOB in _layouts.py");
+_Static_assert(sizeof(Job) == 224, "the size of JOB in _layouts.py");
 
 #endif

@@ -19,6 +19,7 @@ __all__ = [
     "encode_finite",
     "encode_magnitude",
     "encode_signed",
+    "encoding_steps",
     "largest_bits",
 ]
 
@@ -102,19 +103,30 @@ def encode_finite(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extr
 def encode_magnitude(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None, extra_bits: int = 0) -> Tensor:
     """:func:`encode_finite` of values that are not negative."""
     m = fmt.mantissa_bits + extra_bits
+    fixed = draws is not None and _in_fixed_point(fmt, m)
+    steps, below = encoding_steps(x, fmt, extra_bits, RANDOM_BITS if fixed else 0)
+    if draws is None:
+        whole = _nearest(steps, below, m)
+    else:
+        whole = _stochastic_fixed(steps, draws) if fixed else _stochastic(steps, draws)
+    return whole + below
+
+
+def encoding_steps(x: Tensor, fmt: FloatFormat, extra_bits: int = 0, parts: int = 0) -> tuple[Tensor, Tensor]:
+    """How many spacings a value that is not negative has, and what is added to them for its code (int32).
+
+    .. math:: x / S \\; 2^{parts}, \\qquad (\\lfloor \\log_2 x \\rfloor - e_{min}) \\, 2^M
+
+    What is out of range is taken to its end.
+    """
+    m = fmt.mantissa_bits + extra_bits
     magnitude = x.view(torch.int32).clamp(max=largest_bits(fmt))
     power = (magnitude & _EXPONENT_MASK).clamp(min=(_BIAS + fmt.emin) << _MANTISSA)
-    fixed = draws is not None and _in_fixed_point(fmt, m)
-    exponent = 2 * _BIAS + m + (RANDOM_BITS if fixed else 0)
+    exponent = 2 * _BIAS + m + parts
     steps = magnitude.view(torch.float32) * ((exponent << _MANTISSA) - power).view(torch.float32)
     if fmt.ulp_min > 1:  # the quotient of the smallest floats underflows, where a draw of 0 must still see it
         steps = torch.maximum(steps, magnitude.view(torch.float32).clamp(max=2.0**-100))
-    binade_codes = power >> (_MANTISSA - m)
-    if draws is None:
-        whole = _nearest(steps, binade_codes, m, _BIAS + fmt.emin)
-    else:
-        whole = _stochastic_fixed(steps, draws) if fixed else _stochastic(steps, draws)
-    return whole + binade_codes - ((_BIAS + fmt.emin) << m)
+    return steps, (power >> (_MANTISSA - m)) - ((_BIAS + fmt.emin) << m)
 
 
 def encode_bits(x: Tensor, fmt: FloatFormat, draws: Tensor | None = None) -> Tensor:
@@ -156,9 +168,9 @@ def _stochastic_fixed(parts: Tensor, draws: Tensor) -> Tensor:
     return (parts.ceil().to(torch.int32) + (draws ^ ((1 << RANDOM_BITS) - 1))) >> RANDOM_BITS
 
 
-def _nearest(steps: Tensor, binade_codes: Tensor, mantissa_bits: int, lowest: int) -> Tensor:
+def _nearest(steps: Tensor, below: Tensor, mantissa_bits: int) -> Tensor:
     """Ties to the even code: the even multiple, but without mantissa bits the binade decides."""
     whole = torch.round(steps).to(torch.int32)
     if mantissa_bits:
         return whole
-    return whole - (steps == 1.5).to(torch.int32) * ((binade_codes + lowest) & 1)
+    return whole - (steps == 1.5).to(torch.int32) * (below & 1)

@@ -58,8 +58,15 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
     vars(new).update({key: vars(old)[key] for key in _attributes(old)})
     for place, entries in _registered(old).items():
         vars(new)[place].update(entries)
+    _set_order(new, list(old._parameters))
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
     _carry_weight(*_weights(old, new), _is_transposed(old, new))
+
+
+def _set_order(new: nn.Module, names: list[str]) -> None:
+    """Keep parameters in their order, which optimizers' states, averages and communication go by."""
+    given = new._parameters
+    new._parameters = {key: given[key] for key in dict.fromkeys([*names, *given]) if key in given}
 
 
 def _set_our_hook(new: nn.Module) -> None:

@@ -30,7 +30,7 @@ from fp8manifold.nn._grid_weight import (
 from fp8manifold.nn._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
 from fp8manifold.nn._parts import gather_parts, parts_of
 from fp8manifold.nn._recomputation import Pass, pass_of
-from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax
+from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._spec import LayerSpec
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Stream
@@ -61,8 +61,8 @@ class QuantizedLinear(nn.Linear):
     no saturation hides it; an input that does so is treated as in :func:`fake_quantize`.  -0 is kept where the layout
     has it, and an empty batch has an empty output.
 
-    Loading a state dict takes the weight of another ``fp8`` layer exactly, scale, counter and seed included; a float
-    weight is rounded, at a scale of its own.
+    Loading a state dict takes the weight of another ``fp8`` layer exactly, with scale, counter, seed and what rounding
+    left; a float weight is rounded, at a scale of its own.
 
     Args:
         linear: the layer to take over; its bias parameter is kept, its weight too with storage ``master``.
@@ -122,10 +122,10 @@ class QuantizedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.spec, self.storage = spec, storage
-        self.bias = linear.bias
         self.shared_amax: SharedAmax | None = None
         self.manifold: FP8Manifold | None = None
         self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
         self._headroom, self._keep_remainder, self._seed = headroom, keep_remainder, seed
         self._defers, self.has_plain_state = defer_weight_gradient, False
         self._operands = spec.operands
@@ -164,6 +164,8 @@ class QuantizedLinear(nn.Linear):
         backward = self._rounded("activation_gradient", draw), of_weight
         if not torch.is_grad_enabled() or backward == (None, None):
             return linear(quantized, weight, self.bias)
+        if self.training and not this.repeats:
+            announce_gradients(self, input)
         return linear_with_rounded_gradients(quantized, weight, self.bias, *backward)
 
     def quantized_input(self, x: Tensor) -> Tensor:
@@ -344,13 +346,11 @@ class QuantizedLinear(nn.Linear):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """What the first rounding left is no part of the state."""
+        """One-byte weights as they are, with what rounding left, or in their parts."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         saved = destination.get(prefix + "weight")
-        if isinstance(saved, FP8Tensor) and not keep_vars:
-            saved.remainder = None
-            if self.has_plain_state:
-                destination.update(parts_of(prefix + "weight", saved))
+        if isinstance(saved, FP8Tensor) and not keep_vars and self.has_plain_state:
+            destination.update(parts_of(prefix + "weight", saved))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take what hooks have made of the state: codes as they are, floats rounded."""

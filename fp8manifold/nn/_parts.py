@@ -5,6 +5,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.adoption import checked_remainder
 from fp8manifold._encoded.dispatch import DTYPES
 from fp8manifold._encoded.float8 import FLOAT8, as_codes, as_float8, float8_format
 from fp8manifold._encoded.traits import DRAWS, ROUNDINGS
@@ -14,8 +15,9 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["PARTS", "gather_parts", "holds_codes", "parts_of"]
 
-PARTS: Final = ("", "_scale", "_counter", "_traits")
-"""What is added to a weight's name for each of its parts."""
+_LEFT: Final = "_remainder"
+PARTS: Final = ("", "_scale", "_counter", "_traits", _LEFT)
+"""What is added to a weight's name for each of its parts; the last is there where a weight has kept it."""
 
 
 def holds_codes(saved: Any) -> bool:
@@ -33,7 +35,8 @@ def parts_of(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
     ]
     codes = as_float8(weight.codes, fmt)
     parts = (codes, weight.scale, weight.counter, torch.tensor(traits, device=weight.device))
-    return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=True)}
+    left = {} if weight.remainder is None else {name + _LEFT: weight.remainder}
+    return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)} | left
 
 
 def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
@@ -49,14 +52,16 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
         return
     if name + "_scale" not in state:
         raise ValueError(f"{name} holds codes ({saved.dtype}), and {name}_scale is missing")
-    scale, counter, traits = (state.pop(name + suffix, None) for suffix in PARTS[1:])
+    scale, counter, traits, left = (state.pop(name + suffix, None) for suffix in PARTS[1:])
     options = _read_traits(name, traits) if traits is not None else _assumed(name, saved, weight)
     if scale.shape == (1,) and saved.dim() > 1:  # as compressed-tensors has the scale of a whole tensor
         scale = scale.reshape(())
     try:
-        state[name] = FP8Parameter.from_codes(
+        weight = FP8Parameter.from_codes(
             as_codes(saved), scale.float(), counter=0 if counter is None else counter, **options
         )
+        weight.remainder = checked_remainder(left, saved)
+        state[name] = weight
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name} can't be put together from its parts: {error}") from None
 

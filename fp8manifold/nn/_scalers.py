@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.fake import has_values
-from fp8manifold._ranks import ALONE, Ranks
+from fp8manifold._ranks import Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
+from fp8manifold.nn._agreed import UNSHARED, Operand, end_passes_together
 from fp8manifold.scaling import (
     GRANULARITIES,
     ROUNDING_OF_SCALES,
@@ -19,7 +20,18 @@ from fp8manifold.scaling import (
     scale_of_amax,
 )
 
-__all__ = ["HISTORY", "POLICIES", "FixedScale", "GlobalScale", "Policy", "Scale", "Scaler", "SharedAmax"]
+__all__ = [
+    "HISTORY",
+    "POLICIES",
+    "FixedScale",
+    "GlobalScale",
+    "Policy",
+    "Scale",
+    "Scaler",
+    "SharedAmax",
+    "announce_gradients",
+    "share_magnitudes",
+]
 
 Policy = Literal["dynamic", "static", "delayed"]
 POLICIES: Final = ("dynamic", "static", "delayed")
@@ -33,12 +45,17 @@ class Scaler(nn.Module):
     value: Tensor
     remembers = False
     """Whether a tensor has a say in the scales of those after it."""
-    ranks: Ranks = ALONE
-    """The processes that share what it remembers."""
+    shared: Operand = UNSHARED
+    """What it is to the processes that share what it remembers."""
 
     def preview(self, x: Tensor) -> Tensor:
         """The scale that ``x`` would be given; nothing is remembered."""
         raise NotImplementedError
+
+    def announce(self, device: torch.device) -> None:
+        """Say in a forward pass that processes will share a magnitude in the backward pass."""
+        if self.remembers:
+            self.shared.announce(device)
 
     def forward(self, x: Tensor) -> Tensor:
         """The scale for ``x``."""
@@ -111,7 +128,7 @@ class Scale(Scaler):
         if self.policy == "delayed":
             amax = self._amax(x)
             if self.training:
-                amax = largest_of(self.ranks, amax)
+                amax = self.shared.largest(amax)
             self.value = self._delayed(amax)
             if self.training:
                 self._remember(amax)
@@ -201,11 +218,6 @@ class FixedScale(Scaler):
     preview = forward
 
 
-def largest_of(ranks: Ranks, amax: Tensor) -> Tensor:
-    """The magnitude of all processes' tensors together; one that is not finite is Inf, as NaN has no order."""
-    return amax if ranks.size == 1 else ranks.largest(torch.where(amax.isnan(), torch.inf, amax))
-
-
 class SharedAmax(nn.Module):
     """The largest magnitude of many tensors over one pass, for the next pass.
 
@@ -214,7 +226,7 @@ class SharedAmax(nn.Module):
 
     value: Tensor
     running: Tensor
-    ranks: Ranks = ALONE
+    shared: Operand = UNSHARED
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +248,7 @@ class SharedAmax(nn.Module):
 
     def add(self, member: int, amax: Tensor) -> None:
         """Count a tensor's magnitude; one that is not finite is left out."""
-        amax = largest_of(self.ranks, amax)
+        amax = self.shared.largest(amax, member)
         if member in self._seen:
             self.value, self.running = self.running, torch.zeros_like(self.running)
             self._seen.clear()
@@ -282,9 +294,38 @@ class GlobalScale(Scaler):
         """The scale that ``x`` would be given; nothing is remembered."""
         return self._scale(amax_of(x, "tensor"))
 
+    def announce(self, device: torch.device) -> None:
+        """Say in a forward pass that processes will share a magnitude in the backward pass."""
+        self._shared[0].shared.announce(device, self._member)
+
     def extra_repr(self) -> str:
         """Its format."""
         return self.format.name
 
     def _scale(self, amax: Tensor) -> Tensor:
         return scale_of_amax(self._shared[0].of_last_pass(amax), self.format, pow2=False)
+
+
+def share_magnitudes(model: nn.Module, ranks: Ranks) -> None:
+    """Let processes that hold the same model remember magnitudes together."""
+    remembers = False
+    for number, (name, module) in enumerate(model.named_modules()):
+        if isinstance(module, Scaler | SharedAmax):
+            module.shared = Operand(ranks, number, repr(name))
+            remembers = remembers or isinstance(module, SharedAmax) or module.remembers
+    if remembers:
+        end_passes_together(model, ranks)
+
+
+def announce_gradients(layer: Any, x: Tensor) -> None:
+    """Let processes see in the forward pass that they run the same layers, whose gradients they will measure together.
+
+    Args:
+        layer: quantised; one whose forward pass sends a magnitude has shown it.
+        x: a tensor of its device.
+    """
+    sent = (layer.weight_scaler, layer.activation_scaler)
+    if not any(scaler is not None and scaler.remembers for scaler in sent):
+        for scaler in (layer.activation_gradient_scaler, layer.weight_gradient_scaler):
+            if scaler is not None:
+                scaler.announce(x.device)

@@ -2,6 +2,7 @@
 
 from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._in_backward import InBackward, step_in_backward
+from fp8manifold.optim._muon_report import MuonReport, ReportedParameter, muon_report
 from fp8manifold.optim._rows import rows_of_state
 from fp8manifold.optim._schedules import anneal
 from fp8manifold.optim._views import StepView
@@ -21,6 +22,8 @@ __all__ = [
     "FisherNaturalGradient",
     "InBackward",
     "Madam",
+    "MuonReport",
+    "ReportedParameter",
     "RiemannianAdam",
     "RiemannianSGD",
     "StepView",
@@ -31,6 +34,7 @@ __all__ = [
     "StiffnessWrapper",
     "WriteBack",
     "anneal",
+    "muon_report",
     "rows_of_state",
     "step_in_backward",
 ]

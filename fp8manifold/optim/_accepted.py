@@ -9,9 +9,10 @@ from torch import Tensor
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._ranks import check_share, share_of
+from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
+from fp8manifold.optim._options import FUNCTIONS
 from fp8manifold.optim._plan import STORED, described, grid_of, own_manifold
 from fp8manifold.optim._variant import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
@@ -126,7 +127,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         raise ValueError(f"this state has groups of size {sizes[0]}, the optimizer of size {sizes[1]}")
     for saved, ours in zip(groups, optimizer.param_groups, strict=True):
         known = [option for option in optimizer.defaults if option in ours and not callable(ours[option])]
-        lacking = [option for option in known if option not in saved]
+        lacking = [option for option in known if option not in saved or (saved[option] is None and option in FUNCTIONS)]
         if lacking:
             raise ValueError(f"this state is not one of {name}: its parameter groups lack {', '.join(lacking)}")
         for index, parameter in zip(saved["params"], ours["params"], strict=True):
@@ -154,8 +155,8 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
                 f"{_state_of(parameter)} has {name} on {value.device}, but the parameter is on {parameter.device}: "
                 "move both to one device"
             )
-        if not value.is_contiguous():
-            state[name] = value.contiguous()
+        if not value.is_contiguous() or local_of(value).is_neg():
+            state[name] = value.contiguous().resolve_neg()
     if kept:
         check_entry(state, parameter, group, stores_moments=stores_moments)
 

@@ -39,11 +39,11 @@ def move(variant: Variant, weights: Weights, direction: Tensor, arrays: dict[str
     return moved.clamp(-variant.fmt.max, variant.fmt.max)
 
 
-def covector(variant: Variant, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor]) -> Tensor:
-    """The gradient with respect to the coordinates that the direction is taken in."""
+def covector(variant: Variant, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], hyper: Hyper) -> Tensor:
+    """The gradient with respect to the coordinates that the direction is taken in; of codes in a unit of its own."""
     if variant.geometry not in ("exponential", "tangent"):
         return gradient
-    return gradient * (chart_for(variant, arrays).stiffness(weights.x) * arrays["scale"])
+    return gradient * (chart_for(variant, arrays).stiffness(weights.x) * (arrays["scale"] * hyper["per_unit"]))
 
 
 def chart_for(variant: Variant, arrays: dict[str, Tensor]) -> Chart:

@@ -13,6 +13,7 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._accepted import check_combination
 from fp8manifold.optim._field import bounded_share, log2_bounded, power_mode, reference_stiffness
 from fp8manifold.optim._geometry import end_exponents
+from fp8manifold.optim._halves import rounds_at_random
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._plan import Grid, grid_of, make_state, manifold_of, own_manifold, stiffness_field
@@ -74,7 +75,7 @@ class GridOptimizer(ManifoldOptimizer):
             self.widened_scales += 1
             self._refresh(group, grid, state)
             job = self._job(group, parameter, state, grid, words)
-        gradient = local_of(self._gradient(group, parameter)).contiguous()
+        gradient = local_of(self._gradient(group, parameter)).contiguous().resolve_neg()  # compilers see memory
         job.held["gradient"] = gradient if job.share is None else job.share.gathered(gradient)
         job.parameter, job.group, job.in_place = parameter, group, grid.in_place
         job.numbers = self._numbers(group, parameter, state, job)
@@ -84,8 +85,9 @@ class GridOptimizer(ManifoldOptimizer):
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], grid: Grid, words: tuple[int, int, int]
     ) -> Job:
         """The step of a parameter, short of its gradient."""
+        of_floats = "stochastic" if rounds_at_random(grid.weight, group) else "nearest"
         traits = {
-            "writeback": (group["writeback"] or grid.rounding) if grid.rounds else "nearest",
+            "writeback": (group["writeback"] or grid.rounding) if grid.rounds else of_floats,
             "moments": group["moments"],
             "decays": bool(group["weight_decay"]),
             "maximize": group["maximize"],

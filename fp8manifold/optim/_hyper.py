@@ -27,6 +27,7 @@ HYPER: Final = (
     "power",  # the stiffness exponent k
     "inject",  # (1 - beta1) / beta1 / rate: how much of a rounding error goes into the average
     "floor",  # magnitude below which a multiplicative step becomes additive
+    "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
 _POSITION: Final = {name: i for i, name in enumerate(HYPER)}
 _EPS: Final = _POSITION["eps"]

@@ -19,6 +19,11 @@ _SPENT = (
     "is there, so gradients cannot be accumulated, clipped, scaled or read; call optimizer.zero_grad() between "
     "backward passes"
 )
+_ZEROED = (
+    "zero_grad(set_to_none=False) keeps gradients, as zeros, for the next backward pass to add to: under "
+    "step_in_backward they are freed as soon as they are used; call zero_grad(set_to_none=True), the default"
+)
+_ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
 class SpentGradient(Tensor):
@@ -44,7 +49,7 @@ class SpentGradient(Tensor):
         """Refuse everything but being detached, as torch does with the gradients that it sets to None."""
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise RuntimeError(_SPENT)
+        raise RuntimeError(_ZEROED if func in _ZEROING else _SPENT)
 
 
 class InBackward:
@@ -76,6 +81,7 @@ class InBackward:
         self.optimizer = optimizer
         self._hooks: list[RemovableHandle] = []
         self._one_at_a_time = threading.Lock()  # devices have a thread each
+        self._last_places: dict[int, tuple[int, int]] = {}  # where to look first, and nothing that is relied upon
 
     def __enter__(self) -> "InBackward":
         """Nothing that the constructor has not done."""
@@ -94,14 +100,18 @@ class InBackward:
             self.optimizer._in_backward = None
 
     def watch(self, group: dict[str, Any]) -> None:
-        """Take the steps of a group's parameters from now on."""
-
-        def take(parameter: Tensor) -> None:
-            self._take(group, parameter)
-
+        """Take the steps of a group's parameters from now on, each with the options of the group that it is in then."""
         for parameter in group["params"]:
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
+        self.listen([group])
+
+    def listen(self, groups: list[dict[str, Any]]) -> None:
+        """Have torch call the hooks of groups: ``Module.to`` swaps encoded tensors, and forgets those that they had."""
+        for group in groups:
+            for parameter in group["params"]:
+                if (hooks := parameter._post_accumulate_grad_hooks) is not None:
+                    parameter._post_accumulate_grad_hooks = hooks
 
     def finish(self) -> None:
         """What is left for ``optimizer.step()``: nothing, unless a gradient came that no hook has seen.
@@ -115,25 +125,40 @@ class InBackward:
                     i = next(i for i, each in enumerate(self.optimizer.param_groups) if each is group)
                     raise RuntimeError(
                         f"{described(group, i, k)} has a gradient that step_in_backward was not told of: it was frozen "
-                        "when that was called, or its gradient was set by hand; remove() and call it again"
+                        "when that was called, or moved since (model.to), or its gradient was set by hand; remove() "
+                        "and call it again"
                     )
 
-    def _take(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _take(self, parameter: Tensor) -> None:
         _check_alone()
-        optimizer = self.optimizer
-        place = next((k for k, each in enumerate(group["params"]) if each is parameter), None)
-        if place is None or not any(each is group for each in optimizer.param_groups):
+        if isinstance(parameter.grad, SpentGradient):
+            return  # it was taken out and put back, and has been stepped for the hook of either time
+        if (place := self._place_of(parameter)) is None:
             return  # it has been taken out: its gradient is somebody else's
+        i, k = place
+        group = self.optimizer.param_groups[i]
         with self._one_at_a_time, torch.no_grad():
-            if not optimizer.step_alone(group, parameter):
-                i = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
+            if not self.optimizer.step_alone(group, parameter):
                 warnings.warn(
-                    f"step_in_backward: the gradient (or its square) of {described(group, i, place)} is not finite: "
+                    f"step_in_backward: the gradient (or its square) of {described(group, i, k)} is not finite: "
                     "its step was left out, those of other parameters were taken",
                     RuntimeWarning,
                     stacklevel=2,
                 )
             parameter.grad = SpentGradient(parameter)
+
+    def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which parameter of which group it is now: groups are others after ``load_state_dict``, and may change."""
+        groups = self.optimizer.param_groups
+        i, k = self._last_places.get(id(parameter), (0, 0))
+        if i < len(groups) and k < len(groups[i]["params"]) and groups[i]["params"][k] is parameter:
+            return i, k
+        for i, group in enumerate(groups):
+            for k, each in enumerate(group["params"]):
+                if each is parameter:
+                    self._last_places[id(parameter)] = i, k
+                    return i, k
+        return None
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:

@@ -9,10 +9,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encode_magnitude
+from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encoding_steps
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._hyper import Hyper
 from fp8manifold.optim._variant import BOUNDS, Variant
+from fp8manifold.random_bits import RANDOM_BITS
 
 __all__ = ["MOMENT_FORMAT", "SCALES", "load_averages", "prepare", "store_averages"]
 
@@ -60,7 +61,11 @@ def load_averages(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtyp
 def store_averages(
     variant: Variant, averages: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
 ) -> dict[str, Tensor]:
-    """The averages as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one average each."""
+    """The averages as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one average each.
+
+    The root in 8 bits takes 24 of its bits: with the odds of 16 a bias of ``2^-17`` a step would add up to 0.1% of a
+    second moment of decay 0.999.  Of the first average's draw it shares no more than what is below these 16.
+    """
     if variant.moments == "float32" or not averages:
         return averages
     assert noise is not None
@@ -72,15 +77,26 @@ def store_averages(
             kept[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
-            kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], draws)
+            kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
         else:
             kept[name] = encode_finite(value * arrays["avg_inverse"], MOMENT_FORMAT, draws << 8).to(torch.uint8)
     return kept
 
 
 def _root_codes(root: Tensor, inverse: Tensor, draws: Tensor) -> Tensor:
-    """Codes of a square root; one that is not zero stays so, for it is divided by."""
-    codes = encode_magnitude(root * inverse, MOMENT_FORMAT, draws << 8)
+    """Codes of a square root, whose squares are right in the mean; one that is not zero stays so: it is divided by.
+
+    .. math:: P(n + 1) = \\frac{r^2 - n^2}{(n + 1)^2 - n^2} = \\frac{(r - n)(r - n + 2 n)}{2 n + 1}
+
+    for ``r`` spacings, ``n`` of them whole: what is kept is squared when it is read, and the noise of a root that were
+    right in the mean would add its variance to that.  Draws have 24 bits.
+    """
+    steps, below = encoding_steps(root * inverse, MOMENT_FORMAT)
+    whole = steps.to(torch.int32)
+    twice = (whole + whole).to(torch.float32)
+    part = steps - whole.to(torch.float32)
+    away = draws.to(torch.float32) * 2.0**-RANDOM_BITS * (twice + 1) < part * (part + twice)
+    codes = whole + below + away.to(torch.int32)
     return torch.maximum(codes, root.view(torch.int32).clamp(max=1)).to(torch.uint8)
 
 

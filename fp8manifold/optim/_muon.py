@@ -233,7 +233,8 @@ def orthogonal_factor(
         coefficients: a, b and c.
         steps: number of iterations.
         eps: lower bound of the norm: a matrix of zeros stays one.
-        dtype: what the products are computed in.
+        dtype: what the products are computed in; the matrices are divided by their norms in it too, but for float16,
+            whose range neither may exceed: in float32 there.
 
     Returns:
         The factors, in ``dtype``.
@@ -242,9 +243,9 @@ def orthogonal_factor(
     """
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.to(dtype)
+    x = matrices.to(torch.promote_types(dtype, torch.bfloat16))  # with float16's range there would be no norm yet
     x = x.mT if tall else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=eps)).to(dtype)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
         gram = x @ x.mT

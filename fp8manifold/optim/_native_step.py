@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final, get_args
 
@@ -13,8 +14,10 @@ from torch import Tensor
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._halves import to_half
 from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._variant import BOUNDS, MOMENTS, Geometry, Storage, Variant
+from fp8manifold.random_bits import draw_range
 
 __all__ = ["is_native", "run_native", "sum_of_squares"]
 
@@ -25,6 +28,8 @@ _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE, _A_ROW, _AN_ELEMENT = range(3)
 _FIRST: Final = ("exp_avg", "momentum_buffer")
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+_WEIGHTS: Final = {"codes": (torch.uint8,), "grid": (torch.float32,), "free": _FLOATS, "plain": _FLOATS}
 _AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
@@ -36,7 +41,7 @@ def is_native(job: Job, dtype: torch.dtype) -> bool:
         and variant.writeback in _WRITEBACKS
         and dtype is torch.float32
         and weight.device.type == "cpu"
-        and weight.dtype is (torch.uint8 if variant.storage == "codes" else torch.float32)
+        and weight.dtype in _WEIGHTS[variant.storage]
         and variant.compiles
         and job.offset % 2**32 + job.layout.numel <= 2**32
         and library() is not None
@@ -56,9 +61,10 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     records = np.zeros(len(jobs), dtype=JOB)
     kept: list[object] = []
     pointers, sizes, facts = [], [], []
-    for job in jobs:
+    wide = [_in_float32(job) for job in jobs]
+    for job in wide:
         rows, length, kind, scale = _matrix(job)
-        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32).resolve_neg()
+        spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
         kept += [spec, gradient, scale]
         pointers.append([spec.ctypes.data, *_addresses(job, gradient, scale)])
         sizes.append((rows, length))
@@ -67,6 +73,24 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     records["rows"], records["length"] = zip(*sizes, strict=True)
     threads = threads_for(sum(job.layout.numel for job in jobs))
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(jobs), threads)
+    for job, stepped in zip(jobs, wide, strict=True):
+        if stepped is not job:
+            _store_halves(job, stepped.held["weight"])
+
+
+def _in_float32(job: Job) -> Job:
+    """The job itself, or that of a copy of weights that are stored in half as many bits."""
+    weight = job.held["weight"]
+    return job if weight.dtype not in _FLOATS[1:] else replace(job, held=job.held | {"weight": weight.float()})
+
+
+def _store_halves(job: Job, stepped: Tensor) -> None:
+    """Round what has been stepped in float32, once."""
+    weight = job.held["weight"]
+    if job.variant.draws_for_weight:
+        draws = draw_range(job.offset, weight.numel(), job.key, weight.device).view(weight.shape)
+        stepped = to_half(stepped, weight.dtype, draws)
+    weight.copy_(stepped)
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> float | None:

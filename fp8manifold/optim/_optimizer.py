@@ -6,12 +6,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
+from fp8manifold.optim._halves import rounds_at_random
 from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._node import new_number, step_as_a_node
 from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
@@ -193,11 +195,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._number = new_number(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with everything a bit-exact resume needs; schedules (functions) are left to the constructor."""
+        """The state, with everything a bit-exact resume needs; of schedules (functions) the name, and None.
+
+        They are left to the constructor; their names are what flat states are read by.
+        """
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            for name in [name for name, value in group.items() if callable(value)]:
-                del group[name]
+            group.update({name: None for name, value in group.items() if callable(value)})
         saved |= {name: getattr(self, name) for name in _COUNTS}
         saved["optimizer"] = type(self).__name__
         return saved
@@ -223,11 +227,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         def take_over(_: object) -> None:
             for group, ours in zip(self.param_groups, schedules, strict=True):
-                group.update({name: value for name, value in ours.items() if name not in group})
+                group.update({name: value for name, value in ours.items() if group.get(name) is None})
             self._restore_dtypes(loaded[0])
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
             self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
+            if self._in_backward is not None:
+                self._in_backward.listen(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
         hooks = [
@@ -244,7 +250,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Raise before anything has changed unless a state is one for these parameters, with options in range."""
         check_state(self, state_dict)
         for saved, ours, group in zip(state_dict["param_groups"], schedules, self.param_groups, strict=True):
-            merged = ours | saved | {"params": group["params"]}
+            merged = saved | {name: schedule for name, schedule in ours.items() if saved.get(name) is None}
+            merged["params"] = group["params"]
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 stores = self._stores_moments(parameter)
@@ -313,7 +320,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
             state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
         if "stream" not in state:
-            draws = group["moments"] != "float32"
+            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
             alone = sum(len(each["params"]) for each in self.param_groups) == 1
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
@@ -333,7 +340,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return
         state = self.state.setdefault(parameter, {})
         if "residual" in state:  # a loaded state knows better
-            held.remainder = None
+            void_remainder(held)
         else:
             state["grid"] = torch.tensor(grid_of(parameter).fields)
             state["residual"] = first_residual(parameter, bits)

@@ -15,6 +15,7 @@ from fp8manifold.optim._schedules import Schedule
 from fp8manifold.random_bits import Draws
 
 __all__ = [
+    "FUNCTIONS",
     "UNSUPPORTED_FLAGS",
     "Bounded",
     "Charted",
@@ -48,6 +49,9 @@ DEFAULTS: Final[dict[str, Any]] = {
     "reset_every": None,
 }
 """Of the options below, where an optimizer does not say otherwise, in the order of signatures and groups."""
+
+FUNCTIONS: Final = ("stiffness", "metric")
+"""Those that may be functions, in whose place a state has None."""
 
 P = ParamSpec("P")
 Self = TypeVar("Self")

@@ -147,8 +147,8 @@ def grid_of(parameter: Tensor) -> Grid:
             share=share,
         )
     weight = parameter.detach().as_subclass(Tensor)
-    in_place = weight.is_contiguous()
-    weight = weight.contiguous()
+    in_place = weight.is_contiguous() and not weight.is_neg()
+    weight = weight.contiguous().resolve_neg()
     manifold = own_manifold(parameter)
     if manifold is None:
         return Grid("plain", weight, in_place=in_place, share=share)

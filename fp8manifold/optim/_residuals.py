@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._job import Job
 from fp8manifold.tensor import FP8Tensor
@@ -36,7 +37,8 @@ def first_residual(parameter: Tensor, bits: int) -> Tensor:
     held: Any = local_of(parameter)
     start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
     if isinstance(held, FP8Tensor) and held.remainder is not None:
-        start, held.remainder = held.remainder, None
+        start = held.remainder.clone()
+        void_remainder(held)
     packed = start if bits == 8 else pack_nibbles(_coarser(start), in_rows=held is not parameter)
     return spread(parameter, packed)
 

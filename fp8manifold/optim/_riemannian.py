@@ -14,9 +14,11 @@ from fp8manifold.optim._field import bounded_share
 from fp8manifold.optim._finite import in_every_process, squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._grid_optimizer import GridOptimizer
+from fp8manifold.optim._halves import rounds_at_random, to_half
 from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._options import check_finite
 from fp8manifold.optim._plan import Grid, expanded, grid_of, is_quantized, manifold_of, stiffness_field
+from fp8manifold.random_bits import draw_range, stream_of
 
 __all__ = ["Riemannian", "with_l2"]
 
@@ -69,9 +71,10 @@ class Riemannian(GridOptimizer):
             return super()._plan(group, parameter, state)
         share, manifold = share_of(parameter), manifold_of(parameter) or _EUCLIDEAN
         if share is None:
-            self._step_elsewhere(group, parameter, state, manifold)
-            return None
-        self._step_rows(group, parameter, state, share)
+            moved = self._step_elsewhere(group, parameter, state, manifold)
+            _store(parameter, moved, group, state, 0)
+        else:
+            self._step_rows(group, parameter, state, share)
         return None
 
     def _step_rows(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], share: Share) -> None:
@@ -83,8 +86,9 @@ class Riemannian(GridOptimizer):
             rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             gradient = torch.zeros_like(rows)
         rows.grad = gradient
-        self._step_elsewhere(group, rows, held, _EUCLIDEAN)
+        moved = self._step_elsewhere(group, rows, held, _EUCLIDEAN)
         rows.grad = None
+        _store(rows, moved, group, state, share.offset)
         for name in held.keys() - state.keys():
             state[name] = spread(parameter, held[name][: len(share.local)])
 
@@ -92,11 +96,11 @@ class Riemannian(GridOptimizer):
         return is_quantized(parameter)
 
     def _ready(self, members: list[Member]) -> bool:
-        """Finite squares of the gradient with respect to codes too, ``S g``, where S exceeds 1."""
+        """Finite squares of the gradient with respect to codes too, where it may exceed the gradient."""
         if not super()._ready(members):
             return False
         stepped = [(group, p) for group, p in members if p.numel() and is_quantized(p)]
-        factors = [self._largest_stiffness(group, p) for group, p in stepped]  # before any of the following may raise
+        factors = [self._code_factor(group, p) for group, p in stepped]  # before any of the following may raise
 
         def here() -> bool:
             each = [squares_are_finite(*member, factor) for member, factor in zip(stepped, factors, strict=True)]
@@ -105,7 +109,11 @@ class Riemannian(GridOptimizer):
         return in_every_process(self, here)
 
     def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        return max(self._largest_stiffness(group, parameter), 1.0) if is_quantized(parameter) else 1.0
+        return max(self._code_factor(group, parameter), 1.0) if is_quantized(parameter) else 1.0
+
+    def _code_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """An upper bound of what the gradient is multiplied by to be one with respect to codes."""
+        return self._largest_stiffness(group, parameter)
 
     def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
         """An upper bound of the stiffness in this step's chart; exact where the step is going to look at it anew."""
@@ -139,13 +147,22 @@ class Riemannian(GridOptimizer):
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> None:
-        """A step on another manifold of geoopt's, or in Euclidean space."""
+    ) -> Tensor:
+        """Where a step on another manifold of geoopt's, or in Euclidean space, leads, in the working dtype."""
         raise NotImplementedError
 
     def _learning_rate_elsewhere(self, group: dict[str, Any]) -> float:
         """``float_lr`` follows the schedule of ``lr``; without one, ``lr`` itself."""
         return float(group["lr"]) if group["float_lr"] is None else group["float_lr"] * _progress(group)
+
+
+def _store(parameter: Tensor, moved: Tensor, group: dict[str, Any], state: dict[str, Any], offset: int) -> None:
+    """Write back what is no number of ours, with one rounding."""
+    if rounds_at_random(parameter, group):
+        key = stream_of(group.get("draws") or "independent", group["seed"], int(state["step"]), state["stream"])
+        draws = draw_range(offset, moved.numel(), key, moved.device).view(moved.shape)
+        moved = to_half(moved.contiguous(), parameter.dtype, draws)
+    parameter.copy_(moved)
 
 
 def with_l2(gradient: Tensor, point: Tensor, group: dict[str, Any]) -> Tensor:

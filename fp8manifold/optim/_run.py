@@ -6,13 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._ranks import local_of
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._eager_step import run_eager
 from fp8manifold.optim._hyper import row
 from fp8manifold.optim._job import Job, key_rows
 from fp8manifold.optim._native_step import is_native, run_native
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["note_changes", "run_all", "tables_of"]
 
@@ -52,8 +55,14 @@ def tables_of(jobs: Sequence[Job]) -> list[tuple[list[Job], Tensor, Tensor]]:
 
 
 def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Native and compiled code, and codes, change behind autograd's back: say so, for it refuses what it had saved."""
+    """Native and compiled code, and codes, change behind autograd's back: say so, for it refuses what it had saved.
+
+    What the rounding of the codes before has left, where no residual has begun with it, is void.
+    """
     torch.autograd.graph.increment_version(tensors)
+    for held in map(local_of, tensors):
+        if isinstance(held, FP8Tensor):
+            void_remainder(held)
 
 
 def _run_without_native(job: Job, numbers: Tensor, keys: Tensor, wanted: bool | None) -> None:

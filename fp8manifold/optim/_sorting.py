@@ -1,16 +1,50 @@
 """Which parameters of a model are hidden matrices, for Muon, and which are for Adam."""
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-__all__ = ["HEADS", "sorted_groups"]
+from fp8manifold.nn._candidates import is_linear
+
+__all__ = ["HEADS", "OPTIONS", "Kind", "Sorted", "sorted_groups", "sorted_parameters"]
 
 HEADS: Final = ("lm_head", "head", "classifier", "score", "embed_out", "output_projection")
 """Last parts of the names under which models keep the layer that gives their outputs."""
+
+Kind = Literal["matrices", "kernels", "experts", "others", "vectors"]
+
+OPTIONS: Final[dict[Kind, dict[str, Any]]] = {
+    "matrices": {},
+    "kernels": {"matrix_shape": "flatten"},
+    "experts": {"matrix_shape": "batch"},
+    "others": {"direction": "adam"},
+    "vectors": {"direction": "adam", "weight_decay": 0.0},
+}
+"""Of the groups, in their order, where they are not ``direction="muon"`` with the decay that is asked for."""
+
+_NO_DECAY: Final = re.compile(
+    r"(.*_)?(bias|biases|pos|position|positions|positional)(_.*)?"  # gate_up_proj_bias, pos_embed, rel_pos_h
+    r"|(.*_)?(token|tokens|latent|latents)"  # cls_token, register_tokens
+    r"|A_log|A_logs|A_b_log|log_.*|D|Ds|D_b|time_(decay|first|faaaa)"  # state spaces
+)
+"""Names of a module's own parameters that are no matrix of a layer, and decay nowhere."""
+
+_EMBEDDING: Final = re.compile(r"(.*_)?(embed|embeds|embedding|embeddings)")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """A parameter that is trained, the kind of group that it is for, and why."""
+
+    name: str
+    parameter: Tensor
+    kind: Kind
+    reason: str
 
 
 def sorted_groups(model: nn.Module, others: Sequence[str] | None, weight_decay: float) -> list[dict[str, Any]]:
@@ -25,48 +59,88 @@ def sorted_groups(model: nn.Module, others: Sequence[str] | None, weight_decay: 
     Raises:
         ValueError: a pattern that names nothing.
     """
-    adams = _others(model, others)
-    kernels = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
-    groups: dict[str, list[tuple[str, Tensor]]] = {}
+    groups: dict[Kind, list[tuple[str, Tensor]]] = {}
+    for each in sorted_parameters(model, others):
+        groups.setdefault(each.kind, []).append((each.name, each.parameter))
+    decay = {"direction": "muon", "weight_decay": weight_decay}
+    return [{**decay, **OPTIONS[kind], "params": groups[kind]} for kind in OPTIONS if kind in groups]
+
+
+def sorted_parameters(model: nn.Module, others: Sequence[str] | None) -> list[Sorted]:
+    """Each parameter that is trained, in the model's order; the rest as :func:`sorted_groups`."""
+    adams, exempt = _others(model, others), _exempt(model)
+    found = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups.setdefault(_kind(parameter, adams, kernels), []).append((name, parameter))
-    options: dict[str, dict[str, Any]] = {
-        "matrices": {},
-        "kernels": {"matrix_shape": "flatten"},
-        "experts": {"matrix_shape": "batch"},
-        "others": {"direction": "adam"},
-        "vectors": {"direction": "adam", "weight_decay": 0.0},
-    }
-    decay = {"direction": "muon", "weight_decay": weight_decay}
-    return [{**decay, **options[kind], "params": groups[kind]} for kind in options if kind in groups]
+            owner = model.get_submodule(name.rpartition(".")[0])
+            kind, reason = _without_decay(name, parameter, owner, exempt) or _kind(name, parameter, owner, adams)
+            found.append(Sorted(name, parameter, kind, reason))
+    return found
 
 
-def _kind(parameter: Tensor, adams: set[int], kernels: set[int]) -> str:
+def _without_decay(name: str, parameter: Tensor, owner: nn.Module, exempt: set[int]) -> tuple[Kind, str] | None:
+    """What is no matrix whatever its shape, and does not decay by the custom of the models that have it."""
+    own = name.rpartition(".")[2]
     if parameter.dim() < 2:
-        return "vectors"
-    if id(parameter) in adams or (parameter.dim() > 3 and id(parameter) not in kernels):
-        return "others"
-    if id(parameter) in kernels:
-        return "kernels"
-    return "matrices" if parameter.dim() == 2 else "experts"
+        return "vectors", "a vector"
+    if id(parameter) in exempt:
+        return "vectors", "the model says that it does not decay"
+    if _multiplies(owner, own):
+        return None
+    if sum(size != 1 for size in parameter.shape) < 2:
+        return "vectors", "a vector, by its shape"
+    if _NO_DECAY.fullmatch(own):
+        return "vectors", f"by its name, {own!r}"
+    return None
 
 
-def _others(model: nn.Module, patterns: Sequence[str] | None) -> set[int]:
+def _kind(name: str, parameter: Tensor, owner: nn.Module, adams: dict[int, str]) -> tuple[Kind, str]:
+    own = name.rpartition(".")[2]
+    if id(parameter) in adams:
+        return "others", adams[id(parameter)]
+    if isinstance(owner, _ConvNd) and own == "weight":
+        if owner.groups > 1 and parameter.shape[1] == 1:
+            return "others", "a convolution of each channel alone"
+        return "kernels", "a convolution: a row for each filter"
+    if _EMBEDDING.fullmatch(own):
+        return "others", f"by its name, {own!r}"
+    if parameter.dim() > 3:
+        return "others", f"{parameter.dim()} dimensions"
+    return ("matrices", "a matrix") if parameter.dim() == 2 else ("experts", f"{parameter.shape[0]} matrices")
+
+
+def _multiplies(owner: nn.Module, own: str) -> bool:
+    """Whether a parameter is what a layer multiplies by, and no name or shape makes it anything else."""
+    return own == "weight" and (is_linear(owner) or isinstance(owner, _ConvNd))
+
+
+def _exempt(model: nn.Module) -> set[int]:
+    """What the model itself leaves out of decay: as timm's models say it, and as those of state spaces mark it."""
+    says = getattr(model, "no_weight_decay", None)
+    names = set(says()) if callable(says) else set()
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if name in names or getattr(parameter, "_no_weight_decay", False)
+    }
+
+
+def _others(model: nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
     """The parameters that are Adam's whatever their shape: embeddings always, and heads, or what the patterns name."""
-    found = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    found: dict[int, str] = {}
     if patterns is not None:
         for pattern in patterns:
             named = list(_named(model, pattern))
             if not named:
                 raise ValueError(f"others={pattern!r} names no module and no parameter of the model")
-            found += named
+            found |= {id(parameter): f"others={pattern!r} names it" for parameter in named}
     else:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         modules = [m for name, m in model.named_modules() if name.rsplit(".", 1)[-1] in HEADS]
         for module in modules if head is None else [head]:
-            found += list(module.parameters())
-    return {id(parameter) for parameter in found}
+            found |= {id(parameter): "the head" for parameter in module.parameters()}
+    embeddings = [m.weight for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    return found | {id(weight): "an embedding" for weight in embeddings}
 
 
 def _named(model: nn.Module, pattern: str) -> Iterable[Tensor]:

@@ -35,7 +35,7 @@ def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: di
     """
     hyper = Hyper(numbers)
     weights = load_weights(variant, arrays, numbers.dtype)
-    gradient = _gradient(variant, weights, arrays, numbers.dtype)
+    gradient = _gradient(variant, weights, arrays, hyper, numbers.dtype)
     bounds = {}
     if variant.moments == "8bit" and variant.stores:
         prepared = prepare(variant, arrays, gradient, hyper)
@@ -52,9 +52,11 @@ def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: di
     return Outcome(stored | kept | bounds, weights, target)
 
 
-def _gradient(variant: Variant, weights: Weights, arrays: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _gradient(
+    variant: Variant, weights: Weights, arrays: dict[str, Tensor], hyper: Hyper, dtype: torch.dtype
+) -> Tensor:
     gradient = arrays["gradient"].to(dtype)
-    return covector(variant, weights, -gradient if variant.maximize else gradient, arrays)
+    return covector(variant, weights, -gradient if variant.maximize else gradient, arrays, hyper)
 
 
 def _direction(variant: Variant, gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:

@@ -31,6 +31,7 @@ class Variant:
     direction: str
     #: codes (one byte), grid (floats on the grid), free (floats between its ends) or plain (floats)
     storage: Storage
+    #: of floats stochastic where they are rounded so, to bfloat16 or float16, and nearest else
     writeback: str = "nearest"
     moments: str = "float32"
     fmt: FloatFormat | None = None
@@ -72,7 +73,7 @@ class Variant:
             "rule": rule,
             "residual_bits": rule.residual_bits,
             "compiles": not (callable(self.metric) or self.metric == "log" or is_plain_power),
-            "draws_for_weight": rounds and rule.draws,
+            "draws_for_weight": rule.draws,
             "injects": rounds and rule.injects,
             "draws_for_moments": self.moments != "float32" and bool(stores),
             "stores": stores,

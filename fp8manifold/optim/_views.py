@@ -59,5 +59,8 @@ class Hooks(Protocol):
     def watch(self, group: dict[str, Any]) -> None:
         """Take the steps of a group's parameters from now on."""
 
+    def listen(self, groups: list[dict[str, Any]]) -> None:
+        """Have torch call the hooks of groups, whatever has become of them."""
+
     def finish(self) -> None:
         """What is left for :meth:`ManifoldOptimizer.step`."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from fp8manifold._numerics.charts import chart_of
 from fp8manifold._numerics.codec import decode_signed, decode_with_ulp, encode_finite
 from fp8manifold._numerics.rounding import round_block
+from fp8manifold.optim._halves import to_half
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._writeback import joined_codes
 
@@ -53,13 +54,17 @@ def store_weights(
     """What is stored, by name, and the weights it stands for, in units of the scale."""
     weight, fmt = arrays["weight"], variant.fmt
     if variant.storage == "plain":
-        return {"weight": target.to(weight.dtype)}, target
+        return {"weight": _as_stored(target, weight.dtype, draws)}, target
     assert fmt is not None
     if variant.storage == "free":
         after = target.clamp(-fmt.max, fmt.max)
         moved = torch.where(after == before.x, weight.to(after.dtype), after * arrays["scale"])
-        return {"weight": moved.to(weight.dtype)}, after
+        return {"weight": _as_stored(moved, weight.dtype, draws)}, after
     return variant.rule.store(variant.storage, fmt, arrays, target, draws)
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
+    return x.to(dtype) if draws is None else to_half(x, dtype, draws)
 
 
 def reciprocal_scale(variant: Variant, arrays: dict[str, Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """RiemannianAdam and RiemannianSGD: geoopt's signatures, with steps counted in ULPs on this library's manifolds."""
 
+import math
 from typing import Any, Unpack
 
 import geoopt
@@ -9,10 +10,12 @@ from torch import Tensor
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim._accepted import check_first_average
 from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._options import Charted, check_betas, check_finite, spelt_out
-from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
 from fp8manifold.optim._riemannian import Riemannian, with_l2
+from fp8manifold.optim._units import change_unit, unit_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
 
@@ -28,8 +31,9 @@ class RiemannianAdam(Riemannian):
               \\qquad d = \\frac{\\hat m}{\\sqrt{\\hat v} + \\epsilon S_{ref}}
 
     so ``lr`` is in **ULPs a step** (default 0.5).  The averages live in code coordinates, where parallel transport
-    does nothing.  On other manifolds of geoopt's and on ordinary parameters it takes geoopt's steps, L2 decay
-    included, at ``float_lr``, without touching ``.grad``.
+    does nothing, in multiples of a power of two next to the stiffness (``unit`` in the state), so that no size of
+    weights takes their squares out of float32.  On other manifolds of geoopt's and on ordinary parameters it takes
+    geoopt's steps, L2 decay included, at ``float_lr``, without touching ``.grad``.
 
     Args:
         params: parameters or groups.
@@ -39,9 +43,9 @@ class RiemannianAdam(Riemannian):
         stabilize: project every so many steps (geoopt's name of ``stabilize_every``).
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding.  The
-            random bits are the optimizer's (seed, step, position of the parameter), not the manifold's counter.
-            Parameters elsewhere have float32 averages.
+        writeback, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding, and
+            the stochastic one for ordinary bfloat16 and float16 parameters.  The random bits are the optimizer's (seed,
+            step, position of the parameter), not the manifold's counter.  Parameters elsewhere have float32 averages.
         seed: key of all random bits.
         damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
             it is linear.  Metrics other than ``ulp`` are not bounded.
@@ -110,14 +114,32 @@ class RiemannianAdam(Riemannian):
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         return super()._traits(group, parameter, grid) | {"amsgrad": group["amsgrad"]}
 
+    def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:
+        super()._refresh(group, grid, state)
+        change_unit(state, unit_of(group, grid, state["reference"]))
+
+    def _code_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """Nothing exceeds its unit where the chart is bounded; states of older versions have none yet."""
+        state = self.state.get(parameter, {})
+        if "reference" in state and "unit" not in state:
+            return super()._code_factor(group, parameter)
+        grid = grid_of(parameter)
+        if grid.metric == "ulp" and math.isfinite(group["clip"]):
+            return 0.0
+        field = stiffness_field(grid, grid.metric)
+        largest = float(grid.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
+        return largest / unit_of(group, grid, reference_stiffness(field, grid.ranks))
+
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"] * state["reference"], step)
-        return numbers | self._progress_numbers(group)
+        per_unit = 1 / state.get("unit", 1.0)
+        eps = group["eps"] * state["reference"] * per_unit
+        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), eps, step)
+        return numbers | self._progress_numbers(group) | {"per_unit": per_unit}
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> None:
+    ) -> Tensor:
         _make_averages(group, parameter, state)
         beta1, beta2 = group["betas"]
         step = int(state["step"]) - state.get("since", 0)
@@ -129,9 +151,10 @@ class RiemannianAdam(Riemannian):
         if group["amsgrad"]:
             second = torch.maximum(state["max_exp_avg_sq"], second, out=state["max_exp_avg_sq"])
         direction = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
+        moved: Tensor
         moved, transported = manifold.retr_transp(point, -self._learning_rate_elsewhere(group) * direction, first)
-        parameter.copy_(moved)
         first.copy_(transported)
+        return moved
 
 
 class RiemannianSGD(Riemannian):
@@ -206,7 +229,8 @@ class RiemannianSGD(Riemannian):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
         first = int(state["step"]) - state.get("since", 0) == 1
-        return momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
+        numbers = momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
+        return numbers | {"per_unit": 1.0}
 
     def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
         """The direction off our manifolds, in place where there is a buffer."""
@@ -222,17 +246,18 @@ class RiemannianSGD(Riemannian):
 
     def _step_elsewhere(
         self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
-    ) -> None:
+    ) -> Tensor:
         point = parameter.detach().to(working_dtype(parameter))
         gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
         direction = self._momentum(group, state, gradient)
         step = -self._learning_rate_elsewhere(group) * direction
         if not group["momentum"]:
-            parameter.copy_(manifold.retr(point, step))
-            return
+            reached: Tensor = manifold.retr(point, step)
+            return reached
+        moved: Tensor
         moved, transported = manifold.retr_transp(point, step, state["momentum_buffer"])
         state["momentum_buffer"].copy_(transported)
-        parameter.copy_(moved)
+        return moved
 
 
 def _ascending(group: dict[str, Any], parameter: Tensor) -> Tensor:

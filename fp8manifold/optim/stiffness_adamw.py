@@ -39,10 +39,11 @@ class StiffnessAdamW(StiffnessOptimizer):
         writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
             ``residual8`` and ``residual4`` keep what rounding leaves in 8 or 4 bits a weight, rounded stochastically
             to 1/256 or 1/16 of an ULP (a -0 becomes +0).  ``momentum`` rounds stochastically and gives the error to the
-            first average.
+            first average.  Ordinary bfloat16 and float16 parameters are rounded to their dtype: to nearest under
+            ``nearest``, stochastically under all others, finite values saturating.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
-            square root), the last two with stochastic rounding.  float64 parameters have float64 averages under
-            ``float32``.
+            square root), the last two with stochastic rounding that is right in the mean: of the second average itself,
+            not of its root.  float64 parameters have float64 averages under ``float32``.
         seed: key of all random bits; they also depend on the step and on the parameter's position.
         damping: lower bound of S / S_ref, so that weights near zero keep moving in formats of many binades.
         clip: upper bound of S / S_ref, so that outliers do not run away.

@@ -81,7 +81,8 @@ class StiffnessMuon(StiffnessOptimizer):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix under ``direction="muon"``.
+        ValueError: as :class:`StiffnessAdamW`; a parameter that is no matrix under ``direction="muon"``; in a step, a
+            scheduler that cycles ``betas`` (``cycle_momentum=True``) over matrices, which read ``momentum``.
 
     Example:
         >>> import fp8manifold as fm, torch
@@ -154,16 +155,20 @@ class StiffnessMuon(StiffnessOptimizer):
                   d = \\hat m / (\\sqrt{\\hat v} + \\epsilon) \\text{ for the rest}
 
         A matrix is a parameter of two dimensions, the kernel of a convolution, or a batch of matrices (three
-        dimensions), unless it is that of an embedding or of the model's head.  The head is what
-        ``get_output_embeddings`` gives, or else a module called ``lm_head``, ``head``, ``classifier``, ``score``,
-        ``embed_out`` or ``output_projection``.  The groups, with ``param_names``, say what became of each parameter.
+        dimensions), unless it is that of an embedding or of the model's head, or of a convolution of each channel
+        alone.  The head is what ``get_output_embeddings`` gives, or else a module called ``lm_head``, ``head``,
+        ``classifier``, ``score``, ``embed_out`` or ``output_projection``.  What is no layer's weight is a vector, if
+        all but one of its dimensions are 1, or if its name is that of a bias (``gate_up_proj_bias``), of positions or
+        tokens (``pos_embed``, ``cls_token``) or of a state space (``A_log``, ``D``); so is what the model marks
+        (``no_weight_decay()``, ``_no_weight_decay``).  :func:`muon_report` prints which is what and why, and the
+        groups, with ``param_names``, say what became of each parameter.
 
         Args:
             model: quantised or not; parameters that require no gradient are left out.
             lr: of the matrices.
             other_lr: of everything else; None is ``lr``, which suits ``adjust_lr_fn="match_rms_adamw"``.
             others: patterns of module or parameter names that are Adam's, in place of the head.
-            weight_decay: of all but vectors.
+            weight_decay: of all but vectors, which are Adam's.
             options: the constructor's; ``adjust_lr_fn`` is ``match_rms_adamw`` here, unless given.
 
         Raises:
@@ -261,6 +266,12 @@ def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:
 
 def _check_muon(group: dict[str, Any]) -> None:
     """Raise unless Muon's own options are valid and fit each other."""
+    if "max_momentum" in group:
+        raise ValueError(
+            "cycle_momentum=True, the default of OneCycleLR and CyclicLR, cycles the betas of every group, and a group "
+            "with direction='muon' reads its momentum, which would stay as it is: give the scheduler "
+            "cycle_momentum=False"
+        )
     momentum = group["momentum"]
     check_number("momentum", momentum, 0.0, 1.0, open_high=True)
     check_finite("eps", group["eps"])

@@ -16,11 +16,13 @@ from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._accepted import check_unshared
 from fp8manifold.optim._field import power_of_ratio, reference_stiffness
+from fp8manifold.optim._halves import rounds_at_random, to_half
 from fp8manifold.optim._plan import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS
-from fp8manifold.random_bits import Draws
+from fp8manifold.random_bits import Draws, random_bits
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["StiffnessWrapper"]
 
@@ -49,8 +51,11 @@ class StiffnessWrapper(torch.optim.Optimizer):
         exponent: a number, or a function of the number of steps taken.
         on: ``update`` or ``gradient``.
         metric, damping, clip, refresh_every, seed: as in :class:`StiffnessAdamW`.
-        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.
-        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own.
+        writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
+            float16 parameters whose update is scaled are rounded stochastically but under ``nearest``; what the wrapped
+            optimizer itself has lost in writing them does not come back.
+        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own, and independent ones
+            for ordinary parameters.
 
     Attributes:
         steps_taken: number of steps.
@@ -224,7 +229,9 @@ class StiffnessWrapper(torch.optim.Optimizer):
 
     def _draws(self, parameter: Tensor) -> bool:
         manifold = own_manifold(parameter)
-        return isinstance(manifold, FP8Manifold) and self._rounding(manifold) == "stochastic"
+        if isinstance(manifold, FP8Manifold):
+            return self._rounding(manifold) == "stochastic"
+        return not isinstance(parameter, FP8Tensor) and rounds_at_random(parameter, {"writeback": self.writeback})
 
     def _begin_streams(self, before: list[Tensor]) -> None:
         """Give what is rounded stochastically for the first time a stream, and let go of what has been removed."""
@@ -293,15 +300,21 @@ class StiffnessWrapper(torch.optim.Optimizer):
         """Scale what has moved and round it to the grid; what has not moved stays, bit for bit."""
         if parameter.grad is None:
             return
+        is_half = own_manifold(parameter) is None and self._draws(parameter)
+        if is_half and isinstance(factor, float) and factor == 1.0:
+            return  # it is what the wrapped optimizer has made of it
         work = working_dtype(parameter)
         start = old.to(work)
         update = parameter.detach().to(work) - start
         target = torch.where(update == 0, start, start + update * factor)
         manifold = own_manifold(parameter)
+        words = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
         if manifold is not None:
-            key = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
-            draws: Draws = self.draws or (manifold.draws if isinstance(manifold, FP8Manifold) else "independent")
-            target = _write_back(target, manifold, self._rounding(manifold), draws, **key)
+            own: Draws = manifold.draws if isinstance(manifold, FP8Manifold) else "independent"
+            target = _write_back(target, manifold, self._rounding(manifold), self.draws or own, **words)
+        elif is_half:
+            drawn = random_bits(target.shape, device=target.device, draws=self.draws or "independent", **words)
+            target = to_half(target.contiguous(), parameter.dtype, drawn)
         parameter.copy_(target)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -97,6 +98,18 @@ def at_least_0(text: str) -> float:
     if not 0.0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; give a number >= 0")
     return value
+
+
+def refuse_repeated(words: Sequence[str]) -> None:
+    """Refuse an option that a command line gives twice, since only the last one would count.
+
+    Raises:
+        BenchError: names the option.
+    """
+    options = [word.partition("=")[0] for word in words]
+    for place, option in enumerate(options):
+        if option.startswith("--") and option in options[:place]:
+            raise BenchError(f"{option} is given twice; keep one")
 
 
 #: the options of `evaluate` that go with a report, and where they may be given

@@ -1,15 +1,19 @@
-"""`nanogpt-bench verify`: is a run folder what was written? Checkpoints byte by byte, records without a gap."""
+"""`nanogpt-bench verify`: is a run folder what was written? Checkpoints byte by byte, records without a gap.
+
+The summary is set against the records and the last checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, steps, verify
+from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps, verify
 from nanogpt_bench.checkpoint.bounded_json import parse
+from nanogpt_bench.commands.verified_summary import Added, contradictions
 from nanogpt_bench.config.settings import read_yaml
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.history import history_lines
@@ -34,6 +38,8 @@ class Findings:
     #: steps recorded, and checkpoints that verify
     last_step: int | None = None
     whole: list[int] = field(default_factory=list)
+    #: what the records come to
+    added: Added = field(default_factory=Added)
 
 
 def verify_command(paths: Sequence[Path]) -> int:
@@ -70,6 +76,7 @@ def check_run(path: Path) -> Findings:
         _check_sparse(path / name, ended, found)
     _check_summary(summary, found)
     _check_checkpoints(path, found)
+    _check_bytes(path, summary, found)
     return found
 
 
@@ -93,7 +100,8 @@ def _mapping(path: Path, found: Findings, optional: str | None = None) -> dict[s
 def _check_metrics(path: Path, ended: bool, found: Findings) -> None:
     """Every step has one record, from 0 on."""
     expected = 0
-    for number, step in _steps(path, ended, found):
+    for number, step, record in _records(path, ended, found):
+        found.added.take(record)
         if step != expected:
             found.problems.append(
                 f"{path.name}: line {number} is of step {step}, after {expected - 1} comes {expected}"
@@ -106,7 +114,7 @@ def _check_sparse(path: Path, ended: bool, found: Findings) -> None:
     if not path.exists():
         return
     before = 0
-    for number, step in _steps(path, ended, found):
+    for number, step, _ in _records(path, ended, found):
         if step < before:
             found.problems.append(f"{path.name}: line {number} is of step {step}, after step {before}")
         before = step
@@ -116,16 +124,16 @@ def _check_sparse(path: Path, ended: bool, found: Findings) -> None:
         said.append(f"{path.name} goes on to step {before}, {METRICS} to {found.last_step}")
 
 
-def _steps(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, int]]:
-    """Yield number and step of every whole line; what is no record is said."""
+def _records(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
+    """Yield number, step and record of every whole line; what is no record is said."""
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(LIMIT):
                 number += 1
-                step = _step(line)
-                if line.endswith(b"\n") and step is not None:
-                    yield number, step
+                record = _record(line)
+                if line.endswith(b"\n") and record is not None:
+                    yield number, record["step"], record
                 elif line.endswith(b"\n"):
                     found.problems.append(f"{path.name}: line {number} is no record with a step")
                 else:
@@ -137,20 +145,38 @@ def _steps(path: Path, ended: bool, found: Findings) -> Iterator[tuple[int, int]
         found.problems.append(f"{path.name} can't be read: {error.strerror or error}")
 
 
-def _step(line: bytes) -> int | None:
+def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = parse(line, limit=LIMIT)
     except ValueError:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    return record if isinstance(step, int) and not isinstance(step, bool) and step >= 0 else None
 
 
 def _check_summary(summary: dict[str, Any], found: Findings) -> None:
-    """A summary counts no step that has no record; steps that were skipped have one and are not counted."""
+    """A summary says what the records say; steps that were skipped have one and are not counted.
+
+    Where a disk or an interrupt ended the run, the last validation may be one that could not be recorded.
+    """
     counted = summary.get("steps")
     if summary and (not isinstance(counted, int) or counted > (found.last_step or 0)):
         found.problems.append(f"summary.json counts {counted!r} steps, {METRICS} ends with {found.last_step}")
+    stop = summary.get("stop")
+    broken_off = summary.get("status") == "stopped" and (not isinstance(stop, dict) or stop.get("kind") == "disk")
+    (found.notes if broken_off else found.problems).extend(contradictions(summary, found.added))
+
+
+def _check_bytes(path: Path, summary: dict[str, Any], found: Findings) -> None:
+    """The bytes held are those that the checkpoint of the last step knows of."""
+    if not summary or found.last_step is None or found.last_step not in found.whole:
+        return
+    outcome = read(path / CHECKPOINTS / f"step-{found.last_step}", only=()).facts.get("outcome")
+    held = outcome.get("held_bytes") if isinstance(outcome, dict) else None
+    if held is not None and summary.get("held_bytes") != held:
+        found.problems.append(f"summary.json has held_bytes {summary.get('held_bytes')!r}, the last checkpoint {held}")
 
 
 def _check_checkpoints(path: Path, found: Findings) -> None:

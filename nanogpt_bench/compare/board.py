@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,8 @@ MOST_LINES = 10
 #: least; in long ones a share of the time that has passed
 FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
 ENDED = ("done", "failed")
+#: columns that are left out while no run has them
+SHARES = ("stall", "arrived")
 STATES = {"waiting": "dim", "running": "cyan", "done": "green", "failed": "red"}
 
 
@@ -123,11 +125,13 @@ class Board:
         table.add_column("lr", justify="right", no_wrap=True)
         table.add_column("state", no_wrap=True)
         table.add_column("", width=12)
-        for heading in ("step", "train", "val", "mean stall", "mean arrived", "tokens/s"):
-            table.add_column(heading, justify="right", no_wrap=True)
         shown = self._in_view()
+        unknown = {name for name in SHARES if all(entry.progress.get(name) is None for entry in self.entries)}
+        shares = [f"mean {name}" for name in SHARES if name not in unknown]
+        for heading in ("step", "train", "val", *shares, "tokens/s"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for entry in shown:
-            table.add_row(*_cells(entry))
+            table.add_row(*_cells(entry, unknown))
         if len(shown) < len(self.entries):
             table.caption = f"and {counted(len(self.entries) - len(shown), 'run')} more"
         return table
@@ -158,7 +162,7 @@ def _work(entry: Entry) -> Work:
     return Work(entry.size, done, seen.get("elapsed_s", 0.0), running=running, ended=ended)
 
 
-def _cells(entry: Entry) -> list[Text | ProgressBar]:
+def _cells(entry: Entry, left_out: Collection[str]) -> list[Text | ProgressBar]:
     seen = entry.progress
     done, total = seen.get("step", 0), seen.get("max_steps", 1)
     return [
@@ -169,8 +173,7 @@ def _cells(entry: Entry) -> list[Text | ProgressBar]:
         Text(f"{done}/{total}" if seen else ""),
         Text(number(seen.get("train_loss"), ".3f")),
         Text(number(seen.get("val_loss"), ".3f")),
-        Text(number(seen.get("stall"), ".1%")),
-        Text(number(seen.get("arrived"), ".1%")),
+        *(Text(number(seen.get(name), ".1%")) for name in SHARES if name not in left_out),
         Text(number(seen.get("tokens_per_s"), ",.0f")),
     ]
 

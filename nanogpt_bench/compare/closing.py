@@ -14,6 +14,7 @@ from nanogpt_bench.report.verdict import Outcome
 
 STYLES = {
     Outcome.WITHIN: "green",
+    Outcome.BEHIND: "yellow",
     Outcome.OUTSIDE: "red",
     Outcome.FAILED: "red",
     Outcome.DOUBTFUL: "yellow",

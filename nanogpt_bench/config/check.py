@@ -103,7 +103,7 @@ def _is_null(setting: Setting, value: Any) -> bool:
 def _said(kind: type, value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    if kind in (int, float):
+    if kind in (int, float) and not untrusted.is_ambiguous(value):
         with suppress(ValueError):
             return kind(value)
     said = parse_text(value)
@@ -111,9 +111,15 @@ def _said(kind: type, value: Any) -> Any:
 
 
 def parse_text(text: str) -> Any:
-    """Return what a text says as YAML, the text itself where it says nothing."""
+    """Return what a text says as YAML, the text itself where it says nothing.
+
+    Raises:
+        BenchError: it gives a key twice.
+    """
     try:
         return untrusted.parse_yaml(text)
+    except untrusted.GivenTwice as error:
+        raise BenchError(f"{text!r}: {error}") from None
     except ValueError:
         return text
 

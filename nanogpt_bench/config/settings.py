@@ -6,7 +6,7 @@ Keys are checked here, so that a typo is answered with its nearest valid spellin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the settings of a YAML file as {dotted key: value}, its keys checked.
 
     Raises:
-        BenchError: a file that can't be read, is not YAML, or holds an unknown key.
+        BenchError: a file that can't be read, is not YAML, or holds an unknown key or one key twice.
     """
     try:
         loaded = untrusted.read_yaml(path)
@@ -67,7 +67,45 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict):
         raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
-    return dict(flatten(loaded))
+    try:
+        return once(flatten(loaded))
+    except GivenTwice as error:
+        raise error.in_file(path) from None
+
+
+class GivenTwice(BenchError):
+    """A setting that was given twice, dotted and nested say, so that one of its values would be dropped."""
+
+    def __init__(self, key: str) -> None:
+        """Take the dotted key, with the section it is in where a file has several."""
+        super().__init__(f"{key} is given twice; keep one")
+        self.key = key
+
+    def in_file(self, path: Path) -> BenchError:
+        """The error with the file's name, and the lines of both."""
+        try:
+            lines = untrusted.lines_of(untrusted.read_text(path, untrusted.MOST_YAML_BYTES), self.key)
+        except (OSError, ValueError):
+            lines = ()
+        where = f", on lines {' and '.join(map(str, lines))}" if len(lines) > 1 else ""
+        return BenchError(f"{self.key} is given twice in {path.name!r}{where}; keep one")
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return pairs as a mapping.
+
+    >>> once([("seed", 1), ("rule", "fp32")])
+    {'seed': 1, 'rule': 'fp32'}
+
+    Raises:
+        GivenTwice: a key is there twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise GivenTwice(key)
+        found[key] = value
+    return found
 
 
 def flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -127,17 +165,36 @@ def parse_overrides(arguments: Sequence[str], base: dict[str, Any] | None = None
 
     >>> parse_overrides(["--model.format", "E4M3", "--seed=3"])
     {'model.format': 'E4M3', 'seed': 3}
+
+    Raises:
+        BenchError: an unknown key, an option without a value, or a setting or an entry that is given twice.
     """
-    values = dict(base or {})
+    said = _said_once(_overrides(arguments))
+    values = dict(base or {}) | {key: _read_value(key, text) for key, text in said.items() if not mapping_above(key)}
+    for key, text in said.items():
+        if mapping := mapping_above(key):
+            before, name = entries_of(values, mapping), key[len(mapping) + 1 :]
+            if mapping in said and name in before:
+                raise _twice(key)
+            values[mapping] = {**before, name: _read_entry(mapping, text)}
+    return values
+
+
+def _overrides(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     queue = list(arguments)
     while queue:
-        key, text = _next_override(queue)
-        mapping = mapping_above(key)
-        if mapping:
-            values[mapping] = {**entries_of(values, mapping), key[len(mapping) + 1 :]: _read_entry(mapping, text)}
-        else:
-            values[key] = _read_value(key, text)
-    return values
+        yield _next_override(queue)
+
+
+def _said_once(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    try:
+        return once(pairs)
+    except GivenTwice as error:
+        raise _twice(error.key) from None
+
+
+def _twice(key: str) -> BenchError:
+    return BenchError(f"--{key} is given twice; keep one")
 
 
 def entries_of(values: Mapping[str, Any], mapping: str) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from nanogpt_bench.report.merged import merged, with_given_up
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import write_figures
-from nanogpt_bench.report.results import Result, Row, find_reference, measure, shortfall
+from nanogpt_bench.report.results import Result, Row, counted_once, find_reference, measure, shortfall
 from nanogpt_bench.report.sections import Page, all_sections
+from nanogpt_bench.report.seeds import left_aside
 from nanogpt_bench.report.studies import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
@@ -58,7 +59,12 @@ def report(
     one_file = files[0] if len(files) == 1 and not own else None
     # What a sweep found lies beside its runs.
     studies = read_studies([*given, *(folder.parent for folder in folders), out])
-    rows = with_given_up(merged(own, files) if one_file is None else one_file.rows, studies.tunings)
+    rows = with_given_up(
+        merged(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
+    )
+    for line in (line for row in rows for line in left_aside(row.label, row.runs, row.aside)):
+        if say is not None:
+            say(line)
     loaded = [run for row in rows for run in row.runs]
     title = "nanogpt-bench report" if len(loaded) > 1 else f"nanogpt-bench: {loaded[0].name}"
     if baseline is None and one_file is not None:

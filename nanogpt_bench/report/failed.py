@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanogpt_bench.report.results import SEED_KEYS, Result, flat
+from nanogpt_bench.report.results import Result, flat
+from nanogpt_bench.report.seeds import SEED_KEYS
 from nanogpt_bench.runs.load import Run
 
 if TYPE_CHECKING:

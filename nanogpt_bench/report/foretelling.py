@@ -11,6 +11,7 @@ from typing import Any
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
 from nanogpt_bench.report.merged import identity
 from nanogpt_bench.report.results import Row, references_of, setting_of
+from nanogpt_bench.report.seeds import seed_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
@@ -86,7 +87,7 @@ def points(
         if other is None or other.label == row.label:
             continue
         for run in row.runs:
-            twin = next((one for one in other.runs if one.seed == run.seed and one.status == "finished"), None)
+            twin = next((one for one in other.runs if seed_of(one) == seed_of(run) and one.status == "finished"), None)
             if twin is not None and (point := _point(run, twin, at)) is not None:
                 found[identity(run)] = replace(point, of=setting_of(run) if over == "row" else row.format)
     return found
@@ -94,7 +95,7 @@ def points(
 
 def _point(run: Run, twin: Run, at: float) -> Point | None:
     own, its = _figures(run, at), _figures(twin, at)
-    loss, base = run.number("final_val_loss"), twin.number("final_val_loss")
+    loss, base = run.at_end("final_val_loss"), twin.at_end("final_val_loss")
     if not own or base is None or run.status not in ("finished", "failed"):
         return None
     gap = math.inf if loss is None or run.status == "failed" else loss - base

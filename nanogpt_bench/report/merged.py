@@ -21,7 +21,7 @@ def merged(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
     """
     every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
     rows = group_rows(distinct(every))
-    places = {identity(run): at for at, row in enumerate(rows) for run in row.runs}
+    places = {identity(run): at for at, row in enumerate(rows) for run in (*row.runs, *row.aside)}
     labels = {row.label: at for at, row in enumerate(rows)}
     of_files = [row for file in files for row in file.rows]
     labels |= {row.label: places[identity(row.runs[0])] for row in of_files if row.runs}

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 CONFIDENCE = 0.95
 ALPHA = 1 - CONFIDENCE
@@ -37,7 +38,7 @@ class Difference:
         return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
 
 
-def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> Difference | None:
+def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> Difference | None:
     """Return the difference of losses by seed to the reference's; None without a seed that both have.
 
     >>> found = difference({1: 2.0, 2: 2.2, 3: 2.1}, {1: 1.9, 2: 2.05, 4: 2.0})

@@ -60,7 +60,7 @@ OUTCOMES: dict[str, Callable[[Run], float | None]] = {
     "stall": lambda run: run.stall,
     "arrived": lambda run: run.number("arrived"),
     "grad cosine": mean_cosine,
-    "final val loss": lambda run: run.number("final_val_loss"),
+    "final val loss": lambda run: run.at_end("final_val_loss"),
 }
 
 

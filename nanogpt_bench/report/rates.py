@@ -8,7 +8,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.report.results import SEED_KEYS, Row, flat, row_label
+from nanogpt_bench.report.results import Row, flat, row_label
+from nanogpt_bench.report.seeds import SEED_KEYS
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 
@@ -75,7 +76,7 @@ def _curve(label: str, group: Sequence[tuple[Row, Run, float]]) -> RateCurve:
 
 
 def _point(rate: float, runs: Sequence[Run]) -> RatePoint:
-    finished = [run.number("final_val_loss") for run in runs if run.status == "finished"]
+    finished = [run.at_end("final_val_loss") for run in runs]
     losses = [loss for loss in finished if loss is not None]
     return RatePoint(rate, statistics.fmean(losses) if losses else None, len(runs) - len(losses))
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, VAL_ALSO_LOSS
 from nanogpt_bench.report.comparable import depends_on, differences
-from nanogpt_bench.report.gap import tokens_to_gap, twin_of
+from nanogpt_bench.report.gap import error_of, gap_to, tokens_to_gap, twin_of
 from nanogpt_bench.report.paired import Difference, adjusted, difference
+from nanogpt_bench.report.seeds import SEED_KEYS, one_a_seed, seed_of
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import printable, shortened
 
 REFERENCE_RULE = "bf16-mixed"
-# The configuration keys in which the seeds of one row may differ.
-SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
 
 LONGEST_SETTING = 60  # of a setting's value in a label
 MOST_SETTINGS = 3  # that a label names
@@ -47,6 +46,8 @@ class Row:
     missing: tuple[int | None, ...] = ()
     #: why there will be no run at all
     why: str = ""
+    #: runs of seeds that `runs` has already, which are not counted
+    aside: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,15 +116,21 @@ def row_label(rule: str, fmt: str) -> str:
 
 
 def group_rows(runs: Sequence[Run]) -> list[Row]:
-    """Rows in order of first appearance; runs belong together when only their seeds differ."""
+    """Rows in order of first appearance; runs belong together when only their seeds differ, and count once a seed."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(setting_of(run), []).append(run)
     labels = _distinct_labels(list(groups.values()))
     return [
-        Row(label, group[0].rule, group[0].format, tuple(group))
+        counted_once(Row(label, group[0].rule, group[0].format, tuple(group)))
         for label, group in zip(labels, groups.values(), strict=True)
     ]
+
+
+def counted_once(row: Row) -> Row:
+    """Return the row with one run a seed, the others set aside: the same seed twice has no spread."""
+    runs, aside = one_a_seed(row.runs)
+    return replace(row, runs=runs, aside=(*row.aside, *aside))
 
 
 def setting_of(run: Run) -> str:
@@ -250,13 +257,14 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     is_reference = row is reference
     unlike = () if reference is None or is_reference else differences(row.runs, reference.runs)
     measured = None if unlike else reference
-    gap = figure(_gap(run, measured) for run in row.runs) if measured is not None else None
-    base = figure(run.number("final_val_loss") for run in measured.runs) if measured is not None else None
+    gaps = [] if measured is None else [each for run in row.runs if (each := gap_to(run, measured.runs)) is not None]
+    gap = figure(gaps)
+    base = figure(run.at_end("final_val_loss") for run in measured.runs) if measured is not None else None
     gap_share = gap.mean / base.mean if gap is not None and base is not None and base.mean > 0 else None
     stall = figure(run.stall for run in row.runs)
     bytes_each = figure(run.number("bytes_per_parameter") for run in row.runs)
     cosine = figure(mean_cosine(run) for run in row.runs)
-    errors = figure(run.number("final_val_loss_se") for run in row.runs)
+    errors = _errors(row)
     alerts = sum((Counter(run.alert_counts) for run in row.runs), Counter[str]())
     evidence = Evidence(
         gap_share,
@@ -266,6 +274,10 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
         is_reference,
         unlike,
         unmeasured=reference is None,
+        gap=gap.mean if gap else None,
+        gap_error=error_of(
+            gaps, [getattr(_errors(each), "mean", None) for each in (row, measured) if each is not None]
+        ),
     )
     verdict = judge(row.runs, evidence, thresholds=thresholds, running=running)
     if row.why:
@@ -273,8 +285,8 @@ def _measure_row(row: Row, reference: Row | None, thresholds: Thresholds, runnin
     return Result(
         row=row,
         reference=is_reference,
-        final_val_loss=figure(run.number("final_val_loss") for run in row.runs),
-        best_val_loss=figure(run.number("best_val_loss") for run in row.runs),
+        final_val_loss=figure(run.at_end("final_val_loss") for run in row.runs),
+        best_val_loss=_best(row),
         gap=gap,
         gap_share=gap_share,
         bytes_per_parameter=bytes_each.mean if bytes_each else None,
@@ -299,8 +311,19 @@ def _difference(row: Row, reference: Row | None, name: str) -> Difference | None
     return difference(_by_seed(row, name), _by_seed(reference, name))
 
 
+def _errors(row: Row) -> Figure | None:
+    return figure(run.at_end("final_val_loss_se") for run in row.runs)
+
+
+def _best(row: Row) -> Figure | None:
+    """The lowest loss of the runs that the final loss is of; where there are none, of those that ended early."""
+    return figure(run.at_end("best_val_loss") for run in row.runs) or figure(
+        run.number("best_val_loss") for run in row.runs
+    )
+
+
 def _beside(row: Row) -> dict[str, Figure]:
-    found = {name: figure(run.number(name) for run in row.runs) for name in (metric.figure for metric in BESIDE_LOSS)}
+    found = {name: figure(run.at_end(name) for run in row.runs) for name in (metric.figure for metric in BESIDE_LOSS)}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -333,21 +356,9 @@ def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
     return []
 
 
-def _gap(run: Run, reference: Row) -> float | None:
-    """L - L_ref, against the reference's run of the same seed where there is one, else against its mean.
-
-    A run that ended early has none: its loss belongs to another number of steps.
-    """
-    finished = [other for other in reference.runs if other.status == "finished"]
-    twins = [other for other in finished if other.seed == run.seed]
-    base = figure(other.number("final_val_loss") for other in twins or finished)
-    loss = run.number("final_val_loss") if run.status == "finished" else None
-    return loss - base.mean if loss is not None and base is not None else None
-
-
-def _by_seed(row: Row, name: str) -> dict[int, float]:
+def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
     """The final losses of that name of a row's finished runs by seed."""
-    ended = ((run.seed, run.number(name)) for run in row.runs if run.status == "finished")
+    ended = ((seed_of(run), run.at_end(name)) for run in row.runs)
     return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
 
 

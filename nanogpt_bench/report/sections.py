@@ -21,6 +21,7 @@ from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.processes import processes_section
 from nanogpt_bench.report.results import Result, Row, findings, loss_unit
 from nanogpt_bench.report.section import Section, css_class, figures, legend
+from nanogpt_bench.report.seeds import left_aside
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.tuned import tuned_section
@@ -257,6 +258,7 @@ def _endings(page: Page) -> Section | None:
     runs = [run for row in page.rows for run in row.runs]
     items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
     items += [f"{run.name}: {note}" for run in runs for note in run.notes]
+    items += [line for row in page.rows for line in left_aside(row.label, row.runs, row.aside)]
     items += [f"{row.label}: {row.why or 'not run'}" for row in page.rows if not row.runs]
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None

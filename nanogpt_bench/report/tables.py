@@ -1,10 +1,13 @@
-"""The table of results as CSV (full precision), Markdown and LaTeX."""
+"""The table of results as CSV (full precision), Markdown and LaTeX.
+
+The readable tables, the terminal's and the page's among them, have the columns that tell rows apart, as many as fit.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,13 +23,15 @@ from nanogpt_bench.system.errors import one_line
 class Column:
     """One column of the readable tables: its heading, its cell, and whether numbers line up on the right.
 
-    An optional column is left out of a table in which no row has anything in it.
+    An optional column is left out of a table in which no row has anything in it. Of one whose dash says none, and not
+    that it is unknown, a dash is a value as others are.
     """
 
     heading: str
     cell: Callable[[Result], str]
     numeric: bool = True
     optional: bool = False
+    dash_counts: bool = False
 
 
 def _beside(name: str, result: Result) -> str:
@@ -34,51 +39,95 @@ def _beside(name: str, result: Result) -> str:
 
 
 RUN, GAP, PAIRED = "run", "gap", "paired difference (95%)"
-#: behind the heading of gaps that rest on one seed
-LEAD = " (one seed: a lead)"
+LOSS, BEST, VERDICT = "val loss", "best val loss", "verdict"
+#: behind the heading of the rows' names where all gaps rest on one seed
+LEAD = "one seed: a lead"
+#: characters of a line of a table
+WIDEST = 120
+#: of a verdict as it is counted; the message of a failed run goes on beyond the others' lines
+WIDEST_VERDICT = 24
 COLUMNS = (
     Column(RUN, lambda r: r.row.label, numeric=False),
     Column("lr", lambda r: format_rates(r), optional=True),
-    Column("final val loss", lambda r: format_figure(r.final_val_loss)),
+    Column(LOSS, lambda r: format_figure(r.final_val_loss)),
     Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
-    Column("best val loss", lambda r: format_figure(r.best_val_loss)),
+    Column(BEST, lambda r: format_figure(r.best_val_loss)),
     *(Column(metric.title, partial(_beside, metric.figure), optional=True) for metric in BESIDE_LOSS),
     Column("its difference (95%)", lambda r: in_words(r.also_difference), optional=True),
     Column(GAP, lambda r: format_gap(r)),
     Column(PAIRED, lambda r: in_words(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
-    Column("bytes/param", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
+    Column("bytes", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
     Column("arrived", lambda r: NOTHING if r.arrived is None else f"{r.arrived.mean:.1%}", optional=True),
     Column("grad cosine", lambda r: format_figure(r.cosine), optional=True),
-    Column("alerts", lambda r: str(r.alerts_fired or NOTHING), optional=True),
+    Column("alerts", lambda r: str(r.alerts_fired or NOTHING), optional=True, dash_counts=True),
     Column("tokens/s", lambda r: "-" if r.tokens_per_s is None else f"{r.tokens_per_s.mean:,.0f}"),
-    Column("verdict", lambda r: r.verdict.text, numeric=False),
+    Column(VERDICT, lambda r: r.verdict.text, numeric=False),
 )
 NOTHING = "-"
+#: the columns that go first where a table is too wide; those that are not named stay
+FIRST_TO_GO = (
+    *("tokens to gap", "val s.e.", "alerts", "grad cosine", BEST, "arrived", "tokens/s", "its difference (95%)", "lr"),
+    *("stall", *(metric.title for metric in BESIDE_LOSS), "bytes", GAP, PAIRED),
+)
 
 
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
-    """The columns of a table of these rows: all but the optional ones that would hold dashes only.
+    """The columns of a table of these rows: those that tell rows apart, as many as fit into 120 characters.
 
-    The heading of the gap says what it is measured against, and where all gaps rest on one seed, that they do: then
-    there is no column of intervals. Without a reference there is neither. The first heading says how many runs of how
-    many the table is made from, where some are still to come.
+    A column goes in which no row has anything, in which all that is known is the same, or whose cells are those of the
+    column before it (the best loss where it is the last). The heading of the gap says what it is measured against, the
+    first one that all gaps rest on one seed, where they do (then there is no column of intervals), and how many runs of
+    how many the table is made from, where some are still to come. Without a reference there is no gap.
     """
     leads = [result.difference.is_lead for result in results if result.difference is not None]
-    gap = f"{GAP} to {reference_name(results)}" + (LEAD if leads and all(leads) else "")
     measured = any(result.reference for result in results)
-    left_out = {PAIRED} if all(leads) else set()
-    columns = (c for c in COLUMNS if (measured or c.heading != GAP) and c.heading not in left_out)
-    shown = (c for c in columns if not c.optional or any(c.cell(result) != NOTHING for result in results))
-    headings = {GAP: gap, RUN: run_heading(results)}
-    return tuple(replace(c, heading=headings.get(c.heading, c.heading)) for c in shown)
+    left_out = ({PAIRED} if all(leads) else set()) | (set() if measured else {GAP})
+    shown = [column for column in COLUMNS if column.heading not in left_out and _tells(column, results)]
+    headings = {GAP: f"{GAP} to {reference_name(results)}", RUN: run_heading(results, lead=bool(leads) and all(leads))}
+    widths = {c.heading: _width(headings.get(c.heading, c.heading), c, results) for c in shown}
+    paired = PAIRED in widths
+    for heading in FIRST_TO_GO:
+        # one of the gap and its interval stays
+        if line_width(widths.values()) > WIDEST and heading != (PAIRED if paired else GAP):
+            widths.pop(heading, None)
+    return tuple(replace(c, heading=headings.get(c.heading, c.heading)) for c in shown if c.heading in widths)
 
 
-def run_heading(results: Sequence[Result]) -> str:
-    """The heading of the rows' names, which says so where runs are missing."""
-    there = shortfall(result.row for result in results)
-    return f"{RUN} ({there})" if there else RUN
+def _tells(column: Column, results: Sequence[Result]) -> bool:
+    """Whether a column tells something: of one row all that it has, of several what is not the same in all of them."""
+    cells = [column.cell(result) for result in results]
+    known = [cell for cell in cells if cell != NOTHING]
+    if column.heading in (RUN, LOSS, GAP, VERDICT):
+        return True
+    if len(results) < 2:
+        return bool(known) or not column.optional
+    if column.heading == BEST and cells == [format_figure(result.final_val_loss) for result in results]:
+        return False
+    alike = set(cells if column.dash_counts else known)
+    return bool(known) and (len(alike) > 1 or len(known) == 1)
+
+
+def _width(heading: str, column: Column, results: Sequence[Result]) -> int:
+    widest = max((len(one_line(column.cell(result))) for result in results), default=0)
+    return max(len(heading), min(widest, WIDEST_VERDICT) if column.heading == VERDICT else widest)
+
+
+def line_width(widths: Iterable[int]) -> int:
+    """The characters of a line of a table whose columns are so wide.
+
+    >>> line_width([3, 4]) == len("| run | loss |")
+    True
+    """
+    known = list(widths)
+    return sum(known) + 3 * len(known) + 1
+
+
+def run_heading(results: Sequence[Result], *, lead: bool = False) -> str:
+    """The heading of the rows' names, which says so where runs are missing, or where all gaps rest on one seed."""
+    said = "; ".join(filter(None, (shortfall(result.row for result in results), LEAD if lead else "")))
+    return f"{RUN} ({said})" if said else RUN
 
 
 def format_figure(value: Figure | None, digits: int = 3) -> str:
@@ -128,7 +177,7 @@ def format_stall(result: Result) -> str:
     """The share of weights that a requested update left where they were; `code` marks code_unchanged."""
     if result.stall is None:
         return "-"
-    mark = " (code)" if result.stall_metric == CODE_UNCHANGED.name else ""
+    mark = " code" if result.stall_metric == CODE_UNCHANGED.name else ""
     return f"{result.stall.mean:.1%}{mark}"
 
 

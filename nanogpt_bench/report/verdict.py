@@ -23,6 +23,7 @@ class Thresholds:
     stall: float = 0.50  # share of weights whose requested update did not change them
     cosine: float = 0.90  # mean gradient cosine against the float32 shadow, below which a row is doubtful
     alerts: int | None = None  # most alerts of a row that is not doubtful; None: they are counted, not judged
+    behind: float = 0.05  # nats by which a final loss exceeds the reference's, twice its standard error at the least
     gap: float = 0.10  # nats per token by which the training loss leaves the reference's (tokens to gap)
 
     def __post_init__(self) -> None:
@@ -34,6 +35,8 @@ class Thresholds:
             raise BenchError(f"cosine = {self.cosine!r}: expected a cosine, from -1 to 1")
         if self.alerts is not None and self.alerts < 0:
             raise BenchError(f"alerts = {self.alerts!r}: expected a number of alerts, 0 or more")
+        if not 0 < self.behind < float("inf"):
+            raise BenchError(f"behind = {self.behind!r}: expected a positive number of nats")
         if not 0 < self.gap < float("inf"):
             raise BenchError(f"gap = {self.gap!r}: expected a positive number of nats")
 
@@ -45,6 +48,7 @@ class Outcome(StrEnum):
     REFERENCE = "reference"
     WITHIN = "within"
     DOUBTFUL = "doubtful"
+    BEHIND = "behind"
     OUTSIDE = "outside"
     UNFINISHED = "unfinished"
     FAILED = "failed"
@@ -62,7 +66,8 @@ class Verdict:
 class Evidence:
     """What a row is judged by; None where it was not measured.
 
-    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `stall` a share of weights,
+    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` L - L_ref and `gap_error` its
+    standard error, `stall` a share of weights,
     `cosine` the mean over the run of its gradient's cosine against the float32 shadow's. `unlike` names what else
     differs from the reference than what is compared, such as the corpus: there no gap says anything. `unmeasured` rows
     have no reference at all, and none is spoken of.
@@ -75,6 +80,8 @@ class Evidence:
     reference: bool = False
     unlike: tuple[str, ...] = ()
     unmeasured: bool = False
+    gap: float | None = None
+    gap_error: float | None = None
 
 
 def judge(
@@ -166,6 +173,15 @@ def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, st
     if evidence.gap_share is None:
         return Outcome.UNKNOWN, "no finished reference"
     limit = f"{100 * thresholds.within:.4g}%"
-    if evidence.gap_share <= thresholds.within:
-        return Outcome.WITHIN, f"within {limit}"
-    return Outcome.OUTSIDE, f"outside {limit}"
+    if evidence.gap_share > thresholds.within:
+        return Outcome.OUTSIDE, f"outside {limit}"
+    if _is_behind(evidence, thresholds):
+        return Outcome.BEHIND, "behind"
+    return Outcome.WITHIN, f"within {limit}"
+
+
+def _is_behind(evidence: Evidence, thresholds: Thresholds) -> bool:
+    """Whether a gap is more than its noise, and large enough to matter; of one without a standard error, none is."""
+    if evidence.gap is None or evidence.gap_error is None:
+        return False
+    return evidence.gap > max(thresholds.behind, 2.0 * evidence.gap_error)

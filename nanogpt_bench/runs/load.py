@@ -127,6 +127,10 @@ class Run:
         """The summary's finite number under `key`, None when absent or not finite."""
         return finite(self.summary.get(key))
 
+    def at_end(self, key: str) -> float | None:
+        """The summary's number where the run came to its planned end; one that ended early has another length."""
+        return self.number(key) if self.status == "finished" else None
+
     def curve(self, key: str, against: str = "step") -> tuple[list[float], list[float | None]]:
         """The series `key` over `against`; a value that is not finite comes as None, a gap in the curve."""
         return self.metrics.curve(key, against)
@@ -222,10 +226,10 @@ def _histogram(entry: Any) -> Histogram | None:
 
 def _summary_so_far(metrics: Records) -> dict[str, Any]:
     """What can be said of a run that left no summary: derived from the records it did write."""
-    losses = metrics.values(VAL_LOSS.name)
     so_far: dict[str, Any] = {}
-    if losses:
-        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(losses)}
+    if losses := metrics.curve(VAL_LOSS.name)[1]:
+        known = [loss for loss in losses if loss is not None]
+        so_far |= {"first_val_loss": losses[0], "final_val_loss": losses[-1], "best_val_loss": min(known, default=None)}
     for name, metric in (("tokens_per_s", SPEED), ("arrived", ARRIVED)):
         if seen := metrics.values(metric.name):
             so_far[name] = sum(seen) / len(seen)

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, mapping_above
-from nanogpt_bench.config.settings import entries_of, flatten, unknown_key
+from nanogpt_bench.config.settings import GivenTwice, entries_of, flatten, once, unknown_key
 from nanogpt_bench.system.errors import BenchError, unknown
 
 SCALES = ("log", "linear")
@@ -175,10 +175,20 @@ def read_settings(content: Mapping[Any, Any]) -> Point:
 
     >>> read_settings({"train": {"max_steps": 3}, "model.formats.attn": "E4M3"})
     {'train.max_steps': 3, 'model.formats.attn': 'E4M3'}
+
+    Raises:
+        BenchError: an unknown key.
+        GivenTwice: a setting, or an entry of one, is given dotted and nested.
     """
-    settings: Point = {}
-    for key, value in content.items():
-        settings |= {key: value} if mapping_above(str(key)) else dict(flatten({key: value}))
+    settings: Point = once(
+        pair
+        for key, value in content.items()
+        for pair in ([(str(key), value)] if mapping_above(str(key)) else flatten({key: value}))
+    )
+    for key in settings:
+        mapping = mapping_above(key)
+        if mapping and mapping in settings and key[len(mapping) + 1 :] in entries_of(settings, mapping):
+            raise GivenTwice(key)
     return settings
 
 

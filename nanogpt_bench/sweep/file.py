@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nanogpt_bench.config.check import bounds, inside, is_finite
 from nanogpt_bench.config.field import allowed
-from nanogpt_bench.config.settings import parse_overrides, read_yaml
+from nanogpt_bench.config.settings import GivenTwice, parse_overrides, read_yaml
 from nanogpt_bench.config.shipped import find_config, find_shipped
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 from nanogpt_bench.system import untrusted
@@ -124,8 +124,16 @@ def read_sweep(path: Path, overrides: Sequence[str] = (), *, smoke: bool = False
     """Read a sweep file; `--section.key VALUE` overrides take precedence over its settings, its section `smoke` too.
 
     Raises:
-        BenchError: unreadable, an unknown key, a value out of range, or an axis that is overridden, in one line.
+        BenchError: unreadable, an unknown key, a key twice, a value out of range, or an axis that is overridden, in
+            one line.
     """
+    try:
+        return _read(path, overrides, smoke)
+    except GivenTwice as error:
+        raise error.in_file(path) from None
+
+
+def _read(path: Path, overrides: Sequence[str], smoke: bool) -> SweepFile:
     tree = _load(path)
     for key in tree:
         if key not in KEYS:
@@ -177,7 +185,14 @@ def _smoke(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         for where, given in ((f"smoke.{name}", content), (name, tree.get(name) or {})):
             if not isinstance(given, dict):
                 raise BenchError(f"{where} in {path.name}: {given!r} is not allowed; give keys and values")
-    return {name: {**(tree.get(name) or {}), **content} for name, content in smoke.items()}
+    return {name: _put_in(name, tree.get(name) or {}, content) for name, content in smoke.items()}
+
+
+def _put_in(name: str, section: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    """A section with what smoke says in its place: settings one by one, however nested either is."""
+    if name == "settings":
+        return _settings(section, name) | _settings(content, f"smoke.{name}")
+    return {**section, **content}
 
 
 def _axes(content: Any, path: Path) -> tuple[Axis, ...]:
@@ -211,7 +226,10 @@ def _beside(path: Path, name: str) -> Path:
 def _settings(content: Any, key: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BenchError(f"{key}: {content!r} is not allowed; give settings, such as train.max_steps: 300")
-    return read_settings(content)
+    try:
+        return read_settings(content)
+    except GivenTwice as error:
+        raise GivenTwice(f"{key}.{error.key}") from None
 
 
 def _tuning(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -1,22 +1,24 @@
 """Files that someone else may have made, read within bounds: their size, how deep they nest, how much they hold.
 
 A YAML alias counts as often as it is used, so that a few lines can't stand for a billion values. Nothing but plain
-data comes out: a tag that names a class is refused by the loader.
+data comes out: a tag that names a class is refused by the loader. So is what two readers would take for two things: a
+name given twice, and numbers such as 010 and 1:30.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from nanogpt_bench.system.errors import one_line
+from nanogpt_bench.system.errors import one_line, shortened
 
 MOST_BYTES = 8 * 2**20
 #: of a YAML file, which is read character by character
@@ -27,14 +29,22 @@ MOST_YAML_VALUES = 20_000
 MOST_JSON_VALUES = 400_000
 #: digits of a number; Python converts longer ones in quadratic time or not at all
 LONGEST_NUMBER = 400
+#: of a name that is given twice, as an error shows it
+LONGEST_NAME = 100
 #: of a safetensors file: a tensor takes about a hundred bytes of it
 MOST_HEADER_BYTES = 8 * 2**20
 
+#: plain numbers of YAML 1.1 that YAML 1.2 reads as others: octal 010, sexagesimal 1:30
+_AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
 
 
 class Refused(ValueError):
     """A file beyond the bounds, or not of its kind; `str(error)` says what is wrong, without the file's name."""
+
+
+class GivenTwice(Refused):
+    """A name that one mapping gives twice, so that one of its values would be dropped."""
 
 
 def read_text(path: Path, most: int = MOST_BYTES, *, links: bool = True) -> str:
@@ -84,9 +94,9 @@ def read_json(path: Path, *, links: bool = True, times: int = 1) -> Any:
 
     Raises:
         OSError: it can't be read.
-        ValueError: not JSON, or beyond the bounds.
+        ValueError: not JSON, a name given twice, or beyond the bounds.
     """
-    return parse_json(read_text(path, times * MOST_BYTES, links=links), times * MOST_JSON_VALUES)
+    return parse_json(read_text(path, times * MOST_BYTES, links=links), times * MOST_JSON_VALUES, unique=True)
 
 
 def parse_json(
@@ -142,7 +152,9 @@ def _no_number(name: str) -> NoReturn:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise Refused("it gives a name twice")
+        names = [name for name, _ in pairs]
+        name = next(name for place, name in enumerate(names) if name in names[:place])
+        raise GivenTwice(f"it gives the name {shortened(name, LONGEST_NAME)!r} twice")
     return content
 
 
@@ -180,7 +192,8 @@ def parse_yaml(text: str) -> Any:
     {'train': {'max_steps': 3}}
 
     Raises:
-        ValueError: not YAML, a tag that names a class, or beyond the bounds.
+        ValueError: not YAML, a tag that names a class, a key given twice, a number that is read in two ways, or beyond
+            the bounds.
     """
     try:
         return _Loader(text).get_single_data()
@@ -191,6 +204,38 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError, RecursionError) as error:
         # PyYAML lets these through where a tag does not fit its text, as in `!!int x` or `!!timestamp x`.
         raise Refused(f"a value can't be read ({type(error).__name__}: {one_line(error)[:200]})") from None
+
+
+def is_ambiguous(number: str) -> bool:
+    """Whether readers differ in what a plain number is: octal or sexagesimal in YAML 1.1, something else in YAML 1.2.
+
+    >>> is_ambiguous("010"), is_ambiguous("1:30"), is_ambiguous("10"), is_ambiguous("0.10")
+    (True, True, False, False)
+    """
+    return _AMBIGUOUS.fullmatch(number) is not None
+
+
+def lines_of(text: str, key: str) -> tuple[int, ...]:
+    """Return the lines on which a YAML text gives a key, nested or dotted; () where it is none.
+
+    >>> lines_of("train.max_steps: 3\\ntrain:\\n  max_steps: 4", "train.max_steps")
+    (1, 3)
+    """
+    try:
+        root = _Loader(text).get_single_node()
+    except (ValueError, yaml.YAMLError):
+        return ()
+    return tuple(sorted(_lines_below(root, key)))
+
+
+def _lines_below(node: Any, key: str) -> Iterator[int]:
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if not isinstance(name, yaml.ScalarNode):
+            continue
+        if name.value == key:
+            yield name.start_mark.line + 1
+        elif key.startswith(f"{name.value}."):
+            yield from _lines_below(value, key[len(name.value) + 1 :])
 
 
 class _Loader(yaml.SafeLoader):
@@ -222,9 +267,37 @@ class _Loader(yaml.SafeLoader):
             raise Refused(f"it holds more than {MOST_YAML_VALUES:,} values, the most that is read")
         return node
 
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[Any, int] = {}
+        for name, _ in node.value:  # before `<<` puts in what a mapping may well give otherwise
+            said, line = self._said_by(name), name.start_mark.line + 1
+            if said in lines:
+                where = f"line {line}" if lines[said] == line else f"lines {lines[said]} and {line}"
+                raise GivenTwice(f"{shortened(name.value, LONGEST_NAME)!r} is given twice, on {where}; keep one")
+            lines[said] = line
+        return node
+
+    def _said_by(self, name: Any) -> Any:
+        """A key as a mapping holds it: 1 and 0x1 are one, 1 and "1" are two."""
+        if not isinstance(name, yaml.ScalarNode):
+            return id(name)  # no key of plain data, which its mapping is refused for
+        try:
+            return self.construct_object(name)
+        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError, TypeError):
+            return name.tag, name.value
+
     def _check_number(self, node: Any) -> None:
-        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS and len(node.value) > LONGEST_NUMBER:
+        if not isinstance(node, yaml.ScalarNode) or node.tag not in _NUMBERS:
+            return
+        if len(node.value) > LONGEST_NUMBER:
             raise Refused(f"it holds a number of {len(node.value):,} characters")
+        if is_ambiguous(node.value):
+            sign = "a leading 0" if ":" not in node.value else "colons"
+            raise Refused(
+                f"line {node.start_mark.line + 1}: {node.value} is not allowed, since readers differ in what a number "
+                f"with {sign} is; write a plain number, or a text in quotes"
+            )
 
 
 def check_header(path: Path) -> None:

@@ -215,8 +215,8 @@ def test_the_observer_sees_the_tensors_of_the_first_micro_batch_and_the_gradient
 
 
 def test_ranges_of_a_model_with_float_weights(config_file, capsys):
-    command = ["profile", "ranges", str(config_file), "--steps", "4", "--underflow", "0.5", "--formats", "e4m3,E1M6"]
-    assert main([*command, "--out", "out"]) == 0
+    command = ["profile", "ranges", str(config_file), "--formats", "e4m3,E1M6"]
+    assert main([*command, "--steps", "4", "--underflow", "0.5", "--out", "out"]) == 0
     rows = read_rows(Path("out/ranges.json"))
     # Nine linear layers: four operands each, and the residual outputs of four of them.
     assert len(rows) == 9 * 4 + 4

@@ -79,6 +79,18 @@ def test_a_finished_run_is_whole(folder: Path, capsys: pytest.CaptureFixture[str
         (lambda run: cut(run / "summary.json"), "summary.json can't be read: it is no JSON"),
         (lambda run: (run / "summary.json").write_text("[]"), "summary.json holds no mapping"),
         (lambda run: change_summary(run, steps=7), "summary.json counts 7 steps, metrics.jsonl ends with 6"),
+        (lambda run: change_summary(run, final_val_loss=1.0), "has final_val_loss 1, the last validation "),
+        (lambda run: change_summary(run, final_val_loss=None), "has final_val_loss none, the last validation "),
+        (lambda run: change_summary(run, status="failed"), "has final_val_loss .*, a failed run has none"),
+        (lambda run: change_summary(run, final_val_loss_se=9.0), "has final_val_loss_se 9, the last validation "),
+        (lambda run: change_summary(run, best_val_loss=1.0), "has best_val_loss 1, the lowest validation "),
+        (lambda run: change_summary(run, first_val_loss=1.0), "has first_val_loss 1, the first validation "),
+        (lambda run: change_summary(run, stall=0.5), "has stall 0.5, the mean of the records "),
+        (lambda run: change_summary(run, arrived=0.5), "has arrived 0.5, the mean of the records "),
+        (lambda run: change_summary(run, tokens=5), "has tokens 5, the last record "),
+        (lambda run: change_summary(run, tokens_per_s=5.0), "has tokens_per_s 5, the records come to "),
+        (lambda run: change_summary(run, bytes_per_parameter=3.0), "bytes_per_parameter 3, held_bytes over parameters"),
+        (lambda run: change_summary(run, held_bytes=3, bytes_per_parameter=3 / 4), "has bytes_per_parameter 0.75"),
         (
             lambda run: cut(run / "checkpoints/step-4/state.json"),
             "step-4': state.json: has .* bytes, its manifest says",
@@ -94,6 +106,17 @@ def test_damage_is_named(
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{folder}: not whole, ")
     assert any(re.search(rf"^  problem: .*{words}", line) for line in lines), lines
+
+
+def test_bytes_are_those_of_the_last_checkpoint(folder: Path) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    held = summary["held_bytes"]
+    contents = Contents(6, {"model": {"w": torch.zeros(1)}}, facts={"outcome": {"held_bytes": held}})
+    shutil.rmtree(folder / "checkpoints" / "step-6")
+    commit(folder, contents, keep_last=2)
+    assert check_run(folder).problems == []
+    change_summary(folder, held_bytes=2 * held, bytes_per_parameter=2 * held / summary["parameters"])
+    assert check_run(folder).problems == [f"summary.json has held_bytes {2 * held}, the last checkpoint {held}"]
 
 
 def test_what_an_interruption_leaves_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,6 +64,7 @@ class Slow:
     bounds: dict[str, list[F32]] = field(default_factory=dict)
     steps: int = 0
     reference: float = 0.0
+    unit: float = 1.0  # of the gradient with respect to codes
 
     def __post_init__(self) -> None:
         defaults = {
@@ -163,6 +164,7 @@ class Slow:
         if self.storage != "plain" and self.steps % options["refresh_every"] == 0:
             self._widen()
             self.reference = self._mean_stiffness()
+            self._change_unit()
         self.steps += 1
         self.numbers = self._numbers()
         words = (options["seed"], self.steps, self.stream)
@@ -204,13 +206,25 @@ class Slow:
         self.extra = extra
         return float(sum(Fraction(float(f32(w.ulp * w.scale))) for w in weights) / len(weights))
 
+    def _change_unit(self) -> None:
+        """A power of two above the chart's bound, or next to S_ref; averages and bounds follow exactly."""
+        if self.kind != "RiemannianAdam":
+            return
+        old, bound = self.unit, self.options["clip"] * self.reference
+        self.unit = 2.0 ** (math.ceil(math.log2(bound)) + 1 if math.isfinite(bound) else exponent_of(self.reference))
+        for name in self.names:
+            ratio = (old / self.unit) ** (1 if name == "exp_avg" else 2)
+            if self.options["moments"] != "8bit":
+                self.averages[name] = [f32(float(x) * ratio) for x in self.averages[name]]
+            self.bounds[name] = [f32(float(x) * ratio) for x in self.bounds[name]]
+
     def _numbers(self) -> dict[str, Any]:
         o, t = self.options, self.steps
         lr, beta1, beta2 = o["lr"], *o["betas"]
         keep = 1 - lr * o["weight_decay"]
         eps, k = o["eps"], o["stiffness"](t - 1) if callable(o["stiffness"]) else o["stiffness"]
         if self.riemannian:
-            keep, eps = 1 - o["weight_decay"], eps * self.reference
+            keep, eps = 1 - o["weight_decay"], eps * self.reference / self.unit
         numbers = {"rate": lr, "keep": keep, "k": k, "beta1": beta1, "beta2": beta2, "gain1": 1 - beta1}
         numbers |= {"gain2": 1 - beta2, "eps": eps}
         if self.direction == "sgd":
@@ -242,7 +256,8 @@ class Slow:
 
     def _gradient(self, g: F32, weight: Weight) -> F32:
         g = -g if self.options["maximize"] else g
-        return f32(g * f32(self._chart(weight.scale).stiffness(weight.x) * weight.scale)) if self.riemannian else g
+        scale = f32(weight.scale * f32(1 / self.unit))
+        return f32(g * f32(self._chart(weight.scale).stiffness(weight.x) * scale)) if self.riemannian else g
 
     def _advance_bounds(self, gradients: list[F32]) -> None:
         if self.options["moments"] != "8bit":
@@ -365,14 +380,23 @@ class Slow:
                 bits = (int(value.view(np.uint32)) + draw) & 0xFFFF0000
                 value = np.uint32(bits % 2**32).view(np.float32)
             elif moments == "8bit":
-                value = self._eight_bits(name, i, descent.root if name == "exp_avg_sq" else value, draw)
+                is_root = name == "exp_avg_sq"
+                value = self._root_code(i, descent.root, noise >> 8) if is_root else self._code(name, i, value, draw)
             self.averages[name][i] = value
 
-    def _eight_bits(self, name: str, i: int, value: F32 | None, draw: int) -> int:
+    def _code(self, name: str, i: int, value: F32, draw: int) -> int:
+        e4m3 = Codes(fm.FloatFormat(4, 3))
+        inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], False))
+        return e4m3.code(e4m3.round(float(f32(value * inverse)), draw << 8), bool(np.signbit(value)))
+
+    def _root_code(self, i: int, value: F32 | None, draw: int) -> int:
+        """The neighbour above with the odds that make the square right in the mean, never 0 but for 0."""
         assert value is not None
-        squared, e4m3 = name == "exp_avg_sq", Codes(fm.FloatFormat(4, 3))
-        inverse = f32(2.0 ** -self._scale_exponent(self.bounds[name][i // self.block], squared))
-        count = e4m3.round(float(f32(value * inverse)), draw << 8)
-        if squared:
-            return max(count, 1) if value else count
-        return e4m3.code(count, bool(np.signbit(value)))
+        e4m3 = Codes(fm.FloatFormat(4, 3))
+        inverse = f32(2.0 ** -self._scale_exponent(self.bounds["exp_avg_sq"][i // self.block], True))
+        r = min(f32(value * inverse), f32(e4m3.fmt.max))
+        below = max(n for n in range(e4m3.fmt.max_code + 1) if e4m3.value(n) <= r)
+        whole, part = divmod(Fraction(float(r)) / Fraction(e4m3.step_at(below)), 1)
+        part, twice = f32(float(part)), f32(2 * whole)  # neither of them rounds
+        odds = f32(part * f32(part + twice))
+        return max(below + int(f32(f32(draw * 2.0**-24) * f32(twice + f32(1))) < odds), int(value > 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from optimizer_cases import normal
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, remove_spectral_norm, remove_weight_norm
 
-from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantization_report, quantize_model
+from fp8manifold import (
+    LayerSpec,
+    QuantizedLinear,
+    dequantize_model,
+    quantization_report,
+    quantize_model,
+    use_plain_state,
+)
 
 storages = pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
 X = normal(3, 8)
@@ -87,6 +95,48 @@ def test_attributes_and_what_is_registered_go_over_and_come_back(storage: Any) -
         last = dequantize_model(net)
     assert set(vars(last[1])) - set(vars(nn.Linear(1, 1))) == {"note"}  # type: ignore[index]
     assert set(last[1]._modules) == {"adapter"}  # type: ignore[index]
+
+
+def orders(net: nn.Module, known: Any) -> tuple[list[str], list[str]]:
+    """Names of the parameters, and those in the state, in their order."""
+    names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
+    return names, [name for name in net.state_dict() if name in known]
+
+
+@pytest.mark.parametrize("tied", ["refuse", "untie", "leave"])
+@storages
+def test_parameters_and_state_keep_their_order(storage: Any, tied: Any) -> None:
+    """What goes by order: optimizers' states, averages, communication."""
+
+    def made() -> nn.Sequential:
+        net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8))
+        net[1].register_parameter("extra", nn.Parameter(torch.zeros(2)))
+        bias = net[3].bias
+        net[3].bias = None
+        net[3]._parameters = {"first": nn.Parameter(torch.ones(1)), "bias": bias, "weight": net[3].weight}
+        if tied != "refuse":
+            net.append(nn.Linear(8, 8))
+            net[4].weight = net[0].weight
+        return net
+
+    net = made()
+    known = set(net.state_dict())
+    expected = orders(net, known)
+    net = quantize_model(net, {"*": LayerSpec("E4M3", activation="E5M2", rounding="split")}, storage, tied=tied)
+    assert orders(net, known) == expected
+    assert orders(copy.deepcopy(net), known) == expected
+    net.load_state_dict(copy.deepcopy(net).state_dict(), assign=True)
+    assert orders(net, known) == expected
+    assert orders(use_plain_state(copy.deepcopy(net)), known) == expected
+    assert orders(dequantize_model(net), known) == expected
+
+
+@storages
+def test_a_layer_made_by_itself_has_its_weight_first(storage: Any) -> None:
+    for bias in (True, False):
+        linear = nn.Linear(8, 8, bias=bias)
+        layer = QuantizedLinear(linear, LayerSpec("E4M3"), storage)
+        assert list(layer._parameters) == list(linear._parameters)
 
 
 @pytest.mark.parametrize("name", ["spec", "weight_codes", "weight_scaler"])

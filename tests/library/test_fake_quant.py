@@ -56,6 +56,20 @@ def test_without_a_scale_amax_gives_it(granularity: Any, axis: int, pow2: bool) 
     assert ((y - x).abs() <= x.abs() / 16 + scale * 2.0**-10).all()  # half an ULP: nothing has saturated
 
 
+@pytest.mark.parametrize("size", [1e60, 1e-60, 1e300, 1e-300])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_float64_has_scales_of_its_own(granularity: Any, pow2: bool, size: float) -> None:
+    """Beyond float32 either way: within half an ULP, as everywhere, and at a scale that is given."""
+    x = normal(4, 64, dtype=torch.float64) * size
+    y = fake_quantize(x, "E4M3", granularity=granularity, pow2=pow2)
+    assert y.dtype is torch.float64
+    assert ((y - x).abs() <= x.abs() / 16 + x.abs().max() * 2.0**-18).all()
+    given = fake_quantize(x / size, "E4M3", 1.0) * 2.0**150
+    assert torch.equal(fake_quantize(x / size * 2.0**150, "E4M3", 2.0**150), given)
+    assert torch.equal(fake_quantize(x / size * 2.0**-150, "E4M3", 2.0**-150) * 2.0**300, given)
+
+
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
 def test_halves_are_computed_in_float32_and_keep_their_dtype(dtype: torch.dtype, slack: float) -> None:
     x = normal(1000).to(dtype).requires_grad_()

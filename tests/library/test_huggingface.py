@@ -159,8 +159,31 @@ def test_bfloat16_models_come_back(tmp_path: Path) -> None:
         model = quantize_model(llama().bfloat16(), {"*": "E4M3"}, storage, tied="leave")  # type: ignore[arg-type]
         huggingface.attach(model).save_pretrained(tmp_path / storage)
         assert bits(read(tmp_path / storage)) == bits(model)
-        wide = read(tmp_path / storage, dtype=torch.float32)
-        assert wide.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16 if storage == "fp8" else torch.float32
+
+
+@MAKERS
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+@pytest.mark.parametrize(("saved", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_a_model_is_read_in_the_dtype_asked_for(
+    maker: Any, storage: Any, saved: torch.dtype, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    """The same codes at the same scales, which appear as what everything else is."""
+    model = quantize_model(maker().to(saved), {"*": "E4M3"}, storage, tied="leave")
+    huggingface.attach(model).save_pretrained(tmp_path)
+    other = read(tmp_path, dtype=wanted)
+    assert {p.dtype for p in other.parameters()} == {wanted}
+    for name, p in model.to(wanted).named_parameters():
+        assert torch.equal(other.get_parameter(name), p)
+    torch.testing.assert_close(logits(other), logits(model), rtol=0.05, atol=0.05)  # .to() casts positions, too
+    learnt(other, 1)
+
+
+def test_scales_are_not_cast_with_the_model(tmp_path: Path) -> None:
+    """A power of two that bfloat16 does not have."""
+    model: Any = quantize_model(llama(), {"*": "E4M3"}, "fp8", tied="leave")
+    scale = model.model.layers[0].mlp.up_proj.weight.scale.fill_(2.0**-140)
+    huggingface.attach(model).save_pretrained(tmp_path)
+    assert torch.equal(read(tmp_path, dtype=torch.bfloat16).model.layers[0].mlp.up_proj.weight.scale, scale)
 
 
 @MAKERS
@@ -188,8 +211,17 @@ class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def trained(model: Any, folder: Path, optimizer: str, resume: Path | None = None, **more: Any) -> Any:
+def trained(
+    model: Any,
+    folder: Path,
+    optimizer: str,
+    resume: Path | None = None,
+    in_backward: bool = False,
+    kind: Any = transformers.Trainer,
+    **more: Any,
+) -> Any:
     """A Trainer that has taken six steps of four sequences, with a checkpoint after three."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
     makers: dict[str, Any] = {
         "8bit": lambda p: fm.optim.StiffnessAdamW(p, lr=1e-2, moments="8bit"),
         "residual8": lambda p: fm.optim.StiffnessAdamW(p, lr=1e-2, writeback="residual8"),
@@ -199,20 +231,19 @@ def trained(model: Any, folder: Path, optimizer: str, resume: Path | None = None
     }
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
         max_steps=6,
         save_steps=3,
         logging_steps=1,
-        max_grad_norm=1.0,
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
         seed=0,
-        **more,
+        **(sizes | more),
     )
     made = makers[optimizer](model.parameters())
-    trainer = transformers.Trainer(model, arguments, train_dataset=Lines(), optimizers=(made, None))
+    if in_backward:
+        fm.optim.step_in_backward(made)
+    trainer = kind(model, arguments, train_dataset=Lines(), optimizers=(made, None))
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
@@ -244,6 +275,37 @@ def test_a_trainer_goes_on_where_it_was(maker: Any, optimizer: str, tmp_path: Pa
     assert bits(again) == bits(whole)
     assert bits(read(tmp_path / "whole" / "checkpoint-6")) == bits(whole)
     assert same(resumed.optimizer.state_dict(), ended.optimizer.state_dict())
+
+
+class WithoutNorms(transformers.Trainer):  # type: ignore[misc,name-defined]
+    """A Trainer that does not log the norm of gradients, for which transformers reads them in every step."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        return None
+
+
+ONE_BY_ONE: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+
+
+def test_a_trainer_steps_in_the_backward_pass(tmp_path: Path) -> None:
+    """Which ``accelerate`` prepares, and resumes: to the numbers of steps that come after."""
+    after, inside, again = (quantize_model(llama(), "E4M3", "fp8", tied="leave") for _ in range(3))
+    ended = trained(huggingface.attach(after), tmp_path / "after", "muon", kind=WithoutNorms, **ONE_BY_ONE)
+    more: dict[str, Any] = {"in_backward": True, "kind": WithoutNorms, **ONE_BY_ONE}
+    stepped = trained(huggingface.attach(inside), tmp_path / "inside", "muon", **more)
+    half = tmp_path / "inside" / "checkpoint-3"
+    resumed = trained(huggingface.attach(again), tmp_path / "again", "muon", half, **more)
+    assert bits(inside) == bits(after) == bits(again)
+    assert losses(stepped) == losses(ended)
+    for trainer in (stepped, resumed):
+        assert same(trainer.optimizer.state_dict(), ended.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("clips", [0.0, 1.0])
+def test_a_trainer_that_reads_gradients_is_told_of_steps_in_the_backward_pass(clips: float, tmp_path: Path) -> None:
+    model = huggingface.attach(quantize_model(llama(), "E4M3", "fp8", tied="leave"))
+    with pytest.raises(RuntimeError, match=r"gradients cannot be accumulated, clipped"):
+        trained(model, tmp_path, "muon", in_backward=True, **(ONE_BY_ONE | {"max_grad_norm": clips}))
 
 
 @pytest.mark.parametrize("more", [{"bf16": True}, {"gradient_checkpointing": True}])

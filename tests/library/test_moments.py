@@ -61,15 +61,47 @@ def test_a_value_of_bfloat16_stays() -> None:
         assert torch.equal(kept.view(torch.int16), finite.view(torch.int16))
 
 
-@pytest.mark.parametrize("root", [1.03, 100.7, 2.0**-9, 1.5 * 2.0**-9])
-def test_roots_are_unbiased_and_not_zero(root: float) -> None:
-    """In units of their scale; what lies below the smallest code is kept there, which overstates it."""
-    codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), DRAWS)
+@pytest.mark.parametrize("root", [1.03, 100.7, 15.96875, 2.0**-9, 1.5 * 2.0**-9, 6.01 * 2.0**-9, 447.9, 500.0])
+def test_squares_of_roots_are_unbiased(root: float) -> None:
+    """In units of their scale, over draws that lie evenly: the square of what is kept, not the root, has the mean."""
+    draws = (DRAWS << 8) + 128
+    codes = _root_codes(torch.full((len(DRAWS),), root), torch.tensor(1.0), draws)
     kept = fm.decode(codes, MOMENT_FORMAT).double()
-    assert abs(kept.mean().item() - torch.tensor(root).double().item()) < 2.0**-16 * kept.max().item()
-    for tiny in (2.0**-10, 1e-30, 2.0**-149):
-        assert (_root_codes(torch.full((len(DRAWS),), tiny), torch.tensor(1.0), DRAWS) == 1).all()
-    assert (_root_codes(torch.zeros(len(DRAWS)), torch.tensor(1.0), DRAWS) == 0).all()
+    squares = kept.square()
+    wanted = min(torch.tensor(root).double().item(), MOMENT_FORMAT.max) ** 2
+    assert abs(squares.mean().item() - wanted) <= 2.0**-17 * (squares.max() - squares.min()).item() + 2.0**-22 * wanted
+    assert len(kept.unique()) == (1 if kept.max().item() == root or root > MOMENT_FORMAT.max else 2)
+    if kept.min() > 0:
+        assert kept.mean() <= root
+
+
+def test_a_root_of_a_code_stays_and_none_but_0_becomes_0() -> None:
+    """What lies below the smallest code is kept there, which overstates it: it is divided by."""
+    every = torch.arange(MOMENT_FORMAT.max_code + 1, dtype=torch.int32)
+    for draw in (0, 1, 0xFFFFFF):
+        draws = torch.full_like(every, draw)
+        codes = _root_codes(fm.decode(every.to(torch.uint8), MOMENT_FORMAT), torch.tensor(1.0), draws)
+        assert torch.equal(codes.int(), every)
+        for tiny in (2.0**-10, 1e-30, 2.0**-149):
+            assert (_root_codes(torch.full(every.shape, tiny), torch.tensor(1.0), draws) == 1).all()
+
+
+@pytest.mark.parametrize("path", [None, False])
+@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+def test_the_second_moment_is_right_in_the_mean(beta2: float, path: bool | None) -> None:
+    """400 steps of random gradients: the mean over 65,536 weights is that of exact averages within its error.
+
+    With a root that is right in the mean it is 2.3% above for 0.95, 3.6% for 0.99, and rising towards 4.1% for 0.999.
+    """
+    p, optimizer = optimizer_of(rows=256, lr=1e-3, betas=(0.9, beta2), moments="8bit", compile=path)
+    exact = torch.zeros(256, WIDTH, dtype=torch.float64)
+    for t in range(400):
+        p.grad = normal(256, WIDTH, seed=t)
+        optimizer.step()
+        exact = exact * beta2 + p.grad.double().square() * (1 - beta2)
+        if t in (99, 399):
+            ratio = second_of(optimizer.state[p]).double() / exact
+            assert abs(ratio.mean().item() - 1) < 4 * ratio.std().item() / len(ratio.flatten()) ** 0.5, t
 
 
 def test_the_words_halves_are_uniform_and_uncorrelated() -> None:
@@ -100,8 +132,7 @@ def rounded_to_nearest(moments: str, decay: float, start: float, given: float, s
 def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
     """2000 steps of gradients of one size and 3000 of a quarter of it, beta 0.999 in both averages, 4096 of each.
 
-    The mean of the first average is exact to 2% of its range, that of the second within -3% and +10%: the noise of
-    its root adds its variance.
+    The means of both averages are exact to 2%.
     """
     p, optimizer = optimizer_of(betas=(0.999, 0.999), moments=moments)
     sizes = torch.exp2(torch.linspace(-3, 0, WIDTH)).expand(ROWS, WIDTH)
@@ -116,7 +147,7 @@ def test_averages_follow_where_nearest_rounding_freezes(moments: str) -> None:
             ratio = first_of(state).double() / first
             assert abs(ratio.mean().item() - 1) < 0.02, t
             share = second_of(state).double() / second
-            assert 0.97 < share.mean().item() < 1.10, t
+            assert abs(share.mean().item() - 1) < 0.02, t
     rising = rounded_to_nearest(moments, 0.999, 0.0, 64.0, 2000)  # 64 in units of a block's scale
     assert rising < 0.6 * 64 * (1 - 0.999**2000)
     falling = rounded_to_nearest(moments, 0.999, 64.0, 16.0, 3000)

@@ -282,13 +282,13 @@ def run_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], list
     monkeypatch.setattr(_native, "__file__", _native.__file__)
 
     def run(folder: Path) -> list[str]:
-        _native.library.cache_clear()
+        _native._found.cache_clear()
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(STEPS, {"folder": str(folder)})
         return printed.getvalue().splitlines()
 
     yield run
-    _native.library.cache_clear()
+    _native._found.cache_clear()
 
 
 def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
@@ -307,7 +307,7 @@ def steps_of_a_process(folder: Path, **environment: str) -> list[str]:
 def test_without_native_code_there_is_one_warning_and_the_same_result(run_steps: Any, tmp_path: Path) -> None:
     available = is_available()
     found = run_steps(tmp_path)
-    assert found[0] == "False 1 it was not built, for want of a C compiler"
+    assert found[0] == "False 1 it was not built, for want of a C compiler, or was removed since"
     if available:
         here = run_steps(FOLDER)
         assert here[0] == "True 0"
@@ -323,6 +323,67 @@ def test_a_library_of_other_sources_is_not_used(run_steps: Any, tmp_path: Path) 
     (folder / "_kernels.so").unlink()  # it is mapped, and must stay what it was
     (folder / "_kernels.so").write_bytes(b"no library")
     assert run_steps(folder)[0].startswith("False 1 ")
+
+
+@needs_native
+def test_a_library_that_is_lost_or_replaced_while_it_is_used_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sources(tmp_path)
+    library = folder / "_kernels.so"
+    library.write_bytes((FOLDER / "_kernels.so").read_bytes())
+    monkeypatch.setattr(_native, "__file__", str(folder / "__init__.py"))
+    _native._found.cache_clear()
+    try:
+        codes, fmt = torch.arange(120, dtype=torch.uint8), fm.formats.FloatFormat(4, 3)
+        before = _arrays.decoded(codes, fmt)
+        assert before is not None
+        library.unlink()
+        assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
+        library.write_bytes(b"another")
+        assert torch.equal(_arrays.decoded(codes, fmt), before)  # type: ignore[arg-type]
+    finally:
+        _native._found.cache_clear()
+
+
+def test_where_warnings_are_errors_it_is_said_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "__file__", str(tmp_path / "__init__.py"))
+    _native._found.cache_clear()
+    try:
+        with pytest.raises(_native.NativeUnavailableWarning, match="or was removed since"):
+            fm.round_to_grid(torch.ones(3), "E4M3")
+        assert fm.round_to_grid(torch.ones(3), "E4M3").tolist() == [1.0] * 3
+    finally:
+        _native._found.cache_clear()
+
+
+@needs_sources
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_build_never_leaves_half_a_library_to_be_loaded(
+    succeeds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is compiled the old one is there; the new one takes its place at once, as another file."""
+    hook, folder = build_hook(), sources(tmp_path)
+    names = {path.name for path in folder.iterdir()}
+    (folder / "_kernels.so").write_bytes(b"the old one")
+    running = (folder / "_kernels.so").open("rb")
+    seen = []
+
+    def compiles(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if "-o" in command:
+            seen.append((folder / "_kernels.so").read_bytes())
+            Path(command[command.index("-o") + 1]).write_bytes(b"half")
+            seen.append((folder / "_kernels.so").read_bytes())
+        return subprocess.CompletedProcess(command, 0 if succeeds else 1, "", "stopped")
+
+    monkeypatch.setattr(hook, "compiler_of", lambda _: ["cc"])
+    monkeypatch.setattr(hook.subprocess, "run", compiles)
+    with running:
+        assert (hook.build(folder, lambda _: None) is not None) is succeeds
+        assert seen == [b"the old one"] * 2
+        assert running.read() == b"the old one"
+    assert {path.name for path in folder.iterdir()} == names | ({"_kernels.so"} if succeeds else set())
+    assert not succeeds or (folder / "_kernels.so").read_bytes() == b"half"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizer_cases import normal
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
@@ -272,6 +273,68 @@ def test_an_average_in_floats_arrives(options: Any) -> None:
     assert average.module[0].bias.shape == model[0].bias.shape
     with pytest.raises(ValueError, match="use_buffers=True"):
         fm.averaged_model(model, use_buffers=True)
+
+
+class Averaged(torch.nn.Module):
+    """Linear layers, one of them hung with a buffer, and a norm with running statistics between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+        self.first.register_buffer("hung", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+SPECS = {
+    "weights": fm.LayerSpec("E4M3"),
+    "measured": fm.LayerSpec("E4M3", activation="E4M3", gradient="E5M2", rounding="split"),
+    "delayed": fm.LayerSpec("E4M3", activation={"format": "E4M3", "policy": "delayed"}, gradient="E5M2"),
+}
+
+
+@both
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+def test_an_average_is_the_plain_average(storage: Any, spec: fm.LayerSpec, options: Any) -> None:
+    """Of every storage and of layers with scales, counts and manifolds of their own, to the bit; buffers are copied."""
+    torch.manual_seed(0)
+    net = Averaged()
+    plain = AveragedModel(copy.deepcopy(net), **options)
+    model = fm.quantize_model(net, spec, storage)
+    average, floats = fm.averaged_model(model, **options), copy.deepcopy(plain.module)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(normal(6, 8, seed=step)).square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.first.hung += 1
+            for value, p in zip(floats.parameters(), model.parameters(), strict=True):
+                value.copy_(p.dequantize() if isinstance(p, fm.FP8Tensor) else p)
+            for name, buffer in floats.named_buffers():
+                buffer.copy_(model.get_buffer(name))
+        plain.update_parameters(floats)
+        average.update_parameters(model)
+    ours, theirs = average.state_dict(), plain.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    assert not torch.equal(average.module.first.weight, model.first.weight)
+
+
+@pytest.mark.parametrize("storage", ["master", "grid", "fp8"])
+def test_an_average_of_transposed_weights(storage: Any) -> None:
+    """Which GPT-2 has; square ones would be averaged as they lie without a word."""
+    layers = pytest.importorskip("transformers", reason="needs the package transformers").pytorch_utils
+    torch.manual_seed(0)
+    model = fm.quantize_model(torch.nn.Sequential(layers.Conv1D(8, 8), layers.Conv1D(4, 8)), "E4M3", storage)
+    average = fm.averaged_model(model)
+    for _ in range(2):
+        average.update_parameters(model)
+    for ours, layer in zip(average.module, model, strict=True):
+        weight = layer.weight.detach()
+        assert torch.equal(ours.weight, (weight.dequantize() if storage == "fp8" else weight).t())
 
 
 @both

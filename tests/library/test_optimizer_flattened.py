@@ -1,10 +1,13 @@
 """torch's distributed checkpoints take an optimizer's state flat, by name, and give it back to the bit."""
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,6 +23,10 @@ KINDS: dict[str, Any] = {
     "sgd": lambda p: optim.StiffnessSGD(p, lr=1e-1, momentum=0.5, writeback="momentum"),
     "riemannian": lambda p: optim.RiemannianAdam(p, lr=0.5, float_lr=1e-2),
     "madam": lambda p: optim.Madam(p, lr=1e-2),
+    "annealed": lambda p: optim.StiffnessAdamW(p, lr=1e-2, stiffness=optim.anneal(1.0, 0.0, 4)),
+    "annealed muon": lambda p: optim.StiffnessMuon(
+        [{"params": q, "direction": "muon" if q.dim() == 2 else "adam"} for q in p], stiffness=lambda t: 1 / (1 + t)
+    ),
 }
 by_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
@@ -56,6 +63,31 @@ def test_a_flat_state_goes_on_to_the_bit(make: Any, storage: str) -> None:
         step(other, resumed, t)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", ["annealed", "annealed muon"])
+def test_a_schedule_is_left_to_the_constructor_by_a_checkpoint(kind: str, flat: bool, tmp_path: Path) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    model = model_of()
+    optimizer = KINDS[kind](model.parameters())
+    for t in range(2):
+        step(model, optimizer, t)
+    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group is known
+        dcp.save(saved, checkpoint_id=tmp_path)
+        other = model_of()
+        resumed = KINDS[kind](other.parameters())
+        read = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, resumed, options=options)}
+        dcp.load(read, checkpoint_id=tmp_path)
+    other.load_state_dict(read["model"])
+    set_optimizer_state_dict(other, resumed, read["optimizer"], options=options)
+    assert all(callable(group["stiffness"]) for group in resumed.param_groups)
+    for t in range(2, 5):
+        step(model, optimizer, t)
+        step(other, resumed, t)
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 @by_kind

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +19,13 @@ from rank_cases import batch, loss_of, model, seeds, stored
 from rank_pool import Pool
 from tensor_cases import parameter
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8manifold as fm
+from fp8manifold._ranks import ranks_of, replicas
+from fp8manifold._uneven import refuse_uneven_inputs
 
 
 def equal_everywhere(each: list[Any]) -> None:
@@ -52,6 +59,101 @@ def test_every_rank_starts_from_the_first_ones_model(pool: Pool, granularity: st
         assert after == first
         assert hidden == [0.0] * 3
         assert (before == first) == (before is first)
+
+
+def remainders(net: nn.Module) -> list[bytes]:
+    return [bits_of(layer.weight.remainder) for layer in linear(net)]
+
+
+def started_by_ddp(storage: str) -> Any:
+    """What DDP's own start makes of models that are others in every rank, and where two steps take them."""
+    rank = dist.get_rank()
+    net = model(storage=storage, seed=rank, **({"keep_remainder": True} if storage == "fp8" else {}))
+    first = stored(model(storage=storage, seed=0)), seeds(model(storage=storage, seed=0))
+    wrapped = DistributedDataParallel(net)
+    if storage == "fp8":
+        whole = model(seed=0, keep_remainder=True)
+        assert (stored(net), seeds(net), remainders(net)) == (stored(whole), first[1], remainders(whole))
+        assert all(p.detach().shape == p.shape for p in net.parameters())
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(wrapped, batch(step, rank)).backward()
+        optimizer.step()
+    return stored(net)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "master", "grid"])
+def test_ddps_own_start_sends_codes(pool: Pool, storage: str) -> None:
+    equal_everywhere(pool.run(started_by_ddp, storage))
+
+
+def other_model_by_ddp() -> str:
+    net = model()
+    if dist.get_rank():
+        net = fm.quantize_model(fm.dequantize_model(net), "E5M2", "fp8")
+    try:
+        DistributedDataParallel(net)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ddps_own_start_refuses_other_formats(pair: Pool) -> None:
+    assert all(said.startswith("the models differ: ") for said in pair.run(other_model_by_ddp))
+
+
+def as_launched() -> None:
+    """What a launcher says to libraries that look for their processes by themselves."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, ACCELERATE_USE_CPU="true")
+
+
+def prepared() -> Any:
+    """A model that accelerate wraps, steps, and saves."""
+    from accelerate import Accelerator
+
+    as_launched()
+    accelerator = Accelerator(cpu=True)
+    net = model(seed=dist.get_rank())
+    wrapped, optimizer = accelerator.prepare(net, fm.optim.StiffnessAdamW(net.parameters(), lr=0.01))
+    assert isinstance(wrapped, DistributedDataParallel)
+    for step in range(2):
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(wrapped, batch(step, dist.get_rank())))
+        optimizer.step()
+    return stored(net), seeds(net)
+
+
+@pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+def test_accelerate_starts_several_processes(pair: Pool) -> None:
+    pytest.importorskip("accelerate", reason="needs the package accelerate")
+    each = pair.run(prepared)
+    equal_everywhere(each)
+    assert each[0][1] == seeds(model(seed=0))
+    assert each[0][0] != stored(model(seed=0))
+
+
+def trained_by_others(folder: str) -> Any:
+    """Six steps of transformers' Trainer, and a resume from its checkpoint after three."""
+    from test_huggingface import DELAYED, bits, llama, losses, trained
+
+    as_launched()
+    runs = []
+    for name in ("whole", "cut"):
+        net = fm.quantize_model(llama(), {"*": DELAYED, "mlp": "E4M3"}, "fp8", tied="leave", seed=dist.get_rank())
+        resume = Path(folder, "whole", "checkpoint-3") if name == "cut" else None
+        trainer = trained(fm.huggingface.attach(net), Path(folder, name), "muon", resume)
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+        runs.append((bits(net)["held"], losses(trainer)[-3:]))
+    assert runs[0][0] == runs[1][0]
+    return {name: held for name, held in runs[0][0].items() if not name.endswith("gradient_scaler.value")}
+
+
+@pytest.mark.slow
+def test_a_trainer_runs_and_resumes_in_several_processes(pair: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the package transformers")
+    equal_everywhere(pair.run(trained_by_others, str(tmp_path)))
 
 
 def another(what: str) -> str:
@@ -213,6 +315,80 @@ def test_delayed_scales_remember_the_largest_of_all_ranks(pool: Pool, scale: str
     equal_everywhere(each)
 
 
+class Choosing(nn.Module):
+    """Two layers, of which each process may run others: experts, or layers that are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, runs: str) -> torch.Tensor:
+        for name in runs.split():
+            x = self.get_submodule(name)(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "activation": {"activation": {"format": "E4M3", "policy": "delayed"}},
+    "weight": {"weight": {"format": "E4M3", "policy": "delayed", "granularity": "channel"}},
+    "gradient": {"gradient": {"activation": {"format": "E5M2", "policy": "delayed"}}},
+    "global": {"gradient": {"activation": {"format": "E5M2", "scale": "global"}}},
+}
+
+
+def remembered(net: nn.Module) -> dict[str, bytes]:
+    return {name: bits_of(x) for name, x in net.named_buffers() if name.endswith(("history", "running"))}
+
+
+def with_other_layers(spec: str, each: list[str]) -> Any:
+    """What is said where ranks run these layers, or else what they remember."""
+    rank = dist.get_rank()
+    net = fm.quantize_model(Choosing(), fm.LayerSpec(**{"weight": "E4M3", **SHARED[spec]}))
+    fm.distributed.sync(net)
+    wrapped = DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
+    wrapped(batch(0, rank), "first second").square().sum().backward()
+    before = remembered(net)
+    try:
+        wrapped(100.0 * batch(1, rank), each[rank]).square().sum().backward()
+    except RuntimeError as error:
+        assert remembered(net) == before or each[0].split()[0] == each[1].split()[0]
+        return str(error)
+    net.eval()
+    net(batch(rank, rank), "first" if rank else "second")  # in evaluation a rank may run what it likes
+    return remembered(net)
+
+
+@pytest.mark.parametrize("spec", SHARED)
+@pytest.mark.parametrize("each", [["first", "second"], ["first second", "second first"], ["first second", "first"]])
+def test_ranks_that_run_other_layers_share_no_scales(pair: Pool, spec: str, each: list[str]) -> None:
+    for said in pair.run(with_other_layers, spec, each):
+        assert "is not what every process runs now" in said
+        assert "take policy='dynamic'" in said
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("spec", SHARED)
+@pytest.mark.parametrize("runs", ["first second", "second", "", "first first"])
+def test_ranks_that_leave_out_the_same_layers_share_scales(pair: Pool, spec: str, runs: str) -> None:
+    each = pair.run(with_other_layers, spec, [runs, runs])
+    assert not isinstance(each[0], str), each[0]
+    equal_everywhere(each)
+
+
+def of_other_sizes() -> str:
+    net = nn.Sequential(fm.Scale("E4M3", "channel", "delayed"))
+    fm.distributed.sync(net)
+    try:
+        net(batch(0)[: 2 + dist.get_rank()])
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_magnitudes_of_other_shapes_are_refused(pair: Pool) -> None:
+    assert all("its magnitudes have another shape there" in said for said in pair.run(of_other_sizes))
+
+
 # ----------------------------------------------------------------------------------------------- collectives
 def sent(asynchronous: bool) -> Any:
     rank = dist.get_rank()
@@ -235,6 +411,109 @@ def test_a_broadcast_sends_every_part(pool: Pool, asynchronous: bool) -> None:
     p = parameter(seed=1, granularity="block")
     p.counter.fill_(1)
     assert each[0] == bits_of(p)
+
+
+# -------------------------------------------------------------------------------------------------------- moves
+MOVES: dict[str, Any] = {
+    "to": lambda net: net.to("cpu"),
+    "float": lambda net: net.float(),
+    "bfloat16": lambda net: net.to(torch.bfloat16).float(),
+    "share_memory": lambda net: net.share_memory(),
+}
+
+
+def moved_after_the_start(storage: str, move: str, differs: bool) -> Any:
+    """A model that is moved between ``sync`` and its first step is the same model still, in step with its replicas."""
+    rank = dist.get_rank()
+    net = model(seed=rank, storage=storage)
+    fm.distributed.sync(net)
+    MOVES[move](net)
+    optimizer = fm.optim.StiffnessAdamW([net[0].weight, net[4].weight], lr=0.01)
+    if differs and rank:
+        p: Any = net[4].weight
+        p.codes[0, 0] ^= 1
+    for step in range(2):
+        optimizer.zero_grad()
+        for p in net.parameters():
+            p.grad = torch.full(p.shape, 0.1 * (step + 1))
+        if step == 1 and rank:
+            net[0].weight.grad[0, 0] = torch.nan
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    assert optimizer.skipped_steps == 1
+    return stored(net)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("storage", ["fp8", "grid", "master"])
+def test_a_model_may_be_moved_after_the_start(pair: Pool, storage: str, move: str) -> None:
+    equal_everywhere(pair.run(moved_after_the_start, storage, move, False))
+
+
+def test_replicas_that_differ_after_a_move_are_named(pair: Pool) -> None:
+    for said in pair.run(moved_after_the_start, "fp8", "to", True):
+        assert "'4.weight' is not the same in every process" in said
+
+
+def whose_model_is_gone() -> int:
+    net = model()
+    fm.distributed.sync(net)
+    copied = copy.deepcopy(net)
+    assert not ranks_of(copied.parameters())
+    assert len(ranks_of(net.parameters())) == 1
+    before = len(replicas)
+    del net
+    gc.collect()
+    return before - len(replicas)
+
+
+def test_nothing_keeps_a_model_alive(pair: Pool) -> None:
+    assert pair.run(whose_model_is_gone) == [5 - 1] * 2  # the layers that have parameters
+
+
+# ---------------------------------------------------------------------------------------------- uneven inputs
+def with_uneven_inputs(scales: str, **options: Any) -> tuple[str, int, Any]:
+    """What is said where a process has a batch less than another, the steps until then, and the weights."""
+    activation: Any = None if scales == "none" else {"format": "E4M3", "policy": scales}
+    net = fm.quantize_model(model(storage="float"), fm.LayerSpec("E4M3", activation=activation), "fp8")
+    fm.distributed.sync(net)
+    fm.distributed.sync(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    optimizer = fm.optim.StiffnessAdamW(net.parameters(), lr=0.01)
+    said = ""
+    try:
+        with Join([wrapped], **options):
+            for step in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(wrapped, batch(step)).backward()
+                optimizer.step()
+    except RuntimeError as error:
+        said = str(error)
+    steps = next((int(state["step"]) for state in optimizer.state.values()), 0)
+    return said, steps, stored(net)
+
+
+@pytest.mark.parametrize("scales", ["none", "delayed"])
+def test_joining_processes_are_refused_before_anybody_waits(pair: Pool, scales: str) -> None:
+    for said, steps, _ in pair.run(with_uneven_inputs, scales, limit=60):
+        assert said.endswith("give every process as many batches, or Join throw_on_early_termination=True")
+        assert steps == 0
+
+
+def test_joining_processes_that_end_together_are_not(pair: Pool) -> None:
+    each = pair.run(with_uneven_inputs, "delayed", throw_on_early_termination=True)
+    assert {steps for _, steps, _ in each} == {2}
+    assert all("exhausted" in said for said, _, _ in each)
+    equal_everywhere([weights for _, _, weights in each])
+
+
+def test_one_process_joins_itself() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    refuse_uneven_inputs(net)
+    assert copy.deepcopy(net)(torch.ones(1, 2)).shape == (1, 2)
+    pickle.loads(pickle.dumps(net))
 
 
 # ------------------------------------------------------------------------------------------------------ ZeRO

@@ -114,6 +114,23 @@ def test_rows_of_floats(pair: Pool, name: str, moments: str) -> None:
     pair.run(stepped, name, "stochastic", moments, {"storage": "float"}, {})
 
 
+def stepped_halves(name: str, dtype: torch.dtype) -> None:
+    """Steps of rows and of the whole, with half an ULP's draws by the position in the whole."""
+    whole, parts = model(storage="float").to(dtype), sharded(model(storage="float").to(dtype))
+    optimizers = [make(name, each.parameters(), writeback="stochastic", moments="float32") for each in (parts, whole)]
+    for step in range(3):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(parts, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "RiemannianAdam", "RiemannianSGD"])
+def test_rows_of_halves_draw_as_the_whole(pair: Pool, name: str, dtype: torch.dtype) -> None:
+    pair.run(stepped_halves, name, dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import RiemannianAdam, RiemannianSGD
+from fp8manifold.optim._units import change_unit
 
 double = torch.float64
 UNBOUNDED = {"damping": 0.0, "clip": math.inf}
@@ -307,3 +308,58 @@ def test_weights_cross_zero_in_e7m0_within_500_steps() -> None:
     """With the default bounds; without any, sixty binades lie in between."""
     assert crosses_zero(500)
     assert not crosses_zero(1000, **UNBOUNDED)
+
+
+# ------------------------------------------------------------------------------------------------- sizes of weights
+@pytest.mark.parametrize("compiled", [None, False], ids=["native", "eager"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_weights_of_any_size_take_the_same_steps(amsgrad: bool, compiled: bool | None) -> None:
+    """Weights times a power of two have the same codes and so the same steps, to the last bit; draws follow values."""
+    taken = []
+    for exponent in (0, -40, -64, -80, -100, 60, 90):
+        p = fm.FP8Parameter(normal(8, 32) * 2.0**exponent, "E4M3", seed=0)
+        optimizer = RiemannianAdam([p], lr=0.7, writeback="nearest", refresh_every=2, amsgrad=amsgrad, compile=compiled)
+        for t in range(6):
+            p.grad = normal(8, 32, seed=t)
+            optimizer.step()
+        state = optimizer.state[p]
+        assert optimizer.skipped_steps == 0
+        taken.append([p.codes, state["exp_avg"], state["exp_avg_sq"]])
+    assert all(torch.equal(x, y) for other in taken[1:] for x, y in zip(taken[0], other, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
+def test_averages_follow_their_unit(moments: str) -> None:
+    """A tensor that begins at 0 grows by twenty binades: averages in the new unit stand for the same numbers."""
+    p = fm.FP8Parameter(torch.full((4, 64), 2.0**-20), "E5M2", seed=0)
+    optimizer = RiemannianAdam([p], lr=0.0, moments=moments, refresh_every=2)
+    for t in range(2):
+        p.grad = normal(4, 64, seed=t)
+        optimizer.step()
+    before, unit = (
+        {name: optimizer.state[p][name].clone() for name in ("exp_avg", "exp_avg_sq")},
+        optimizer.state[p]["unit"],
+    )
+    bounds = {name: optimizer.state[p][name].clone() for name in optimizer.state[p] if name.endswith("_bound")}
+    change_unit(optimizer.state[p], unit * 2.0**20)
+    for name, power in (("exp_avg", -20), ("exp_avg_sq", -40)):
+        expected = before[name] if moments == "8bit" else before[name] * 2.0**power
+        assert torch.equal(optimizer.state[p][name], expected)
+    for name, power in (("avg_bound", -20), ("sq_bound", -40)):
+        assert name not in bounds or torch.equal(optimizer.state[p][name], bounds[name] * 2.0**power)
+
+
+def test_a_state_of_before_there_were_units_goes_on() -> None:
+    """Its averages are those of ``S g`` itself, until S_ref is looked at the next time."""
+    weights = [fm.FP8Parameter(normal(8, 32), "E4M3", seed=0) for _ in range(2)]
+    ours, old = (RiemannianAdam([p], lr=0.7, refresh_every=3) for p in weights)
+    for t in range(7):
+        for p, optimizer in zip(weights, (ours, old), strict=True):
+            p.grad = normal(8, 32, seed=t)
+            optimizer.step()
+        state = old.state[weights[1]]
+        if t in (1, 4):
+            change_unit(state, 1.0)
+            del state["unit"]
+            old.load_state_dict(old.state_dict())
+        assert torch.equal(weights[0].codes, weights[1].codes), t

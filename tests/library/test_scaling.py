@@ -66,6 +66,16 @@ def test_other_dtypes_have_float32_scales(dtype: torch.dtype) -> None:
     assert scale.item() == 0.5
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_what_no_float32_scale_covers_is_refused(granularity: Any) -> None:
+    x = torch.full((2, 32), -1e60, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"a magnitude of 1e\+60 is beyond float32"):
+        amax_scale(x, "E4M3", granularity)
+    assert (amax_scale(x * math.inf, "E4M3", granularity) == 1).all()
+    with pytest.raises(ValueError, match="beyond float32"):
+        storage_scale(x, "E4M3", granularity)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "channel"])
 def test_what_has_no_magnitude_has_scale_one(granularity: Any) -> None:
     for row in ([0.0, -0.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, math.nan]):

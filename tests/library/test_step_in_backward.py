@@ -1,6 +1,8 @@
 """Stepping in the backward pass: the numbers of an ordinary step, no gradient kept, and what cannot work refused."""
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,7 +139,6 @@ def test_no_gradient_outlives_its_step(stepping: tuple[nn.Module, Any, Any]) -> 
         lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
         lambda m, _: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False),
         lambda m, _: nn.utils.clip_grad_value_(m.parameters(), 1.0),
-        lambda _, o: o.zero_grad(set_to_none=False),
         lambda m, _: m[1].weight.grad.norm(),
         lambda m, _: m[1].weight.grad.mul_(2),
         lambda m, _: m[4].bias.grad + 1,
@@ -152,6 +153,102 @@ def test_what_needs_gradients_that_are_gone_is_refused(
     with pytest.raises(RuntimeError, match="this gradient has been used and freed"):
         use(model, optimizer)
     assert everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("of_the_model", [False, True])
+def test_gradients_of_zeros_are_refused_by_their_name(of_the_model: bool, foreach: bool) -> None:
+    model = network("fp8")
+    optimizer = OPTIMIZERS["adamw"](model)
+    optimizer.defaults["foreach"] = foreach
+    optim.step_in_backward(optimizer)
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"^zero_grad\(set_to_none=False\) .*call zero_grad\(set_to_none=True\)"):
+        (model if of_the_model else optimizer).zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_that_is_loaded_is_stepped_on(name: str) -> None:
+    """Loading gives an optimizer other groups; saved before, loaded after ``step_in_backward`` or before it."""
+    whole = network("fp8")
+    uninterrupted = OPTIMIZERS[name](whole)
+    train(whole, uninterrupted, 5)
+    model = network("fp8")
+    optimizer = OPTIMIZERS[name](model)
+    optim.step_in_backward(optimizer)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    resumed = network("fp8")
+    other = OPTIMIZERS[name](resumed)
+    optim.step_in_backward(other)
+    train(resumed, other, 1)  # gradients that are spent are there while it is loaded
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(resumed, other, 3)
+    assert everything(resumed, other) == everything(whole, uninterrupted)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 3)
+    assert everything(model, optimizer) == everything(whole, uninterrupted)
+
+
+def test_options_of_a_loaded_state_and_a_schedule_are_those_of_the_step(stepping: tuple[nn.Module, Any, Any]) -> None:
+    model, optimizer, _ = stepping
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 1)
+    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
+def test_groups_come_and_go_after_a_state_is_loaded(stepping: tuple[nn.Module, Any, Any]) -> None:
+    model, optimizer, _ = stepping
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [late], "direction": "adam", "param_names": ["late"]})
+    optimizer.load_state_dict(optimizer.state_dict())
+    late.sum().backward()
+    assert int(optimizer.state[late]["step"]) == 1
+    group = optimizer.param_groups.pop()
+    late.grad = None
+    late.sum().backward()
+    assert torch.equal(late.grad, torch.ones(3))  # type: ignore[arg-type]  # somebody else's
+    late.grad = None
+    optimizer.add_param_group(group)
+    optimizer.param_groups.insert(0, optimizer.param_groups.pop())
+    late.sum().backward()
+    assert int(optimizer.state[late]["step"]) == 2
+    train(model, optimizer, 1)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+def test_accelerate_and_its_resume_step_in_backward(tmp_path: Path) -> None:
+    """``prepare`` and ``load_state`` load the state that the optimizer has, or another."""
+    accelerate = pytest.importorskip("accelerate")
+    whole = network("fp8")
+    uninterrupted = OPTIMIZERS["muon"](whole)
+    train(whole, uninterrupted, 4)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = fm.use_plain_state(network("fp8"))
+    own = OPTIMIZERS["muon"](model)
+    optim.step_in_backward(own)
+    model, optimizer = accelerator.prepare(model, own)
+
+    def go(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            accelerator.backward(loss(model))
+            optimizer.step()
+
+    go(2)
+    accelerator.save_state(tmp_path / "half")
+    go(1)
+    accelerator.load_state(tmp_path / "half")
+    go(2)
+    assert flat(own.state_dict()) == flat(uninterrupted.state_dict())
+    assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
 
 
 def test_scaled_gradients_are_refused(stepping: tuple[nn.Module, Any, Any]) -> None:
@@ -226,6 +323,20 @@ def test_a_parameter_that_was_frozen_is_not_forgotten() -> None:
     loss(model).backward()
     with pytest.raises(RuntimeError, match=r"shape \(4,\)\) has a gradient that step_in_backward was not told of"):
         optimizer.step()
+
+
+def test_a_parameter_that_was_moved_is_not_forgotten(stepping: tuple[nn.Module, Any, Any]) -> None:
+    """``Module.to`` swaps encoded weights, and torch calls none of the hooks that they had."""
+    model, optimizer, handle = stepping
+    model.to("cpu")
+    loss(model).backward()
+    with pytest.raises(RuntimeError, match=r"'1.weight'.* was not told of: .*, or moved since \(model.to\)"):
+        optimizer.step()
+    handle.remove()
+    optimizer.zero_grad()
+    optim.step_in_backward(optimizer)
+    train(model, optimizer, 1)
+    assert int(optimizer.state[model[1].weight]["step"]) == 1
 
 
 def test_schedulers_see_their_steps(stepping: tuple[nn.Module, Any, Any], recwarn: pytest.WarningsRecorder) -> None:

@@ -200,6 +200,23 @@ def strided(g: Tensor, how: str) -> Tensor:
     return g[:1].expand(g.shape) if how == "expanded" else g
 
 
+@pytest.mark.parametrize("way", [NATIVE, False, COMPILED], ids=["native", "eager", "compiled"])
+def test_what_is_negated_later_is_negated(way: bool | None, compiler: None) -> None:
+    """``torch.conj(z).imag`` is memory of ``z`` with a bit for its sign, which no kernel sees: of gradients."""
+    z = torch.complex(normal(8, 16, seed=1), normal(8, 16, seed=2))
+    found = []
+    for negative in (z.conj().imag, -z.imag.clone()):
+        weights = [fm.FP8Parameter(normal(8, 16, seed=3), "E4M3", seed=0), nn.Parameter(negative.detach().clone())]
+        if negative.is_neg():
+            weights[1] = nn.Parameter(torch.empty(8, 16).copy_(z.imag)._neg_view())
+            assert weights[1].is_neg()
+        for p in weights:
+            p.grad = negative
+        optim.StiffnessAdamW(weights, lr=0.1, compile=way).step()
+        found.append([weights[0].codes, weights[1].detach().resolve_neg()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("way", [NATIVE, COMPILED], ids=["native", "compiled"])
 @pytest.mark.parametrize("moments", ["float32", "8bit"])
 def test_gradients_of_any_strides(moments: str, way: bool | None, compiler: None) -> None:

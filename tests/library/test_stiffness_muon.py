@@ -65,6 +65,60 @@ def test_defaults_and_signature_are_torchs() -> None:
     assert {name: ours[name] for name in theirs} == theirs
 
 
+# --------------------------------------------------------------------------------------------------------- schedulers
+SCHEDULERS = pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer, **more: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10, **more),
+        lambda optimizer, **more: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=6, **more),
+    ],
+)
+
+
+@SCHEDULERS
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_scheduler_that_cycles_what_muon_does_not_read_is_refused(make: Any, in_backward: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = StiffnessMuon.for_model(model, 1e-2)
+    if in_backward:
+        fm.optim.step_in_backward(optimizer)
+    make(optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def step() -> None:
+        model(torch.ones(1, 4)).square().sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"cycle_momentum=True, .*: give the scheduler cycle_momentum=False$"):
+        step()
+    assert all(map(torch.equal, before, [p.detach() for p in model.parameters()]))
+
+
+@SCHEDULERS
+def test_a_scheduler_cycles_rates_and_what_is_read(make: Any) -> None:
+    """The rates of all groups; betas where all are Adam's; the momentum of SGD."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    adams = [{"params": list(model.parameters()), "direction": "adam"}]
+    sgd = fm.optim.StiffnessSGD(nn.Linear(4, 4).parameters(), 0.1, momentum=0.5)
+    for optimizer, more, read in (
+        (StiffnessMuon.for_model(model, 1e-2), {"cycle_momentum": False}, lambda g: (0.95, 0.9)),
+        (StiffnessMuon(adams, 1e-2), {}, lambda g: g["betas"][0]),
+        (sgd, {}, lambda g: g["momentum"]),
+    ):
+        scheduler = make(optimizer, **more)
+        seen = []
+        for step in range(4):
+            put([p for group in optimizer.param_groups for p in group["params"]], step)
+            optimizer.step()
+            scheduler.step()
+            seen.append([(float(group["lr"]), read(group)) for group in optimizer.param_groups])
+        assert len({str(each) for each in seen}) == 4
+        if "cycle_momentum" in more:
+            assert {(g["momentum"], tuple(g["betas"])) for g in optimizer.param_groups} == {(0.95, (0.9, 0.95))}
+        else:
+            assert len({str([value for _, value in each]) for each in seen}) == 4
+
+
 # ------------------------------------------------------------------------------------------------- orthogonal factors
 @pytest.mark.parametrize("shape", SHAPES)
 def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
@@ -83,6 +137,34 @@ def test_zeros_and_deficient_matrices_have_finite_factors() -> None:
     values = torch.linalg.svdvals(orthogonal_factor(rank_one, COEFFICIENTS, 5, 1e-7, torch.float32))
     assert 0.6 < float(values[0]) < 1.3
     assert float(values[1:].max()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e3, 7e4, 1e6, 1e12])
+@pytest.mark.parametrize("shape", [(64, 48), (3, 16, 96)])
+def test_the_size_of_a_matrix_is_not_in_its_factor(shape: tuple[int, ...], size: float, dtype: torch.dtype) -> None:
+    """Entries below the smallest number of float16, a norm above its largest, and entries above it."""
+    x = normal(*shape)
+    exact = orthogonal_factor(x.double(), COEFFICIENTS, 5, 1e-12, torch.float64)
+    found = orthogonal_factor(x * size, COEFFICIENTS, 5, 1e-12, dtype)
+    assert found.dtype is dtype
+    error = (found.double() - exact).norm() / exact.norm()
+    assert float(error) < {torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
+
+
+@pytest.mark.parametrize("storage", ["float", "codes"])
+@pytest.mark.parametrize("size", [1e-8, 1e3, 1e6])
+def test_products_in_float16_step_whatever_the_gradients_size(size: float, storage: str) -> None:
+    moved = {}
+    for dtype in (torch.float16, torch.float32):
+        weight = nn.Parameter(normal(64, 64, std=0.05)) if storage == "float" else stored_weight(shape=(64, 64))
+        before = value_of(weight).clone()
+        optimizer = StiffnessMuon([weight], lr=0.1, weight_decay=0.0, momentum=0.0, eps=1e-12, ns_dtype=dtype)
+        weight.grad = normal(64, 64, seed=3) * size
+        optimizer.step()
+        moved[dtype] = value_of(weight) - before
+    error = (moved[torch.float16] - moved[torch.float32]).norm() / moved[torch.float32].norm()
+    assert float(error) < 0.05
 
 
 def test_a_gradient_of_zeros_moves_nothing() -> None:

@@ -128,7 +128,6 @@ def local(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("wrap", "way"),
     [
-        (nn.parallel.DistributedDataParallel, r"init_sync=False, or storage='grid' or 'master'"),
         (fully_sharded, "fully_shard, .*storage='master'"),
         (distributed, "fully_shard, .*storage='master'"),
         (replicated, "fully_shard, .*storage='master'"),
@@ -190,7 +189,9 @@ def test_sharded_master_weights_train(kind: Any, options: dict[str, Any]) -> Non
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(("storage", "options"), [("grid", {}), ("master", {}), ("fp8", {"init_sync": False})])
+@pytest.mark.parametrize(
+    ("storage", "options"), [("grid", {}), ("master", {}), ("fp8", {}), ("fp8", {"init_sync": False})]
+)
 def test_data_parallel_training(storage: Any, options: dict[str, Any]) -> None:
     """Alone in its group a model takes the steps that it takes without one."""
     model, losses = layer(storage), []

@@ -15,7 +15,7 @@ from tensor_cases import FORMATS, GRANULARITIES, same_store
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model
+from fp8manifold import LayerSpec, QuantizedLinear, dequantize_model, quantize_model, use_plain_state
 
 
 def stored(name: str = "E4M3", **options: Any) -> nn.Module:
@@ -106,12 +106,71 @@ def test_state_dict_round_trip_with_seeds() -> None:
     assert torch.equal(first.lm_head.weight.codes, second.lm_head.weight.codes)
 
 
-def test_the_first_remainder_is_no_part_of_the_state() -> None:
-    model = stored(keep_remainder=True)
-    state = model.state_dict()
-    assert state["lm_head.weight"].remainder is None
-    assert model.lm_head.weight.remainder is not None
+def begun(model: nn.Module) -> list[Tensor]:
+    """The residuals that a first step of nothing begins with."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=1e-9, writeback="residual8")
+    optimizer.step()
+    return [optimizer.state[layer.weight]["residual"] for layer in layers(model)]
+
+
+def through_state(model: nn.Module) -> dict[str, Any]:
+    return through_disk(model.state_dict())
+
+
+def through_plain_state(model: nn.Module) -> dict[str, Any]:
+    return through_disk(use_plain_state(model).state_dict())
+
+
+def through_flat_state(model: nn.Module) -> dict[str, Any]:
+    return fm.unflatten_state_dict(*fm.flatten_state_dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    "way",
+    [nn.Module.state_dict, through_state, through_plain_state, through_flat_state],
+    ids=["state", "disk", "plain", "flat"],
+)
+def test_what_rounding_left_is_part_of_the_state(way: Any, assign: bool) -> None:
+    """Until an optimizer has taken it: residuals begin with it after a state was loaded, as they do before."""
+    model, other = stored(keep_remainder=True), stored(seed=1)
+    state, expected = way(model), [layer.weight.remainder.clone() for layer in layers(model)]
+    other.load_state_dict(state if assign is False else copy.deepcopy(state), assign=assign)
+    for each in (other, model):
+        for residual, remainder in zip(begun(each), expected, strict=True):
+            assert remainder.count_nonzero() > 0
+            assert torch.equal(residual, remainder)
+    assert not any("remainder" in name for name in use_plain_state(model).state_dict())
     assert model.state_dict(keep_vars=True)["lm_head.weight"] is model.lm_head.weight
+
+
+def test_floats_that_are_loaded_leave_a_remainder() -> None:
+    for assign in (False, True):
+        model, floats = stored(keep_remainder=True), Model()
+        model.load_state_dict({name: 0.7 * x for name, x in floats.state_dict().items()}, assign=assign)
+        assert all(r.count_nonzero() > 0 for r in begun(model))
+
+
+@pytest.mark.parametrize("writeback", ["stochastic", "nearest", "residual8", "residual4"])
+def test_a_step_makes_the_remainder_void_for_all_that_share_it(writeback: str) -> None:
+    """Codes that were written again have left something else, which no later optimizer may begin with."""
+    model = stored(keep_remainder=True)
+    shared = model.state_dict()["lm_head.weight"]
+    assert shared.remainder.count_nonzero() > 0
+    optimizer = fm.optim.StiffnessSGD(model.parameters(), lr=0.01, writeback=writeback)
+    model(TOKENS).sum().backward()
+    optimizer.step()
+    assert model.lm_head.weight.remainder is None
+    assert shared.remainder.count_nonzero() == 0
+
+
+def test_a_remainder_that_does_not_fit_is_refused() -> None:
+    state = use_plain_state(stored(keep_remainder=True)).state_dict()
+    state["lm_head.weight_remainder"] = state["lm_head.weight_remainder"].float()
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight can't be put together .*remainder is torch\.float32"):
+        stored().load_state_dict(state)
 
 
 @pytest.mark.parametrize("assign", [False, True])

@@ -44,18 +44,22 @@ for line in sys.stdin:
 def write(tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """Return a function that writes a sweep file over a tiny model, in a folder that becomes the current one."""
     monkeypatch.chdir(tmp_path)
-    model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    small = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    train = {"max_steps": 4, "batch_size": 4, "precision": "float32"}
 
     def writer(**content: object) -> Path:
         settings = {
             "data.dir": str(corpus_dir),
-            "model": model,
-            "train": {"max_steps": 4, "batch_size": 4, "precision": "float32"},
-            "eval": {"interval": 2, "batches": 2},
+            **{f"model.{name}": value for name, value in small.items()},
+            **{f"train.{name}": value for name, value in train.items()},
+            "eval.interval": 2,
+            "eval.batches": 2,
             "optimizer.warmup_steps": 1,
             "runtime.threads": 1,
         }
-        merged = {**content, "settings": {**settings, **content.get("settings", {})}}
+        own = content.get("settings", {})
+        rest = {key: value for key, value in settings.items() if key.partition(".")[0] not in own}
+        merged = {**content, "settings": {**rest, **own}}
         path = tmp_path / "my.yaml"
         path.write_text(yaml.safe_dump(merged, sort_keys=False))
         return path

@@ -156,7 +156,9 @@ def test_of_several_rows_the_one_most_like_the_reference_named_stands_in_for_it(
     assert rows[0].label == "E4M3 nearest lr=0.1 max_steps=100"
     results = measure(rows, rows[0])
     assert [result.reference for result in results] == [True, False, True, False]
-    assert "gap to E4M3 nearest (one seed: a lead) |" in to_text(results).splitlines()[0]
+    heading = to_text(results).splitlines()[0]
+    assert "run (one seed: a lead)" in heading
+    assert "gap to E4M3 nearest |" in heading
 
 
 def test_tuned_rates_do_not_decide_which_row_stands_in_for_the_reference(tmp_path, write_run):

@@ -54,7 +54,7 @@ def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
     assert {len(re.split(r"(?<!\\)\|", line)) for line in lines} == {len(shown_columns(results)) + 2}
     assert len({len(line) for line in lines}) == 1
     assert "+0.450 (+21.4%)" in lines[5]
-    assert "93.0% (code)" in lines[4]
+    assert "93.0% code" in lines[4]
 
 
 def test_seeds_give_a_spread(tmp_path, write_comparison):

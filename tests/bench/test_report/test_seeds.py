@@ -1,0 +1,99 @@
+"""A seed counts once in a row, and a final loss is that of a run that came to its end: tables, page and gaps agree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_folders import write_run
+
+from nanogpt_bench.report.build import report
+from nanogpt_bench.report.results import Result, find_reference, group_rows, measure
+from nanogpt_bench.report.tables import to_csv
+from nanogpt_bench.runs.load import Run, load_run
+
+
+def measured(folders: list[Path], *, running: bool = False) -> list[Result]:
+    rows = group_rows([load_run(folder) for folder in folders])
+    return measure(rows, find_reference(rows), running=running)
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> list[Path]:
+    return [write_run(tmp_path / f"bf16-{seed}", final=2.1 + seed, seed=seed) for seed in (1, 2)]
+
+
+def test_the_same_seed_twice_is_one_seed(tmp_path: Path, reference: list[Path], capsys: pytest.CaptureFixture[str]):
+    first = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
+    again = write_run(tmp_path / "b", rule="sgd", final=3.3, seed=1)
+    (_, row) = measured([*reference, first, again])
+    assert (row.final_val_loss.mean, row.final_val_loss.spread) == (3.2, None)
+    assert row.gap.mean == row.difference.mean == pytest.approx(0.1)
+    assert row.difference.is_lead
+    assert [run.path for run in row.row.aside] == [again]
+    lines: list[str] = []
+    page = report([*reference, first, again], out=tmp_path / "out", say=lines.append)
+    said = f"sgd: {again} is not counted, since seed 1 is there in {first}, which went as far and comes first"
+    assert said in lines
+    assert said in page.read_text(encoding="utf-8")
+
+
+def test_of_two_runs_of_a_seed_the_one_that_went_further_counts(tmp_path: Path, reference: list[Path]):
+    stopped = write_run(tmp_path / "a", rule="sgd", final=3.9, seed=1, status="stopped")
+    whole = write_run(tmp_path / "b", rule="sgd", final=3.2, seed=1)
+    (_, row) = measured([*reference, stopped, whole])
+    assert [run.path for run in row.row.runs] == [whole]
+    assert row.verdict.text.startswith(("within", "behind", "outside", "ahead", "no gap"))
+
+
+def test_a_seed_of_the_data_or_the_model_is_a_seed(tmp_path: Path):
+    def own(run: Run, seed: int) -> Run:
+        return replace(run, config={**run.config, "data": {**run.config.get("data", {}), "seed": seed}})
+
+    paths = [write_run(tmp_path / f"{rule}-{n}", rule=rule, seed=1) for rule in ("bf16-mixed", "sgd") for n in (1, 2)]
+    for path, final in zip(paths, (2.0, 3.0, 2.5, 3.7), strict=True):
+        content = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(content | {"final_val_loss": final}))
+    rows = group_rows([own(load_run(path), seed) for path, seed in zip(paths, (1, 2, 1, 2), strict=True)])
+    assert [len(row.runs) for row in rows] == [2, 2]
+    (_, row) = measure(rows, find_reference(rows))
+    assert row.gap.mean == row.difference.mean == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("status", ["stopped", "incomplete"])
+@pytest.mark.parametrize("running", [False, True])
+def test_a_run_that_has_not_finished_has_no_final_loss(
+    tmp_path: Path, reference: list[Path], status: str, running: bool
+):
+    whole = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
+    part = write_run(tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped", final_val_loss_se=9.0)
+    if status == "incomplete":
+        (part / "summary.json").unlink()
+        for folder in (whole, part):  # as a real run's settings do, they name the steps
+            with (folder / "config.yaml").open("a") as file:
+                file.write("train: {max_steps: 200}\n")
+    (_, row) = measured([*reference, whole, part], running=running)
+    assert (row.final_val_loss.mean, row.final_val_loss.spread) == (3.2, None)
+    assert row.gap.mean == pytest.approx(row.final_val_loss.mean - 3.1)
+    assert row.best_val_loss.mean <= row.final_val_loss.mean
+    assert row.val_loss_se is None
+    line = to_csv([row]).splitlines()[1].split(",")
+    assert "4.9" not in ",".join(line)
+
+
+def test_alone_it_has_its_best_loss_and_no_final_one(tmp_path: Path, reference: list[Path]):
+    part = write_run(tmp_path / "b", rule="sgd", final=4.9, seed=2, status="stopped")
+    (_, row) = measured([*reference, part])
+    assert row.final_val_loss is None
+    assert row.gap is None
+    assert row.best_val_loss.mean == pytest.approx(4.89)
+
+
+def test_the_share_of_a_gap_is_of_the_references_that_finished(tmp_path: Path, reference: list[Path]):
+    part = write_run(tmp_path / "bf16-3", final=9.0, seed=3, status="stopped")
+    other = write_run(tmp_path / "a", rule="sgd", final=3.2, seed=1)
+    (first, row) = measured([*reference, part, other])
+    assert first.final_val_loss.mean == pytest.approx(3.6)
+    assert row.gap_share == pytest.approx(row.gap.mean / 3.6)

@@ -1,0 +1,207 @@
+"""Ordinary bfloat16 and float16 parameters: one unbiased rounding a step, the same bits however it is run."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import free_weight, muon_groups, normal, snapshot, through_disk
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold.optim import _run
+from fp8manifold.optim._halves import to_half
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+both = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "StiffnessAdamW": {},
+    "StiffnessSGD": {"momentum": 0.9},
+    "StiffnessLion": {},
+    "Madam": {},
+    "StiffnessMuon": {"adjust_lr_fn": "match_rms_adamw"},
+    "RiemannianAdam": {},
+    "RiemannianSGD": {},
+}
+
+
+# ------------------------------------------------------------------------------------------------------- rounding
+def slow(x: float, dtype: torch.dtype, draw: int) -> float:
+    """By the definition: neighbours among all values, exact odds."""
+    if not math.isfinite(x):
+        return x
+    patterns = torch.arange(0x7FFF, dtype=torch.int16).view(dtype).double()
+    values = patterns[patterns.isfinite()].numpy()
+    i = int(np.searchsorted(values, abs(x), side="right")) - 1
+    if i + 1 == len(values) or abs(x) == values[i]:
+        return math.copysign(values[i], x)
+    below, above = Fraction(float(values[i])), Fraction(float(values[i + 1]))
+    bits = 16 if dtype is torch.bfloat16 else 24
+    away = Fraction(draw >> (24 - bits), 2**bits) < (Fraction(abs(x)) - below) / (above - below)
+    return math.copysign(float(above if away else below), x)
+
+
+@both
+def test_rounding_is_that_of_the_definition(dtype: torch.dtype) -> None:
+    """Over all binades, at and beside values and powers of two, in subnormals, at and beyond the end."""
+    largest = torch.finfo(dtype).max
+    x = torch.cat(
+        [
+            normal(300)
+            * torch.exp2(torch.randint(-150, 128, (300,), generator=torch.Generator().manual_seed(1)).float()),
+            normal(200, seed=2) * torch.exp2(torch.linspace(-30, 17, 200)),
+            torch.tensor([0.0, -0.0, 1.0, -1.0, largest, -largest, largest * (1 + 2.0**-12), 65519.0, 65520.0, 3.4e38]),
+            torch.tensor([-3.4e38, 1e6, math.inf, -math.inf, math.nan, 2.0**-149, 2.0**-24, 2.0**-25, 1 + 2.0**-23]),
+        ]
+    )
+    draws = torch.randint(0, 1 << 24, x.shape, dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+    for some in (draws, torch.zeros_like(draws), torch.full_like(draws, (1 << 24) - 1)):
+        found = to_half(x, dtype, some)
+        expected = torch.tensor([slow(v, dtype, d) for v, d in zip(x.tolist(), some.tolist(), strict=True)])
+        assert torch.equal(found.isnan(), x.isnan())
+        keep = ~x.isnan()
+        assert torch.equal(found.view(torch.int16)[keep], expected.to(dtype).view(torch.int16)[keep])
+        assert torch.equal(found.isinf(), x.isinf())
+
+
+@both
+@pytest.mark.parametrize("x", [1.00001, -3.14159, 1e-6, 1.5001 * 2.0**-24, 1023.99])
+def test_rounding_is_unbiased_over_all_draws(x: float, dtype: torch.dtype) -> None:
+    draws = torch.arange(1 << 16, dtype=torch.int32) << 8
+    kept = to_half(torch.full(draws.shape, x), dtype, draws).double()
+    gap = kept.max() - kept.min()
+    assert abs(kept.mean().item() - torch.tensor(x).double().item()) <= 2.0**-16 * float(gap)
+    assert len(kept.unique()) == 2
+
+
+# ---------------------------------------------------------------------------------------------- what arrives
+def made(name: str, weights: Tensor, compiled: bool | None = None, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    """A matrix and a vector."""
+    parameters = [nn.Parameter(weights.clone()), nn.Parameter(weights[0].clone())]
+    given: Any = muon_groups(parameters) if name == "StiffnessMuon" else parameters
+    return parameters, getattr(optim, name)(given, **{**OPTIONS[name], "compile": compiled, **options})
+
+
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_is_asked_for_arrives(name: str, dtype: torch.dtype) -> None:
+    """Steps of 1e-5 of the weights: the sum of all movements is that of float32's, within five standard errors."""
+    steps, weights = 12, (torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) / 4 + 0.6).to(dtype)
+    lr = {"StiffnessSGD": 1e-6, "StiffnessMuon": 1e-3}.get(name, 1e-5)
+    sums, lost = [], []
+    for each, options in ((weights, {}), (weights.float(), {}), (weights, {"writeback": "nearest"})):
+        parameters, optimizer = made(name, each, lr=lr, weight_decay=0.0, **options)
+        for _ in range(steps):
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        (sums if not options else lost).append([float((p.double() - each.double()).sum()) for p in parameters[:1]])
+        if each.dtype is dtype:
+            assert optimizer.state[parameters[0]].get("exp_avg", torch.zeros(1)).dtype is torch.float32
+    (found,), (asked,) = sums
+    error = (torch.finfo(dtype).eps / 2 * abs(asked)) ** 0.5
+    assert abs(found / asked - 1) < 5 * error / abs(asked)
+    assert 5 * error < 0.4 * abs(asked)
+    if dtype is torch.bfloat16:
+        assert lost == [[0.0]]
+
+
+def test_one_step_by_the_definition() -> None:
+    """SGD in float32 scalars, then the draws of seed, step, stream and position."""
+    p = nn.Parameter(normal(3, 40).bfloat16())
+    start, gradient = p.detach().float(), normal(3, 40, seed=1).bfloat16()
+    optimizer = optim.StiffnessSGD([p], lr=1e-3, seed=5)
+    p.grad = gradient
+    optimizer.step()
+    draws = fm.random_bits(120, seed=5, step=1, stream=optimizer.state[p]["stream"]).tolist()
+    asked = (start.numpy() - gradient.float().numpy() * np.float32(1e-3)).reshape(-1).tolist()
+    expected = [slow(x, torch.bfloat16, d) for x, d in zip(asked, draws, strict=True)]
+    assert p.detach().float().reshape(-1).tolist() == expected
+
+
+# ----------------------------------------------------------------------------------------------------- the same bits
+def run(optimizer: Any, parameters: list[nn.Parameter], steps: range) -> None:
+    for t in steps:
+        for i, p in enumerate(parameters):
+            p.grad = normal(*p.shape, seed=10 * t + i).to(p.dtype)
+        optimizer.step()
+
+
+@both
+@pytest.mark.parametrize("name", ["StiffnessAdamW", "StiffnessMuon", "Madam"])
+def test_compiled_steps_have_the_same_bits(name: str, dtype: torch.dtype, cpp_compiler: None) -> None:
+    found = []
+    for compiled in (None, False, True):
+        parameters, optimizer = made(name, normal(8, 33).to(dtype), compiled, lr=1e-3)
+        run(optimizer, parameters, range(3))
+        found.append([p.detach().view(torch.int16) for p in parameters])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@both
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_resumed_run_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    weights = normal(8, 33).to(dtype)
+    parameters, optimizer = made(name, weights, lr=1e-3)
+    run(optimizer, parameters, range(3))
+    saved, kept = through_disk(optimizer.state_dict()), [p.detach().clone() for p in parameters]
+    run(optimizer, parameters, range(3, 6))
+    again, other = made(name, weights, lr=1e-3)
+    with torch.no_grad():
+        for p, value in zip(again, kept, strict=True):
+            p.copy_(value)
+    other.load_state_dict(saved)
+    run(other, again, range(3, 6))
+    assert snapshot(optimizer)["parameters"] == snapshot(other)["parameters"]
+
+
+@both
+def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of weights between the ends of a format, of more elements than a block has, and to nearest."""
+    taken: list[int] = []
+    run_native = _run.run_native
+    monkeypatch.setattr(_run, "run_native", lambda jobs, *rest: (taken.append(len(jobs)), run_native(jobs, *rest)))
+    for writeback in ("stochastic", "nearest"):
+        found = []
+        for compiled in (None, False):
+            weights = normal(300, 257).to(dtype)
+            parameters = [nn.Parameter(weights.clone()), free_weight(weights.clone()), nn.Parameter(weights[0].clone())]
+            options: Any = {"lr": 1e-3, "writeback": writeback, "compile": compiled}
+            run(optim.StiffnessAdamW(parameters, **options), parameters, range(3))
+            found.append([p.detach().view(torch.int16) for p in parameters])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert taken == [3] * 6
+
+
+@both
+def test_parameters_of_equal_values_draw_bits_of_their_own(dtype: torch.dtype) -> None:
+    twins = [nn.Parameter(torch.ones(64, 64, dtype=dtype)) for _ in range(2)]
+    optimizer = optim.StiffnessSGD(twins, lr=torch.finfo(dtype).eps / 4)
+    for p in twins:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not torch.equal(twins[0], twins[1])
+    for p in twins:
+        assert 0.4 < float((p != 1).double().mean()) < 0.6
+
+
+@both
+def test_the_wrapper_rounds_what_it_scales(dtype: torch.dtype) -> None:
+    """A step of one spacing scaled by a quarter arrives in a quarter of the weights; ``nearest`` loses it."""
+    eps = torch.finfo(dtype).eps
+    for writeback, scale, share in (
+        (None, 0.25, 0.25),
+        ("stochastic", 0.25, 0.25),
+        ("nearest", 0.25, 0.0),
+        (None, 1.0, 1),
+    ):
+        p = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+        optimizer = optim.StiffnessWrapper(torch.optim.SGD([p], lr=eps), scale=scale, writeback=writeback)
+        p.grad = -torch.ones_like(p)
+        optimizer.step()
+        assert abs(float((p > 1).double().mean()) - share) < 0.03 * bool(share % 1) + 1e-9

@@ -1,0 +1,171 @@
+"""Which parameters of models that others wrote are Muon's, which Adam's, and which decay: by layer, name and shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8manifold as fm
+from fp8manifold.optim import StiffnessMuon, muon_report
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1}
+HEADS = {"num_attention_heads": 2, "intermediate_size": 8}
+
+
+def vit() -> Any:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, **HEADS, image_size=8, patch_size=4))
+
+
+def gpt_oss() -> Any:
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "num_key_value_heads": 1}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **HEADS, **experts, vocab_size=20))
+
+
+def mamba() -> Any:
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**SIZES, state_size=4, vocab_size=20))
+
+
+def swin() -> Any:
+    sizes = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2, "image_size": 8, "patch_size": 2}
+    return transformers.SwinModel(transformers.SwinConfig(**sizes))
+
+
+def found(model: nn.Module, **options: Any) -> dict[str, tuple[str, bool]]:
+    """Direction and decay of each parameter, as the optimizer has them."""
+    groups = StiffnessMuon.for_model(model, 1e-2, **options).param_groups
+    return {name: (g["direction"], g["weight_decay"] > 0) for g in groups for name in g["param_names"]}
+
+
+MUON, DECAYS, VECTOR = ("muon", True), ("adam", True), ("adam", False)
+MODELS: dict[str, tuple[Any, dict[str, tuple[str, bool]]]] = {
+    "vit": (
+        vit,
+        {
+            "vit.embeddings.cls_token": VECTOR,
+            "vit.embeddings.position_embeddings": VECTOR,
+            "vit.embeddings.patch_embeddings.projection.weight": MUON,
+            "vit.layers.0.attention.q_proj.weight": MUON,
+            "classifier.weight": DECAYS,
+        },
+    ),
+    "gpt_oss": (
+        gpt_oss,
+        {
+            "model.embed_tokens.weight": DECAYS,
+            "model.layers.0.self_attn.sinks": VECTOR,
+            "model.layers.0.mlp.experts.gate_up_proj": MUON,
+            "model.layers.0.mlp.experts.gate_up_proj_bias": VECTOR,
+            "model.layers.0.mlp.experts.down_proj": MUON,
+            "model.layers.0.mlp.experts.down_proj_bias": VECTOR,
+            "lm_head.weight": DECAYS,
+        },
+    ),
+    "mamba": (
+        mamba,
+        {
+            "backbone.layers.0.mixer.A_log": VECTOR,
+            "backbone.layers.0.mixer.D": VECTOR,
+            "backbone.layers.0.mixer.conv1d.weight": DECAYS,
+            "backbone.layers.0.mixer.in_proj.weight": MUON,
+            "backbone.layers.0.mixer.dt_proj.weight": MUON,
+        },
+    ),
+    "swin": (
+        swin,
+        {
+            "encoder.layers.0.blocks.0.attention.relative_position_bias.relative_position_bias_table": VECTOR,
+            "encoder.layers.0.blocks.0.attention.q_proj.weight": MUON,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_no_hidden_matrix_is_adams(name: str) -> None:
+    make, expected = MODELS[name]
+    model = make()
+    sorted_here = found(model)
+    assert {each: sorted_here[each] for each in expected} == expected
+    assert sorted_here.keys() == dict(model.named_parameters()).keys()
+    report = {p.name: (p.direction, p.decays) for p in muon_report(model).parameters}
+    assert report == sorted_here
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantised_layers_are_sorted_as_their_floats_are(name: str) -> None:
+    model = MODELS[name][0]()
+    before = found(model)
+    fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave")
+    assert found(model) == before
+
+
+class Direct(nn.Module):
+    """Parameters that are no layer's."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.ones(shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        *((name, (4, 6), VECTOR) for name in ("out_bias", "bias_table", "pos_embed", "rel_pos_h", "query_tokens", "D")),
+        *((name, (4, 6), VECTOR) for name in ("positional_embedding", "A_logs", "log_dt", "latents", "time_decay")),
+        *(
+            (name, (4, 6), MUON)
+            for name in ("weight", "w1", "positive", "tokenizer", "biased", "D_proj", "in_proj_weight")
+        ),
+        *((name, (4, 6), DECAYS) for name in ("embedding", "tok_embed", "word_embeddings")),
+        *(("gamma", shape, VECTOR) for shape in ((1, 1, 6), (6, 1, 1), (1, 6), (6,), (1, 1), ())),
+        ("w1", (2, 4, 6), MUON),
+        ("w1", (2, 2, 4, 6), DECAYS),
+    ],
+)
+def test_parameters_that_are_no_layers_go_by_name_and_shape(
+    name: str, shape: tuple[int, ...], expected: tuple[str, bool]
+) -> None:
+    assert found(Direct(**{name: shape})) == {name: expected}
+
+
+def test_layers_weights_are_matrices_whatever_they_are_called_and_channels_alone_are_none() -> None:
+    model = nn.ModuleDict(
+        {
+            "pos_embed": nn.Linear(4, 1, bias=False),
+            "bias": nn.Conv1d(1, 4, 3, bias=False),
+            "depthwise": nn.Conv1d(4, 4, 3, groups=4, bias=False),
+            "grouped": nn.Conv1d(4, 4, 3, groups=2, bias=False),
+        }
+    )
+    kinds = found(model)
+    assert kinds.pop("depthwise.weight") == DECAYS
+    assert set(kinds.values()) == {MUON}
+
+
+def test_what_a_model_leaves_out_of_decay_is_left_out() -> None:
+    class Timm(Direct):
+        def no_weight_decay(self) -> set[str]:
+            return {"w1"}
+
+    model = Timm(w1=(4, 6), w2=(4, 6), w3=(4, 6))
+    model.w3._no_weight_decay = True
+    assert found(model) == {"w1": VECTOR, "w2": MUON, "w3": VECTOR}
+    assert found(model, others=["w2"])["w2"] == DECAYS
+
+
+def test_a_report_says_why() -> None:
+    text = str(muon_report(mamba()))
+    rows = {tuple(line.split(maxsplit=5)) for line in text.splitlines()}
+    assert ("backbone.layers.0.mixer.A_log", "(32,", "4)", "adam", "no", "by its name, 'A_log'") in rows
+    assert "a convolution of each channel alone" in text
+    assert text.endswith("Muon's: 4 of 12 parameters, the rest Adam's")
+    with pytest.raises(TypeError, match="not int"):
+        muon_report(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="names no module"):
+        muon_report(mamba(), others=["nothing"])
