@@ -1,6 +1,6 @@
 """README's first picture: final losses of the study by the bytes that weights and optimizer state take.
 
-``python docs/_frontier.py`` draws it anew; its metadata has the figures that it was drawn from.
+``python docs/_frontier.py`` draws it, and a narrow one for phones; metadata have the figures that they were drawn from.
 """
 
 import json
@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from nanogpt_bench.report.results import Result
 
 PICTURE = Path(__file__).parent / "_static" / "frontier.png"
+NARROW = PICTURE.with_stem("frontier-narrow")
 MUON = "#009E73"
 #: each row's file, what it is called in the picture, its colour, and where that stands beside the point
 ROWS = {
@@ -46,14 +47,17 @@ def _point(result: Result) -> list[float]:
     return [round(figure or 0.0, 3) for figure in (result.bytes_per_parameter, *ends)]
 
 
-def drawn(found: Points) -> Figure:
+def drawn(found: Points, *, narrow: bool = False) -> Figure:
     """A panel a text: the fewer bytes, the further left; the lower the loss, the further down."""
-    figure, axes = plt.subplots(1, len(found), figsize=(9.6, 3.9), layout="constrained", squeeze=False)
-    for axis, (text, rows) in zip(axes[0], found.items(), strict=True):
+    shape, size = ((len(found), 1), (4.8, 7.4)) if narrow else ((1, len(found)), (9.6, 3.9))
+    figure, axes = plt.subplots(*shape, figsize=size, layout="constrained", squeeze=False)
+    for axis, (text, rows) in zip(axes.flat, found.items(), strict=True):
         axis.set_title(text)
         _panel(axis, rows)
     axes[0][0].set_ylabel("final loss less that of float32 AdamW,\nnats a byte")
-    figure.supxlabel("bytes a parameter of weights and optimizer state, embeddings in float32 included", fontsize=10)
+    break_ = "\n" if narrow else " "
+    text = f"bytes a parameter of weights and optimizer state,{break_}embeddings in float32 included"
+    figure.supxlabel(text, fontsize=10)
     return figure
 
 
@@ -71,4 +75,6 @@ def _panel(axis: Axes, rows: dict[str, list[float]]) -> None:
 
 if __name__ == "__main__":
     with plt.rc_context(STYLE):
-        drawn(found := points()).savefig(PICTURE, dpi=160, metadata={"Description": json.dumps(found)})
+        about = {"Description": json.dumps(found := points())}
+        drawn(found).savefig(PICTURE, dpi=160, metadata=about)
+        drawn(found, narrow=True).savefig(NARROW, dpi=160, metadata=about)

@@ -17,6 +17,7 @@ __all__ = [
     "check_share",
     "local_of",
     "ranks_of",
+    "ranks_of_each",
     "replicas",
     "share_of",
     "spread",
@@ -101,7 +102,6 @@ class Replicas(Ranks):
     def __init__(self, group: Any, model: nn.Module) -> None:
         super().__init__(group)
         self.names = tuple(name for name, _ in model.named_parameters())
-        self.compared = False
         self._places = []
         for whole in self.names:
             path, _, name = whole.rpartition(".")
@@ -149,23 +149,23 @@ class Share:
         """All rows of a matrix in one process; None in the others."""
         if self.ranks.size == 1:
             return own
-        part = self.padded(own).view(torch.uint8)
+        part = _bytes_of(self.padded(own))
         parts = [torch.empty_like(part) for _ in range(self.ranks.size)] if self.ranks.rank == owner else None
         torch.distributed.gather(part, parts, group=self.ranks.group, group_dst=owner)
-        return None if parts is None else torch.cat(parts).view(own.dtype)[: self.shape[0]]
+        return None if parts is None else torch.cat(parts).view(own.dtype).reshape(-1, *own.shape[1:])[: self.shape[0]]
 
     def handed_out(self, whole: Tensor | None, owner: int, like: Tensor) -> Tensor:
         """The own rows of a matrix that one process has, in the dtype and with the columns of ``like``."""
         if self.ranks.size == 1:
             assert whole is not None
             return whole
-        part, parts = torch.empty_like(self.padded(like)).view(torch.uint8), None
+        part, parts = torch.empty_like(_bytes_of(self.padded(like))), None
         if whole is not None:
-            rows = whole.contiguous().view(torch.uint8)
-            rows = torch.cat([rows, rows.new_zeros(self.rows * self.ranks.size - len(rows), rows.shape[1])])
-            parts = list(rows.split(self.rows))
+            missing = self.rows * self.ranks.size - len(whole)
+            rows = torch.cat([whole, whole.new_zeros(missing, *whole.shape[1:])])
+            parts = list(_bytes_of(rows).split(part.numel()))
         torch.distributed.scatter(part, parts, group=self.ranks.group, group_src=owner)
-        return part.view(like.dtype)[: len(like)]
+        return part.view(like.dtype).reshape(-1, *like.shape[1:])[: len(like)]
 
     def own(self, whole: Tensor) -> Tensor:
         """The own rows of all."""
@@ -176,6 +176,11 @@ class Share:
         """The own rows, and others behind them that nobody reads, where this process has fewer than the first."""
         short = self.rows - own.shape[0]
         return torch.cat([own, own.new_zeros((short, *own.shape[1:]))]) if short else own.contiguous()
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Flat: of one column torch may hold any stride for contiguous, and such are no bytes."""
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def local_of(x: Any) -> Any:
@@ -220,13 +225,22 @@ def spread(parameter: Tensor, array: Tensor) -> Tensor:
 
 def ranks_of(parameters: Iterable[Tensor]) -> list[Ranks]:
     """The groups of processes that step these parameters together, each once; none where there is one process."""
-    if not _DISTRIBUTED or not torch.distributed.is_initialized():
-        return []
     found: dict[Any, Ranks] = {}
+    for ranks in ranks_of_each(parameters):
+        if ranks is not None:
+            found.setdefault(ranks.group, ranks)
+    return list(found.values())
+
+
+def ranks_of_each(parameters: Iterable[Tensor]) -> list[Ranks | None]:
+    """The processes that step each of these parameters together; None where it is one."""
+    parameters = list(parameters)
+    if not _DISTRIBUTED or not torch.distributed.is_initialized():
+        return [None] * len(parameters)
+    found: list[Ranks | None] = []
     held = {id(owner._parameters.get(name)): ranks for owner, kin in replicas.items() for name, ranks in kin.items()}
     for parameter in parameters:
         share = share_of(parameter)
         ranks = held.get(id(parameter)) if share is None else share.ranks
-        if ranks is not None and ranks.size > 1:
-            found.setdefault(ranks.group, ranks)
-    return list(found.values())
+        found.append(ranks if ranks is not None and ranks.size > 1 else None)
+    return found

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fp8manifold._encoded.dispatch import implements
 from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged
@@ -52,12 +53,13 @@ class FP8Shard(FP8Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What is sent: the codes, and as bytes the scales of rows.
 
-        FSDP takes nothing but codes where the last processes have fewer rows: scales are gathered here then.
+        FSDP takes nothing but codes where the last processes have fewer rows: scales are gathered here then.  A single
+        process has all of them.
         """
         ranks = Ranks(mesh.get_group())
         rows = -(-outer_size[0] // ranks.size)
         codes = _padded(self.codes, rows, 0)
-        if not self.scale.dim():
+        if not self.scale.dim() or ranks.size == 1:
             return (codes,), (outer_size, self.scale)
         if outer_size[0] % ranks.size == 0:
             return (codes, self.scale.contiguous().view(torch.uint8)), (outer_size, None)
@@ -79,9 +81,11 @@ class FP8Shard(FP8Tensor):
             counter = self.counter.clone()
             own = scale if len(outputs) > 1 else scale.clone()
             return FP8Parameter._wrap(outputs[0][: size[0]], own, counter, None, self._traits(param_dtype)), ()
-        if len(outputs) == 1:
-            out.scale.copy_(scale)
-        out.counter.copy_(self.counter)
+        # as FSDP fills the codes: to graphs that keep the parts for their backward pass these are what they were
+        with _unsafe_preserve_version_counter((out.scale, out.counter)):
+            if len(outputs) == 1:
+                out.scale.copy_(scale)
+            out.counter.copy_(self.counter)
         out.seed, out.by_operator, out.draws = self.seed, self.by_operator, self.draws
         return None
 

@@ -22,12 +22,13 @@ from nanogpt_bench.commands.studies import (
     add_sample,
     add_sweep,
 )
-from nanogpt_bench.system.errors import BenchError, disk_failure, nearest
+from nanogpt_bench.system.errors import BenchError, DiskError, disk_failure, nearest
 from nanogpt_bench.system.torchrun import as_rank, is_worker, joined
 
 #: what a wrong command line or setting ends with
 USAGE_ERROR = 2
-INTERRUPTED = 130
+#: and what a signal ends it with, with the signal's number, where nothing can be gone on with
+INTERRUPTED = 128
 FAILED = 1
 TOKENIZER_CHOICES = Tokenizers(("byte", "char", "gpt2"))
 SOURCES = ("stdlib", "eurlex", "hub", "text")
@@ -76,8 +77,8 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code.
 
-    0 done, 1 the run failed or the disk ended it, 2 wrong use, 75 ended by a signal and to be gone on with, 130
-    interrupted for good.
+    0 done, 1 the run failed or the disk ended it, 2 wrong use, 75 ended by a signal and to be gone on with, 128
+    and a signal's number ended by it for good (130 SIGINT, 143 SIGTERM).
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -95,10 +96,11 @@ def _guarded(words: list[str]) -> int:
         return _dispatch(words)
     except BenchError as error:
         say(f"nanogpt-bench: error: {error}")
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        say("nanogpt-bench: interrupted")
-        return INTERRUPTED
+        return FAILED if isinstance(error, DiskError) else USAGE_ERROR
+    except KeyboardInterrupt as error:
+        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        say("nanogpt-bench: interrupted" if number == signal.SIGINT else f"nanogpt-bench: ended by {number.name}")
+        return INTERRUPTED + number
     except OSError as error:
         why = disk_failure(error)
         where = f"{error.filename!r}: " if error.filename is not None else ""  # a path that no file can have, say
@@ -146,8 +148,8 @@ def _require_packages() -> None:
         raise BenchError(f"not installed: {', '.join(missing)}; get them with pip install 'fp8manifold[bench]'")
 
 
-def _interrupt(*_: Any) -> NoReturn:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _: Any) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

@@ -41,18 +41,60 @@ def test_a_planned_sweep_has_results_or_is_listed_with_its_command(sweep: str) -
     assert (sweep in left_out) != path.exists()
 
 
-def test_the_first_screen_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_abstract_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     found = import_module("_headline").headline()
-    for page in ("README.md", "docs/study.md"):
-        assert found in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert found in " ".join((ROOT / "docs" / "study.md").read_text(encoding="utf-8").split())
+
+
+def test_the_first_tables_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    front = import_module("_front")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert front.front_table() in readme
+    assert front.front_table(front.MORE) in (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    table = readme[readme.index("| training |") :].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == 6
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    assert [cell[0].split(",")[0] for cell in cells] == ["AdamW"] * 3 + ["Muon"] * 3
+    assert [cell[2:] for cell in cells if cell[0].endswith(", float32")] == [["0", "0", "1.0"]] * 2
+
+
+def test_the_first_table_is_what_the_runs_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One difference anew from the file; and rows whose runs were made on two machines bear a mark and no time."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    table = import_module("_front").front_table()
+    found = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in table.splitlines()
+    }
+    content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q1.json").read_text(encoding="utf-8"))
+    rows = {row["label"]: {run["seed"]: run for run in row["runs"]} for row in content["rows"]}
+    own, exact = (rows[f"{rule} dir=data/stdlib"] for rule in ("E4M3 muon-stochastic", "muon"))
+    apart = [run["final_val_loss"] - exact[seed]["final_val_loss"] for seed, run in own.items()]
+    size, loss, _, time = found["Muon, E4M3"]
+    assert size == f"{own[42]['bytes_per_parameter']:.2f}"
+    assert loss.startswith(f"{sum(apart) / len(apart):.3f}\N{NO-BREAK SPACE}±")
+    assert float(time) > 0
+    content = json.loads((ROOT / "docs" / "measured" / "study" / "study_q2_muon_e2m5.json").read_text(encoding="utf-8"))
+    on = {
+        row["label"]: {content["environments"][run["environment"]]["platform"] for run in row["runs"]}
+        for row in content["rows"]
+    }
+    apart = on["E2M5 muon-stochastic dir=data/stdlib"] != on["muon dir=data/stdlib"]
+    assert ("†" in found["Muon, E2M5"][1], found["Muon, E2M5"][3] == "-") == (
+        apart,
+        apart,
+    )
 
 
 def test_the_first_picture_shows_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "docs")
     frontier = import_module("_frontier")
-    with Image.open(frontier.PICTURE) as picture:
-        assert json.loads(picture.info["Description"]) == frontier.points()
+    found = frontier.points()
+    for path in (frontier.PICTURE, frontier.NARROW):
+        with Image.open(path) as picture:
+            assert json.loads(picture.info["Description"]) == found
+        assert f"docs/_static/{path.name}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_lengths_courses_and_what_is_brought_back_are_drawn_from_a_file(

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import sum_of_squares
-from fp8manifold.optim._together import described, ranks_together
+from fp8manifold.optim._together import described
 
-__all__ = ["all_finite", "in_every_process", "squares_are_finite", "warn_of_skips"]
+__all__ = ["all_finite", "squares_are_finite", "warn_of_skips"]
 
 _SHOWN: Final = 3
 _BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
@@ -35,37 +35,10 @@ def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any
                 f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
                 f"{tuple(parameter.shape)} is {kind}"
             )
-
-    def here() -> bool:
-        if _squares_sum_up([parameter for _, parameter in pairs]):
-            return True
-        each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
-        return all(each)
-
-    return in_every_process(optimizer, here)
-
-
-def in_every_process(optimizer: torch.optim.Optimizer, is_finite: Callable[[], bool]) -> bool:
-    """Whether it is so in all that step these parameters together: otherwise some would leave out a step alone.
-
-    Raises:
-        FloatingPointError: as ``is_finite``, in every process where it is raised in one.
-    """
-    together, device = ranks_together(optimizer)
-    if not together:
-        return is_finite()
-    found, error = False, None
-    try:
-        found = is_finite()
-    except FloatingPointError as raised:
-        error = raised
-    verdict = torch.tensor([not found, error is not None], dtype=torch.int32, device=device)
-    for ranks in together:
-        verdict = ranks.largest(verdict)
-    failed, raises = map(bool, verdict.tolist())
-    if raises:
-        raise error or FloatingPointError("a gradient is not finite, or its square is not, in another process")
-    return not failed
+    if _squares_sum_up([parameter for _, parameter in pairs]):
+        return True
+    each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
+    return all(each)
 
 
 def _squares_sum_up(parameters: Sequence[Tensor]) -> bool:

@@ -11,6 +11,7 @@ from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
+from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
 from fp8manifold.optim._halves import rounds_at_random
@@ -21,7 +22,7 @@ from fp8manifold.optim._plan import grid_of, stabilize
 from fp8manifold.optim._residuals import first_residual, unpacked
 from fp8manifold.optim._run import note_changes, run_all, tables_of
 from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._together import check_same_start, ranks_elsewhere
+from fp8manifold.optim._together import ranks_elsewhere
 from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rule_of
@@ -112,16 +113,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
-        self._check_options()
-        if not self._has_started:
-            check_same_start(self)
-            self._has_started = True
         members = self._members()
-        self._check_schedules(self._taken(members))
-        for group in self.param_groups:
-            for parameter in group["params"] if rule_of(group).residual_bits else ():
-                self._take_remainder(group, parameter)
         if self._ready(members):
+            for group in self.param_groups:
+                for parameter in group["params"] if rule_of(group).residual_bits else ():
+                    self._take_remainder(group, parameter)
             self.skipped_in_row = 0
             self._take(self._planned(members))
         else:
@@ -137,12 +133,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
         """
         members = [(group, parameter)]
-        self._check_options()
-        self._check_schedules(self._taken(members))
-        self._take_remainder(group, parameter)
         if not self._ready(members):
             self.skipped_steps += 1
             return False
+        self._take_remainder(group, parameter)
         self._take(self._planned(members))
         return True
 
@@ -181,6 +175,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._checked[id(group)] = options_of(group)
+        self._has_started = False
         if self._in_backward is not None:
             self._in_backward.watch(group)
 
@@ -229,6 +224,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for group, ours in zip(self.param_groups, schedules, strict=True):
                 group.update({name: value for name, value in ours.items() if group.get(name) is None})
             self._restore_dtypes(loaded[0])
+            self._has_started = False
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
             self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
@@ -346,8 +342,14 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["residual"] = first_residual(parameter, bits)
 
     def _ready(self, members: list[Member]) -> bool:
-        """Whether the step of these may be taken; asked before anything has changed."""
-        return all_finite(self, members)
+        """Whether the step of these may be taken, in all processes that take it; before anything has changed."""
+
+        def here() -> bool:
+            self._check_options()
+            self._check_schedules(self._taken(members))
+            return all_finite(self, members)
+
+        return in_every_process(self, here)
 
     def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
         """What a gradient is multiplied by before its square has to be finite."""

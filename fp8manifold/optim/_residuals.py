@@ -25,11 +25,11 @@ def pack_nibbles(values: Tensor, *, in_rows: bool = False) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor, shape: torch.Size) -> Tensor:
-    """The way back, as int8."""
+    """The way back, as int8, contiguous."""
     low = (packed << 4).view(torch.int8) >> 4
     high = packed.view(torch.int8) >> 4
     length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
-    return torch.stack([low, high], dim=-1).flatten(-2)[..., :length].reshape(shape)
+    return torch.stack([low, high], dim=-1).flatten(-2)[..., :length].reshape(shape).contiguous()
 
 
 def first_residual(parameter: Tensor, bits: int) -> Tensor:

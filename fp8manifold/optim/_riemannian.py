@@ -9,9 +9,10 @@ from torch import Tensor
 
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._ranks import Share, local_of, share_of, spread
+from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._field import bounded_share
-from fp8manifold.optim._finite import in_every_process, squares_are_finite
+from fp8manifold.optim._finite import squares_are_finite
 from fp8manifold.optim._geometry import bounds
 from fp8manifold.optim._grid_optimizer import GridOptimizer
 from fp8manifold.optim._halves import rounds_at_random, to_half

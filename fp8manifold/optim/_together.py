@@ -1,8 +1,10 @@
 """The processes that step a model together: who they are, and whether they start from the same one."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from fp8manifold._ranks import Ranks, Replicas, ranks_of, share_of
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["check_same_start", "described", "ranks_elsewhere", "ranks_together"]
+
+_NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
 
 
 def ranks_elsewhere() -> tuple[list[Ranks], torch.device] | None:
@@ -49,17 +53,16 @@ def described(group: dict[str, Any], i: int, k: int) -> str:
 def check_same_start(optimizer: Optimizer) -> None:
     """Compare one word for each parameter over the processes.
 
-    Replicas have all their bits in it, shares what they must not differ in: format, seed, counter, and the scale where
-    there is one for all rows.
+    Replicas have all their bits in it, their states among them; shares what they must not differ in: format, seed,
+    counter, whether there is a remainder, and the scale where there is one for all rows.
 
     Raises:
         RuntimeError: one is not the same everywhere, in every process.
     """
     for ranks in ranks_together(optimizer)[0]:
         if isinstance(ranks, Replicas):
-            if not ranks.compared:
-                _compare(ranks, ranks.parameters(), [repr(name) for name in ranks.names])
-                ranks.compared = True
+            states = {} if getattr(optimizer, "_elsewhere", None) else optimizer.state
+            _compare(ranks, ranks.parameters(), [repr(name) for name in ranks.names], states)
             continue
         shared = [
             (p, described(group, i, k))
@@ -70,9 +73,12 @@ def check_same_start(optimizer: Optimizer) -> None:
         _compare(ranks, [p for p, _ in shared], [name for _, name in shared])
 
 
-def _compare(ranks: Ranks, parameters: list[Tensor | None], names: list[str]) -> None:
+def _compare(
+    ranks: Ranks, parameters: Sequence[Tensor | None], names: list[str], states: Mapping[Tensor, Any] = _NONE
+) -> None:
     device = next((p.device for p in parameters if p is not None), torch.device("cpu"))
-    words = torch.tensor([[0 if p is None else _word(p) for p in parameters]], dtype=torch.int64, device=device)
+    each = [0 if p is None else _word(p, states.get(p, {})) for p in parameters]
+    words = torch.tensor([each], dtype=torch.int64, device=device)
     different = (ranks.gathered(words) != words).any(0).to(torch.int32)
     if bool((different := ranks.largest(different)).any()):
         name = names[int(different.nonzero()[0])]
@@ -82,7 +88,7 @@ def _compare(ranks: Ranks, parameters: list[Tensor | None], names: list[str]) ->
         )
 
 
-def _word(parameter: Tensor) -> int:
+def _word(parameter: Tensor, state: dict[str, Any]) -> int:
     share = share_of(parameter)
     held = parameter.detach() if share is None else share.local
     digest = blake2b(repr((tuple(parameter.shape), str(parameter.dtype))).encode(), digest_size=8)
@@ -91,6 +97,9 @@ def _word(parameter: Tensor) -> int:
         digest.update(repr(held._traits().flat).encode())
         parts = [held.counter, *([held.codes] if share is None else [])]
         parts += [held.scale] if share is None or not held.scale.dim() else []
+        digest.update(repr(held.remainder is not None).encode())
+        parts += [] if share is not None or held.remainder is None else [held.remainder]
+    parts += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
     for part in parts:
         digest.update(part.as_subclass(Tensor).reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)

@@ -35,7 +35,7 @@ from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
 from nanogpt_bench.step.trainer import mean_and_error
 from nanogpt_bench.sweep.mixture import best_mixture
 from nanogpt_bench.sweep.sensitivity import FILE, gaps_table
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import is_unused
 
@@ -85,6 +85,8 @@ class Measurement:
     save: Path | None = None
     #: loss of each window with float weights
     floats: list[float] = field(default_factory=list)
+    #: loss of each window in the row before
+    losses: list[float] = field(default_factory=list)
     #: what was not quantised in the row before, and why
     left: list[str] = field(default_factory=list)
 
@@ -100,8 +102,18 @@ class Measurement:
             {} if self.calibration is None else mean_squares(self.model, self.calibration, self.batch)
         )
 
-    def row(self, name: str, formats: Mapping[str, Any], scale: str = "", *, saves: bool = True) -> Row:
+    def row(
+        self,
+        name: str,
+        formats: Mapping[str, Any],
+        scale: str = "",
+        *,
+        saves: bool = True,
+        against: Sequence[float] = (),
+    ) -> Row:
         """Measure one set of formats; the first of all has none. Where weights are written, those of rows that save.
+
+        The gap is to the losses that are given, window by window; to those of the float weights without any.
 
         Raises:
             BenchError: formats that can't be used with this model.
@@ -116,9 +128,13 @@ class Measurement:
         self.floats = self.floats or losses
         tables = list(self.model.modules()) if formats.get(EMBEDDINGS, "none") != "none" else []
         also = {id(table.weight): table.weight.numel() for table in tables if isinstance(table, nn.Embedding)}
-        others = [layer for layer in report.left if id(self.model.get_submodule(layer.name).weight) not in also]
-        self.left = [f"{layer.name} ({layer.parameters:,}): {layer.detail}" for layer in others]
-        differences = [one - other for one, other in zip(losses, self.floats, strict=True)]
+        self.left = [
+            f"{layer.name} ({layer.parameters:,}): {layer.detail}"
+            for layer in report.left
+            if not any(id(weight) in also for weight in self.model.get_submodule(layer.name).parameters(recurse=False))
+        ]
+        self.losses = losses
+        differences = [one - other for one, other in zip(losses, against or self.floats, strict=True)]
         loss, error = mean_and_error(losses)
         gap, gap_error = mean_and_error(differences) if formats else (None, None)
         return Row(
@@ -213,10 +229,9 @@ def _measure(
     plans += [("mixed", own, scale) for scale in scales if own and not formats]
     for name in names:
         plans += [(name, {"*": name, **dict.fromkeys([EMBEDDINGS] * len(embeddings), name), **own}, s) for s in scales]
-    patterns = _patterns(at.layers, args.sensitivity) if args.sensitivity else []
-    if patterns and not names:
-        names = list(FORMATS)
-    cells = [(pattern, name) for pattern in patterns for name in names]
+    parts = _parts(at, args.sensitivity, own) if args.sensitivity else {}
+    names = names or (list(FORMATS) if parts else [])
+    cells = [(pattern, name) for pattern in parts for name in names]
     with _progress(len(plans) + len(cells)) as tick:
         rows = []
         for plan in plans:
@@ -224,54 +239,91 @@ def _measure(
             tick(f"{' '.join(filter(None, (plan[0], plan[2])))}: {rows[-1].val_loss:.4f}")
             if len(rows) == 2:
                 say(f"not quantised: {'; '.join(at.left) or 'nothing'}")
-        if not patterns:
+        if not parts:
             return rows, None
+        # What is said of some layers holds in every cell, and none of them is in one.
+        base, losses = rows[0], at.floats
+        if any(value != "none" for value in own.values()):
+            base = at.row("given", own, scales[0], saves=False)
+            losses = at.losses
         found: dict[tuple[str, str], Row] = {}
-        for cell in cells:
-            found[cell] = at.row(cell[1], {cell[0]: cell[1]}, scales[0], saves=False)
-            tick(f"{cell[0]} in {cell[1]}: {found[cell].gap:+.4f}")
+        for pattern, name in cells:
+            formats_of_cell = {**dict.fromkeys(parts[pattern], name), **own}
+            found[pattern, name] = at.row(name, formats_of_cell, scales[0], saves=False, against=losses)
+            tick(f"{pattern} in {name}: {found[pattern, name].gap:+.4f}")
         if args.budget is not None:
-            mixture = _mixture(at, rows[0], found, args.budget)
+            mixture = _mixture(at, base, found, args.budget)
             if mixture is None:
                 say(f"--budget {args.budget:g}: no mixture is that small, not even of the formats with the fewest bits")
             else:
-                rows.append(at.row("mixture", mixture, scales[0]))
-    return rows, _sensitivity(at.name, patterns, names, found, rows[0])
+                chosen = {key: name for pattern, name in mixture.items() for key in parts[pattern]}
+                rows.append(at.row("mixture", {**chosen, **own}, scales[0]))
+    return rows, _sensitivity(at.name, parts, own, names, found, base)
 
 
-def _patterns(layers: Sequence[str], by: str) -> list[str]:
-    """Return patterns that together are every linear layer once, and the embeddings."""
-    parts = {name: re.fullmatch(_IN_BLOCK, name) for name in layers}
-    at = {"blocks": 1, "kinds": 2, "layers": 0}[by]
-    return [*dict.fromkeys(match[at] if match else name for name, match in parts.items()), EMBEDDINGS]
+def _parts(at: Measurement, by: str, own: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return patterns that together are every linear layer once, and the embeddings, without what `own` speaks of.
+
+    By pattern, its keys in formats: itself, or what is left of its layers.
+
+    Raises:
+        BenchError: nothing is left.
+    """
+    group = {"blocks": 1, "kinds": 2, "layers": 0}[by]
+    layers: dict[str, list[str]] = {}
+    for name in at.layers:
+        match = re.fullmatch(_IN_BLOCK, name)
+        layers.setdefault(match[group] if match else name, []).append(name)
+    spoken_of = _spoken_of(at.model, own)
+    left = {pattern: [name for name in names if name not in spoken_of] for pattern, names in layers.items()}
+    parts = {pattern: [pattern] if names == layers[pattern] else names for pattern, names in left.items() if names}
+    parts |= {} if EMBEDDINGS in own else {EMBEDDINGS: [EMBEDDINGS]}
+    if not parts:
+        raise BenchError("--sensitivity: model.formats says of every layer what becomes of it; leave one of them out")
+    return parts
 
 
-def _mixture(
-    at: Measurement, floats: Row, found: Mapping[tuple[str, str], Row], budget: float
-) -> dict[str, str] | None:
+def _spoken_of(model: nn.Module, own: Mapping[str, Any]) -> set[str]:
+    """Return the linear layers that a pattern of `own` matches."""
+    patterns = dict.fromkeys((pattern for pattern in own if pattern != EMBEDDINGS), "E4M3")
+    linear = {name: (1, 1) for name, module in model.named_modules() if is_linear(module)}
+    try:
+        return set(fm.check_formats(patterns, linear)) if patterns else set()
+    except ValueError as error:
+        raise BenchError(f"model.formats: {one_line(error)}") from None
+
+
+def _mixture(at: Measurement, base: Row, found: Mapping[tuple[str, str], Row], budget: float) -> dict[str, str] | None:
     """Return the formats of the best mixture of `budget` bytes a parameter, None where none is so small."""
     count = at.parameters
     choices: dict[str, list[tuple[str, float, float]]] = {}
     for (pattern, name), row in found.items():
-        saved = (floats.bytes_per_parameter - row.bytes_per_parameter) * count
+        saved = (base.bytes_per_parameter - row.bytes_per_parameter) * count
         choices.setdefault(pattern, []).append((name, row.gap or 0.0, -saved))
     for each in choices.values():
         each.append(("none", 0.0, 0.0))
-    chosen = best_mixture(choices, (budget - floats.bytes_per_parameter) * count)
+    chosen = best_mixture(choices, (budget - base.bytes_per_parameter) * count)
     return None if chosen is None else {pattern: name for pattern, name in chosen.items() if name != "none"}
 
 
 def _sensitivity(
-    model: str, patterns: Sequence[str], names: Sequence[str], found: Mapping[tuple[str, str], Row], floats: Row
+    model: str,
+    patterns: Mapping[str, Sequence[str]],
+    own: Mapping[str, Any],
+    names: Sequence[str],
+    found: Mapping[tuple[str, str], Row],
+    base: Row,
 ) -> dict[str, Any]:
     return {
         "patterns": list(patterns),
+        "keys": {pattern: list(keys) for pattern, keys in patterns.items()},
+        "given": dict(own),
         "formats": list(names),
         "operand": "weight",
         "seeds": [0],
         "rule": "",
-        "reference": "the same weights as floats",
-        "reference_loss": floats.val_loss,
+        "reference": "the same weights in the formats given" if base.formats else "the same weights as floats",
+        "reference_loss": base.val_loss,
         "of": model,
         "gap": [[found[pattern, name].gap for name in names] for pattern in patterns],
         "spread": [[found[pattern, name].gap_se for name in names] for pattern in patterns],

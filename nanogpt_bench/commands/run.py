@@ -74,6 +74,7 @@ def trained(
     with ranks.together():
         if ranks.first:
             prepare_default(config.data.dir)
+    gave_way += _warmup(config)
     options: dict[str, Any] = {"resume": resume, "allow_config_change": allow_config_change, "ranks": ranks}
     with (
         _folder(path.stem, earlier or named, ranks) as run_dir,
@@ -85,6 +86,18 @@ def trained(
         summary = run(config, run_dir, on_progress=show if ranks.first else None, stop=stop, say=say, **options)
     print(printable(_closing_line(summary, run_dir)))
     return summary, run_dir
+
+
+def _warmup(config: Config) -> list[str]:
+    """What to say of a warm-up that the run is over before."""
+    steps, of_run = config.optimizer.warmup_steps or 0, config.train.max_steps
+    if steps < of_run:
+        return []
+    highest = (config.optimizer.lr or 0.0) * of_run / (steps + 1)
+    return [
+        f"optimizer.warmup_steps: {steps} steps of warm-up are no fewer than the run's {of_run}: the learning rate "
+        f"rises to {highest:.3g} and never reaches optimizer.lr"
+    ]
 
 
 def _check_torchrun(parallel: str | None) -> None:

@@ -180,9 +180,8 @@ def type_name(key: str) -> str:
 
 def bounds(metadata: Any) -> str:
     """Return what a field's metadata allows, in words."""
-    return " and".join(
-        f" {sign} {metadata[name]:g}" for name, (_, sign, _) in _BOUNDS.items() if metadata[name] is not None
-    )
+    limits = {sign: metadata[name] for name, (_, sign, _) in _BOUNDS.items() if metadata[name] is not None}
+    return " and".join(f" {sign} {limit if isinstance(limit, int) else f'{limit:g}'}" for sign, limit in limits.items())
 
 
 def inside(value: float, metadata: Any) -> bool:

@@ -49,7 +49,7 @@ class DataConfig:
         changes_numbers=False,
         of_task=True,
     )
-    seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0)
+    seed: int | None = setting(None, "seed of the batch order; null: the run's seed", minimum=0, maximum=2**64 - 1)
     train_tokens: int | None = setting(
         None, "train on this many tokens, the first of the corpus, only; null: all", minimum=1, of_task=True
     )
@@ -100,7 +100,7 @@ class ModelConfig:
         "task classify: what lm_head sees of a document, the mean over its tokens or the last of them; null: mean",
         choices=POOLINGS,
     )
-    seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0)
+    seed: int | None = setting(None, "seed of the initial weights; null: the run's seed", minimum=0, maximum=2**64 - 1)
     storage: str | None = setting(
         None,
         "where quantised weights live: master (float32 copy, quantised forward), fp8 (one byte), grid (the same values "
@@ -312,7 +312,9 @@ class Config:
         of_rule=True,
         rows_by="--rules",
     )
-    seed: int = setting(42, "model, data and rounding, where they have no seed of their own", minimum=0)
+    seed: int = setting(
+        42, "model, data and rounding, where they have no seed of their own", minimum=0, maximum=2**64 - 1
+    )
     task: str = setting(
         "language",
         "language: predict the next token; classify: tell a document's labels from its first model.block_size tokens, "

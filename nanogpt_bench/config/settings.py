@@ -64,7 +64,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise BenchError(f"config {str(path)!r} is not YAML: {one_line(error)}") from None
     if loaded is None:
-        return {}
+        raise BenchError(
+            f"config {str(path)!r} is empty; give settings, such as rule: fp32, or {{}} for the defaults of all"
+        )
     if not isinstance(loaded, dict):
         raise BenchError(f"config {str(path)!r} must hold keys and values, not {type(loaded).__name__}")
     try:

@@ -127,6 +127,12 @@ def open_also(config: Config, corpus: Corpus) -> Corpus | None:
 
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / "meta.json"
+    if not folder.exists() and not folder.is_absolute():
+        raise BenchError(
+            f"data.dir {str(folder)!r} has no meta.json, nor is it there, in {str(Path.cwd())!r}: start in the folder "
+            "that it is relative to, or give its whole path as --data.dir; a new one is made by: nanogpt-bench prepare "
+            f"stdlib --out {folder}"
+        )
     if not path.is_file():
         raise BenchError(
             f"data.dir {str(folder)!r} has no meta.json; prepare it with: nanogpt-bench prepare stdlib --out {folder}"

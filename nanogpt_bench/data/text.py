@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def prepare_text(
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 file, line ends as they are.
+    """Return the content of a UTF-8 file, line ends as they are, without a byte order mark.
 
     Raises:
         BenchError: missing, a folder, unreadable, empty, or not UTF-8 (with the position of the first wrong byte).
@@ -46,10 +47,10 @@ def read_text(path: Path) -> str:
         raise BenchError(f"--input {str(path)!r} does not exist") from None
     except OSError as error:
         raise BenchError(f"--input {str(path)!r} can't be read: {error.strerror}") from None
-    if not data.strip():
+    if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise BenchError(f"--input {str(path)!r} is empty; give a UTF-8 text file")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")  # without the mark that some editors begin a file with
     except UnicodeDecodeError as error:
         raise BenchError(
             f"--input {str(path)!r} is not UTF-8: byte 0x{data[error.start]:02x} at position {error.start}; "

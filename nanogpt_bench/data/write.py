@@ -21,7 +21,7 @@ import numpy as np
 from nanogpt_bench.data.labelled import ENDS, LABELS, Given, LabelledText, write_labels
 from nanogpt_bench.data.progress import Advance, progress_bar
 from nanogpt_bench.data.tokenizers import Tokenizer, Tokens, stored_as
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, refused
 
 CORPUS_FILES = ("meta.json", *(name.format(split) for split in ("train", "val") for name in ("{}.bin", ENDS, LABELS)))
 #: a split must hold at least one block of the smallest named model and its shifted targets
@@ -194,7 +194,7 @@ def _sibling(out: Path) -> Iterator[Path]:
         folder.mkdir(parents=True)
         yield folder
     except OSError as error:  # of this folder only: what reading a source raises has become a BenchError before
-        raise BenchError(f"--out {str(out)!r} can't be written: {error.strerror or error}") from None
+        raise refused(f"--out {str(out)!r} can't be written", error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

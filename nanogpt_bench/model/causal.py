@@ -136,7 +136,17 @@ def _settings(name: str) -> Any:
     if own is None or found.is_encoder_decoder or (saved and own not in saved):
         what = saved[0] if saved else f"of type {found.model_type!r}"
         raise BenchError(f"model {name!r} is {what}, no causal language model (one that predicts the next token)")
+    _check_attention(found, name)
     return found
+
+
+def _check_attention(settings: Any, name: str) -> None:
+    """Refuse a model without attention, as Mamba is: its layers compute with weights themselves, past the layer."""
+    if getattr(settings.get_text_config(), "num_attention_heads", None) is None:
+        raise BenchError(
+            f"model {name!r} is of type {settings.model_type!r}, without attention (no num_attention_heads in its "
+            "config.json); only models with attention can be measured and trained here, such as llama, gpt2 or mixtral"
+        )
 
 
 @functools.lru_cache(maxsize=4)
@@ -213,6 +223,7 @@ def load_causal(name: str, *, bytes_each: float = 5.0) -> Any:
     if copies:  # floats by now, which save_pretrained would take for a GGUF
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
+    _check_finite(model, name)
     own = type(model)
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
     _check_causal(model, name)
@@ -271,10 +282,24 @@ def window_losses(model: Any, windows: Tensor, batch: int) -> list[float]:
 
 
 @torch.no_grad()
+def _check_finite(model: nn.Module, name: str) -> None:
+    """Refuse weights that are not finite: nothing can be measured of them, or trained from them."""
+    for weight, parameter in model.named_parameters():
+        bad = parameter.numel() - int(parameter.isfinite().sum())
+        if bad:
+            raise BenchError(
+                f"model {name!r}: {weight} holds NaN or infinity in {bad:,} of its {parameter.numel():,} values; give "
+                "a model of finite weights"
+            )
+
+
+@torch.no_grad()
 def _check_causal(model: Any, name: str) -> None:
     """Refuse a model whose logits depend on later tokens: its loss would be that of a text it has seen."""
     tokens = torch.zeros(2, 4, dtype=torch.long)
     tokens[1, -1] = 1
     one, other = model.eval()(input_ids=tokens).logits[:, :-1]
+    if not bool(one.isfinite().all() and other.isfinite().all()):
+        raise BenchError(f"model {name!r}: its logits are not finite in float32, though its weights are")
     if not torch.allclose(one, other, rtol=1e-3, atol=1e-4):
         raise BenchError(f"model {name!r} looks at the tokens that follow: an encoder, no causal language model")

@@ -16,6 +16,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metric import ABOVE, Alarm, Metric
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers.jsonl import LineFile
+from nanogpt_bench.observers.standstill import Standstill
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.system.errors import nearest
@@ -60,7 +61,7 @@ class AlertObserver(Observer):
         self._budgets_given = {**settings.at_most, **settings.at_least}
         self._recorded: set[str] = set()
         self._last: dict[str, float] = {}
-        self._streak = 0
+        self._streak, self._standstill = 0, Standstill()
         #: how many were raised, by kind
         self.counts: Counter[str] = Counter()
 
@@ -86,6 +87,7 @@ class AlertObserver(Observer):
             "recorded": sorted(self._recorded),
             "streak": self._streak,
             "counts": dict(self.counts),
+            "standstill": self._standstill.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -93,6 +95,7 @@ class AlertObserver(Observer):
         self._last = {kind: self._clock() - age for kind, age in state["ages"].items()}
         self._recorded, self._streak = set(state["recorded"]), state["streak"]
         self.counts = Counter(state["counts"])
+        self._standstill.load_state(state.get("standstill", {}))  # a run begun before this was watched has none
 
     def tell_rollback(self, step: int, to: int, why: str) -> None:
         """Say that the steps up to `step` were undone and the run goes on after step `to`."""
@@ -118,6 +121,8 @@ class AlertObserver(Observer):
 
     def _found(self, step: Step) -> Iterator[Alert]:
         yield from self._anomalies(step)
+        for kind, text in self._standstill.see(step):
+            yield Alert(step.number, "WARN", kind, text, None, None)
         for metric, alarm in _ALARMS:
             if self._stall or metric is not metrics.UPDATE_LOST:
                 yield from self._worst(step, metric, alarm)

@@ -46,6 +46,8 @@ class Stall(Observer):
         self._figures = Figures(turns, interval)
         self._moved: dict[str, fm.monitor.Arrival] = {}
         self._stall, self._arrived = _Mean(), _Mean()
+        #: whether the step at hand has shown an update, and whether the last look had none to see
+        self._seen, self._unseen = False, False
 
     @property
     def metric(self) -> str:
@@ -59,20 +61,24 @@ class Stall(Observer):
 
     @property
     def arrived(self) -> float | None:
-        """Mean over the steps observed of the share of the requested movement that arrived; None with a master copy."""
-        return self._arrived.value
+        """Mean over the steps observed of the share of the requested movement that arrived.
+
+        None with a master copy, and where the last step to be looked at moved no weight at all.
+        """
+        return None if self._unseen else self._arrived.value
 
     def state(self) -> dict[str, Any]:
         start = {name: first.state() for name, first in self._start.items()}
         more: dict[str, Any] = self._figures.state()
         if more:
             more["moved"] = {name: (found.projected, found.requested) for name, found in self._moved.items()}
-        return {**self._stall.state(), "arrived": self._arrived.state(), "start": start, **more}
+        return {**self._stall.state(), "arrived": self._arrived.state(), "unseen": self._unseen, "start": start, **more}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._stall.load_state(state)
         if "arrived" in state:  # a run begun before this was watched
             self._arrived.load_state(state["arrived"])
+        self._unseen = bool(state.get("unseen"))
         for name, first in self._start.items():
             first.load_state(state["start"][name])
         self._figures.load_state(state)
@@ -83,6 +89,7 @@ class Stall(Observer):
         return any(self._turns.takes(step, interval, name) for interval in (self.interval, self._detail))
 
     def see(self, step: Step, update: Update) -> None:
+        self._seen = True
         if self._turns.takes(step, self._detail, update.name):
             self._see_all(step, update)
         elif self._grid:
@@ -116,6 +123,8 @@ class Stall(Observer):
         self._figures.add(metric, update.name, value, self._sizes[update.name])
 
     def finish(self, step: Step) -> None:
+        self._unseen = not self._seen and any(self.takes(step, name) for name in self._sizes)
+        self._seen = False
         arrivals, found = metrics.ARRIVED in self._figures, self._metric in self._figures
         self._figures.write(step)
         if arrivals:

@@ -22,7 +22,7 @@ from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.errors import BenchError, refused, unknown
 from nanogpt_bench.system.files import write_text
 
 PAGE = "report.html"
@@ -118,7 +118,7 @@ def write_report(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BenchError(f"output folder {str(out)!r} can't be made: {error.strerror or error}") from error
+        raise refused(f"output folder {str(out)!r} can't be made", error) from error
     reference = find_reference(rows, baseline)
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))

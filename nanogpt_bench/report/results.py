@@ -384,4 +384,5 @@ def describe_gap(result: Result) -> str:
     """The gap as signed nats and per cent of the reference's loss; a dash when unknown."""
     if result.gap is None or result.gap_share is None:
         return "-"
-    return f"{result.gap.mean:+z.3f} nats ({result.gap_share:+z.1%})"
+    share = f"{result.gap_share:+.1%}"
+    return f"{result.gap.mean:+z.3f} nats ({'0.0%' if share[1:] == '0.0%' else share})"

@@ -111,7 +111,7 @@ def choose_last(run_dir: Path, which: str, count: int) -> list[Path]:
     if count > len(kept) or chosen != step_folder(run_dir, kept[-1]):
         raise BenchError(
             f"--average {count}: {str(run_dir)!r} has kept {counted(len(kept), 'checkpoint')} up to {chosen.name}; "
-            f"{_again(run_dir, '--checkpoint.every N --checkpoint.keep')} {count} keeps as many"
+            f"{_again(run_dir, f'--checkpoint.every {_apart(chosen, count)} --checkpoint.keep {count}', 'as many')}"
         )
     return [step_folder(run_dir, step) for step in reversed(kept[-count:])]
 
@@ -147,9 +147,14 @@ def _lowest(run_dir: Path) -> float | None:
     return load(choose(run_dir), weights=False).best_val_loss
 
 
-def _again(run_dir: Path, option: str) -> str:
+def _apart(chosen: Path, count: int) -> int:
+    """Steps between checkpoints of which there are `count` up to the chosen one, 1 where that is not possible."""
+    return max(1, (step_of(chosen.name) or 0) // count)
+
+
+def _again(run_dir: Path, option: str, kept: str = "one") -> str:
     command = shlex.join(["nanogpt-bench", "run", str(run_dir / "config.yaml")])
-    return f"{command} {option} trains it once more and keeps one"
+    return f"{command} {option} trains it once more and keeps {kept}"
 
 
 def load(folder: Path, *, weights: bool = True) -> Trained:

@@ -12,6 +12,10 @@ from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, Config
 from nanogpt_bench.step.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.words import counted
+
+#: layers left in float that are named
+_NAMED = 4
 
 
 def quantize(model: nn.Module, config: Resolved) -> nn.Module:
@@ -99,6 +103,21 @@ class _Clip:
         values = output.detach()
         reach, mean = self.sigma * values.std(correction=0), values.mean()
         return output.clamp(mean - reach, mean + reach)
+
+
+def left_in_float(model: nn.Module) -> str:
+    """Say what share of a model's weights is not quantised, and in which layers most of it is.
+
+    >>> left_in_float(fm.quantize_model(nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4)), "E4M3"))
+    'left in float: 69% of the weights, 36 of 52; most in 0 (32)'
+    """
+    report = fm.quantization_report(model)
+    left = report.parameters - report.quantized_parameters
+    largest = sorted(report.left, key=lambda layer: -layer.parameters)
+    names = [f"{layer.name} ({layer.parameters:,})" for layer in largest[:_NAMED]]
+    more = f" and {counted(len(largest) - _NAMED, 'layer')} more" if len(largest) > _NAMED else ""
+    where = f"; most in {', '.join(names)}{more}" if names else ""
+    return f"left in float: {left / report.parameters:.0%} of the weights, {left:,} of {report.parameters:,}{where}"
 
 
 def quantized_layers(model: nn.Module) -> dict[str, fm.QuantizedLinear]:

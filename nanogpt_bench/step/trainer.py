@@ -32,6 +32,7 @@ from nanogpt_bench.step.surgery import quantize
 from nanogpt_bench.step.task import Figures, Passes, task_of
 from nanogpt_bench.step.torchao_float8 import train_in_float8
 from nanogpt_bench.step.wire import Wire
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 
 
@@ -208,8 +209,20 @@ class Trainer:
             # What a warning would say is in the record.
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning), self._products():
                 loss.backward()
-            self.optimizer.zero_grad(set_to_none=True)  # stand-ins for gradients that have been used
+            self._end_steps()
         self.gradient_peak.known()
+
+    def _end_steps(self) -> None:
+        """End steps that were taken in the backward pass, and free what stands for their gradients.
+
+        Raises:
+            BenchError: a gradient is left that no step has used.
+        """
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            raise BenchError(f"train.step_in_backward: {one_line(error)}") from None
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _left_out(self) -> int:
         return int(getattr(self.optimizer, "skipped_steps", 0))
@@ -218,7 +231,7 @@ class Trainer:
         if not self.config.train.step_in_backward:
             for observer in observers:
                 observer.before_step(step)
-        self.optimizer.step()
+            self.optimizer.step()
         for observer in observers:
             observer.after_step(step)
 

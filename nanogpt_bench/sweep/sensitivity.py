@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.rounding import EMBEDDINGS
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile
 from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
@@ -112,12 +114,14 @@ def measure_gaps(study: Study, record: SweepRecord) -> dict[str, Any]:
     sample standard deviation, null with one seed; `status` names how a cell's runs ended that did not finish.
     """
     base = {run.seed: _loss(record, run) for run in study.reference}
+    run = study.cells[study.patterns[0], study.formats[0]][0]
     content: dict[str, Any] = {
         "patterns": list(study.patterns),
+        "tied": run.settings.get("model.tied"),
         "formats": list(study.formats),
         "operand": study.operand,
         "seeds": list(base),
-        "rule": next(iter(study.cells.values()))[0].rule,
+        "rule": run.rule,
         "reference": study.reference[0].label,
         "reference_loss": _mean([loss for loss in base.values() if loss is not None]),
     }
@@ -165,14 +169,29 @@ def gaps_table(content: Mapping[str, Any]) -> str:
     for pattern, gaps, ends in zip(content["patterns"], content["gap"], content["status"], strict=True):
         cells = [end or "-" if gap is None else f"{gap:+.3f}" for gap, end in zip(gaps, ends, strict=True)]
         lines.append(f"| {'all layers' if pattern == '*' else pattern} | {' | '.join(cells)} |")
-    found = mixture(content) if content["operand"] == "weight" else {}
-    told = " ".join(f"--model.formats.{pattern} {name}" for pattern, name in found.items())
+    told = shlex.join(_settings(content)) if content["operand"] == "weight" else ""
     return "\n".join(lines) + "\n" + (f"\nlowest gaps: {told}\n" if told else "")
 
 
+def _settings(content: Mapping[str, Any]) -> list[str]:
+    """The words of the mixture, as commands take them: with what the table was measured under, or they refuse some."""
+    found, keys = mixture(content), content.get("keys", {})
+    formats = {key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))}
+    if not formats:
+        return []
+    formats |= {pattern: value for pattern, value in content.get("given", {}).items() if pattern != EMBEDDINGS}
+    values = [(pattern, value if isinstance(value, str) else json.dumps(value)) for pattern, value in formats.items()]
+    tied = ["--model.tied", content["tied"]] if content.get("tied") else []
+    return [*(word for pattern, value in values for word in (f"--model.formats.{pattern}", value)), *tied]
+
+
 def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format of the lowest gap by layer pattern; single blocks and all layers at once are left out."""
-    patterns = [name for name in content["patterns"] if name != "*" and not name.startswith("blocks.")]
+    """Return the format of the lowest gap by layer pattern; single blocks and all layers at once are left out.
+
+    So are embeddings, which no setting of a run rounds.
+    """
+    left_out = ("*", EMBEDDINGS)
+    patterns = [name for name in content["patterns"] if name not in left_out and not name.startswith("blocks.")]
     rows = dict(zip(content["patterns"], content["gap"], strict=True))
     known = {
         pattern: [(gap, name) for gap, name in zip(rows[pattern], content["formats"], strict=True) if gap is not None]

@@ -122,6 +122,7 @@ def measure_of(weights: Rounded, options: Sensitivity, formats: Sequence[str]) -
             gaps.append([None if loss is None else loss - reference for loss in losses])
     return {
         "patterns": patterns,
+        "tied": weights.given.get("model.tied", weights.own.model.tied),
         "formats": list(formats),
         "operand": options.operand,
         "seeds": [weights.own.seed],

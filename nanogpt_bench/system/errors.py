@@ -23,6 +23,19 @@ class BenchError(ValueError):
         super().__init__(shortened(printable(str(message)), LONGEST_MESSAGE))
 
 
+class DiskError(BenchError):
+    """What can't be done because a disk refused it: nothing the user asked for was wrong, and exit code 1."""
+
+
+def refused(what: str, error: OSError) -> BenchError:
+    """Return the error for what a system refused, `what` and its reason: a `DiskError` where that is the disk's.
+
+    >>> refused("--out 'a' can't be written", OSError(errno.ENOSPC, "No space left on device"))
+    DiskError("--out 'a' can't be written: No space left on device")
+    """
+    return (DiskError if error.errno in _DISK else BenchError)(f"{what}: {error.strerror or error}")
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known spelling closest to `word`, or None when nothing is close.
 

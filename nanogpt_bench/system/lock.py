@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, refused
 
 #: an empty file in the folder; it is there while somebody works in it, and after one who was killed
 LOCK = ".lock"
@@ -29,7 +29,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BenchError(f"{what} {str(folder)!r} can't be used: {error.strerror or error}") from None
+        raise refused(f"{what} {str(folder)!r} can't be used", error) from None
     file = _lock(folder / LOCK, f"{what} {str(folder)!r}")
     try:
         yield
@@ -64,7 +64,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             number += 1
             folder = path.with_name(f"{path.name}-{number}")
     except OSError as error:
-        raise BenchError(f"folder {str(folder)!r} can't be made: {error.strerror or error}") from None
+        raise refused(f"folder {str(folder)!r} can't be made", error) from None
     try:
         yield folder
     finally:

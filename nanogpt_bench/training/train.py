@@ -22,6 +22,7 @@ from nanogpt_bench.step.parallel import check_ranks, processes
 from nanogpt_bench.step.run_state import expected_bytes
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.start import check_start, start_facts
+from nanogpt_bench.step.surgery import left_in_float
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import locked
@@ -80,6 +81,8 @@ def run(
         trainer = Trainer(
             config, corpus, device, start=build_model(config.begun, 0) if config.begun else None, ranks=ranks
         )
+        if config.model.pretrained and config.layers and ranks.first:
+            say(left_in_float(trainer.model))
         check_room(run_dir, expected_bytes(trainer), "the first checkpoint")
         with locked(run_dir, "run folder") if ranks.first else nullcontext():
             if not resume and ranks.first:

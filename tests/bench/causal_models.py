@@ -14,9 +14,24 @@ WORDS = ("Line", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "mixtral": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
+    "mamba": {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 1},
     "bert": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
 }
-KINDS = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertLMHeadModel"}
+KINDS = {
+    "llama": "LlamaForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "bert": "BertLMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "mamba": "MambaForCausalLM",
+}
 
 
 def write(folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: int = 64, **more: Any) -> Path:
@@ -25,7 +40,8 @@ def write(folder: Path, kind: str = "llama", *, tied: bool = True, vocab_size: i
         torch.manual_seed(0)
         made = getattr(transformers, KINDS[kind])
         ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-        places = {"n_positions": 64} if kind == "gpt2" else {"max_position_embeddings": 64}
+        positions = {"gpt2": "n_positions", "mamba": ""}.get(kind, "max_position_embeddings")
+        places = {positions: 64} if positions else {}
         settings = {**SIZES[kind], **places, **ends, "vocab_size": vocab_size, "tie_word_embeddings": tied, **more}
         made(made.config_class(**settings)).save_pretrained(folder)
     return write_tokenizer(folder)

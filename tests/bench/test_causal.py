@@ -128,7 +128,7 @@ def test_evaluate_measures_formats_scales_and_layers(
     assert rows[1]["bytes_per_parameter"] < rows[2]["bytes_per_parameter"] < 2
     assert 0 < rows[1]["gap_se"] < rows[1]["val_loss_se"]
     assert rows[5]["bytes_per_parameter"] <= 2
-    assert table["patterns"] == ["transformer.h.0", "transformer.h.1", "lm_head", EMBEDDINGS]
+    assert table["patterns"] == ["transformer.h.0", "transformer.h.1", EMBEDDINGS]
     assert "lm_head (2,048): no pattern names it" in said.err
     assert all(f"{row['val_loss']:.4f}" in said.out for row in rows)
     page = (out / "report.html").read_text()

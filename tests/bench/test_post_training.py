@@ -165,3 +165,40 @@ def test_wrong_use_is_one_line(
 def test_a_configuration_has_no_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", "e4m3", "--calibrate", "3"]) == 2
     assert "--calibrate: a report is of a run, or with --model PATH; 'e4m3' is no folder" in capsys.readouterr().err
+
+
+def test_a_map_and_a_mixture_leave_alone_what_the_command_line_speaks_of(
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--formats", "E4M3,E2M5", "--budget", "3", "--model.formats.attn", "none"]
+    words += ["--model.formats.blocks.0.mlp.fc", "none", "--model.formats.lm_head", "E5M2"]
+    found = report_of(trained["float"], tmp_path / "out", *words)
+    mixture = found["rows"][-1]
+    own = {"attn": "none", "blocks.0.mlp.fc": "none", "lm_head": "E5M2"}
+    assert mixture["format"] == "mixture"
+    assert {key: mixture["formats"].get(key) for key in own} == own
+    assert mixture["formats"].keys() <= {*own, "mlp.proj", "embeddings"}
+    assert mixture["bytes_per_parameter"] <= 3
+    table = json.loads((tmp_path / "out" / "sensitivity.json").read_text())
+    assert table["patterns"] == ["mlp.proj", "embeddings"]
+    assert table["reference"] == "the same weights in the formats given"
+    gap = table["reference_loss"] - found["rows"][0]["val_loss"]
+    for row, cell in zip(found["rows"][1:3], table["gap"][0], strict=True):  # all that is left is one layer
+        assert row["gap"] == pytest.approx(gap + cell, abs=1e-9)
+    (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["evaluate", str(trained["float"]), *told.split()]) == 0
+    assert "given" in capsys.readouterr().out
+
+
+def test_a_map_of_no_layer_is_refused(trained: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    own = '{"*": "none", "embeddings": "none"}'
+    assert main(["evaluate", str(trained["float"]), "--sensitivity", "kinds", "--model.formats", own]) == 2
+    assert "model.formats says of every layer what becomes of it" in capsys.readouterr().err
+
+
+def test_the_lowest_gaps_are_settings_that_are_taken(
+    trained: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_of(trained["float"], tmp_path / "out", "--formats", "E4M3", "--sensitivity", "kinds")
+    (told,) = re.findall(r"^lowest gaps: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["evaluate", str(trained["float"]), *told.split()]) == 0

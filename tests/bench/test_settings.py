@@ -61,7 +61,7 @@ def test_entries_of_other_mappings_are_numbers() -> None:
 
 
 def test_a_whole_number_of_hundreds_of_digits_is_refused() -> None:
-    with pytest.raises(BenchError, match=r"seed: .* is not allowed; give a whole number"):
+    with pytest.raises(BenchError, match=r"seed: .* is out of range; give a whole number"):
         load_config(None, ["--seed", "1" + "0" * 400])
 
 
@@ -136,10 +136,13 @@ def test_wrong_files_are_refused_in_one_line(tmp_path: Path, text: str, parts: l
         assert part in str(caught.value)
 
 
-def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+def test_a_file_without_settings_gives_the_defaults_and_an_empty_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
-    path.write_text("")
+    path.write_text("{}")
     assert load_config(path) == Config()
+    path.write_text("")
+    with pytest.raises(BenchError, match="is empty; give settings"):
+        load_config(path)
 
 
 def test_the_written_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> None:

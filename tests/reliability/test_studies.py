@@ -191,11 +191,15 @@ def test_a_folder_that_is_no_comparison_is_refused(tmp_path: Path, content: str 
     assert len(list(tmp_path.iterdir())) == 1
 
 
+#: steps taken in the backward pass, whose hooks have to outlive what a checkpoint does to the optimizer
+IN_BACKWARD = {"train.step_in_backward": True, "optimizer.grad_clip": 0.0, "shadow.enabled": False}
+
+
 class Saving(Small):
     """With checkpoints on the way, and time enough to be killed after one."""
 
     def settings(self, *names: str, **options: Any) -> dict[str, Any]:
-        return super().settings(*names, **options) | {"checkpoint.every": 5}
+        return super().settings(*names, **options) | {"checkpoint.every": 5, **IN_BACKWARD}
 
 
 def kill_worker_in(pid: int, run_dir: Path) -> None:
@@ -228,7 +232,7 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
 
 def test_a_point_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
     settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
-    settings |= {"train.max_steps": STEPS, "checkpoint.every": 5}
+    settings |= {"train.max_steps": STEPS, "checkpoint.every": 5, **IN_BACKWARD}
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
     (point,) = plan_sweep(read_sweep(path))

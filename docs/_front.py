@@ -1,0 +1,75 @@
+"""Tables of optimizers on one-byte weights beside themselves in float32, from the study's results files.
+
+``python docs/_front.py`` prints README's and that of the page on optimizers.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+from _paired import in_figures
+from _study import FOLDER, by_text, measured_against, read, short
+from _tables import markdown
+
+from nanogpt_bench.report.results import Result
+
+#: each line's file, its rule, what it is called, and the rule in float32 that it is compared with
+LINES = (
+    ("study_q1", "fp32", "AdamW, float32", "fp32"),
+    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
+    ("study_q1", "muon", "Muon, float32", "muon"),
+    ("study_q1", "E4M3 muon-stochastic", "Muon, E4M3", "muon"),
+    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", "Muon, E2M5", "muon"),
+)
+#: more of the study's rules, for the page on optimizers
+MORE = (
+    ("study_q1", "E4M3 stochastic-8bit", 'AdamW, E4M3, `moments="8bit"`', "fp32"),
+    ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
+    ("study_q1", "E4M3 residual8", "AdamW, E4M3, `residual8`", "fp32"),
+    ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, `stiffness` from 1 to 0", "fp32"),
+    ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3, against AdamW", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, `nearest`", "fp32"),
+    ("study_q1", "E4M3 muon-stochastic", 'Muon, E4M3, `moments="8bit"`', "muon"),
+    ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
+    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", 'Muon, E2M5, `moments="8bit"`', "muon"),
+)
+HEADER = (
+    "training",
+    "bytes a parameter",
+    "loss above float32, STDLIB",
+    "loss above float32, EULAW",
+    "time a step",
+)
+#: behind a loss: the runs of the two rows were made on two machines
+MARK = " †"
+
+
+def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
+    """Bytes, differences of final losses on two texts with half of their 95% intervals, times as a ratio."""
+    return markdown(HEADER, [_line(*line) for line in lines])
+
+
+def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
+    texts = [results for _, results in by_text(measured_against(read(FOLDER / f"{stem}.json"), baseline))]
+    own, exact = ([next(r for r in results if short(r) == wanted) for results in texts] for wanted in (rule, baseline))
+    together = all(machines(one) == machines(other) for one, other in zip(own, exact, strict=True))
+    mark = "" if together else MARK
+    losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) + mark for r in own]
+    losses = [loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses]
+    ratio = median(seconds(own)) / median(seconds(exact))
+    return [name, f"{own[0].bytes_per_parameter:.2f}", *losses, f"{ratio:.1f}" if together else "-"]
+
+
+def machines(result: Result) -> set[tuple[str, str]]:
+    """The processors and systems that a row's runs were made on."""
+    return {(str(run.environment.get("cpu")), str(run.environment.get("platform"))) for run in result.row.runs}
+
+
+def seconds(results: list[Result]) -> list[float]:
+    """Of a step, run by run, all that a run does between its steps included."""
+    known = [(run.number("seconds"), run.number("steps")) for result in results for run in result.row.runs]
+    return [time / steps for time, steps in known if time and steps]
+
+
+if __name__ == "__main__":
+    print(f"{front_table()}\n{front_table(MORE)}")

@@ -1,0 +1,127 @@
+"""What a command says and ends with where a user stumbles: seeds, warm-ups, empty files, other folders, signals."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanogpt_bench import cli
+from nanogpt_bench.cli import main
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.data.text import prepare_text, read_text
+from nanogpt_bench.report.results import Figure, Result, describe_gap
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.train import run
+
+Tiny = Callable[..., Config]
+SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 8, "model.size": "null"}
+SMALL |= {"train.max_steps": 2, "eval.batches": 1, "eval.interval": 2}
+
+
+def words(corpus: Path, *more: str) -> list[str]:
+    return ["run", "bf16_baseline.yaml", f"--data.dir={corpus}", *(f"--{k}={v}" for k, v in SMALL.items()), *more]
+
+
+@pytest.mark.parametrize("key", ["seed", "data.seed", "model.seed"])
+def test_a_seed_beyond_64_bits_is_refused(key: str, corpus_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(corpus_dir, f"--{key}", str(2**64))) == 2
+    said = f"{key}: {2**64} is out of range; give a whole number >= 0 and <= {2**64 - 1}"
+    assert said in capsys.readouterr().err
+
+
+def test_a_warm_up_that_outlasts_the_run_is_said(
+    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for steps, said in ((1, False), (2, True)):
+        assert main(words(corpus_dir, f"--optimizer.warmup_steps={steps}")) == 0
+        assert ("steps of warm-up are no fewer than the run's 2" in capsys.readouterr().err) is said
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "\ufeff"])
+def test_an_empty_configuration_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.yaml").write_text(content, encoding="utf-8")
+    assert main(["run", str(tmp_path / "my.yaml")]) == 2
+    assert "is empty; give settings" in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_token(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + b"some words, " * 100)
+    prepare_text(tmp_path / "text", tmp_path / "out", "byte")
+    corpus = load_corpus(tmp_path / "out", 4)
+    assert bytes(corpus.train[:4].tolist()) == b"some"
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbf\n")
+    with pytest.raises(BenchError, match="is empty"):
+        read_text(tmp_path / "text")
+
+
+def test_a_corpus_that_is_not_there_from_here_is_not_to_be_prepared_anew(
+    tiny: Tiny, tmp_path: Path, corpus_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there" / "d").symlink_to(corpus_dir)
+    monkeypatch.chdir(tmp_path / "there")
+    run(tiny(data__dir="d", train__max_steps=1), tmp_path / "there" / "r")
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["evaluate", "../there/r", "--formats", "E4M3"]) == 2
+    said = capsys.readouterr().err
+    assert "start in the folder that it is relative to, or give its whole path as --data.dir" in said
+
+
+def test_the_command_that_keeps_as_many_checkpoints_runs(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(tiny(train__max_steps=6), tmp_path / "r")
+    assert main(["evaluate", "r", "--average", "3"]) == 2
+    said = capsys.readouterr().err
+    (command,) = re.findall(r"nanogpt-bench (run .*) trains it once more and keeps as many", said)
+    assert main([*shlex.split(command), "--name", "again"]) == 0
+    assert main(["evaluate", "runs/again", "--average", "3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("gap", "share", "said"), [(-1e-3, -4e-4, "-0.001 nats (0.0%)"), (0.1, 0.02, "+0.100 nats (+2.0%)")]
+)
+def test_a_share_that_rounds_to_nothing_has_no_sign(gap: float, share: float, said: str) -> None:
+    result: Any = Result.__new__(Result)
+    for name, value in (("gap", Figure(gap, 0.0)), ("gap_share", share)):
+        object.__setattr__(result, name, value)
+    assert describe_gap(result) == said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_its_number(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, text_file: Path
+) -> None:
+    monkeypatch.setattr(cli, "_prepare", lambda _: signal.raise_signal(number))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["prepare", "text", "--input", str(text_file)]) == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_full_disk_has_one_exit_code(
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Path.mkdir
+
+    def full(path: Path, *arguments: Any, **options: Any) -> None:
+        if "partial" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "text", "--input", str(text_file), "--out", "out"]) == 1
+    assert "can't be written: No space left on device" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""Shards on the paths that a user takes who sets nothing: native steps, one process, one column, compiled passes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizer_cases import normal
+from rank_cases import batch, loss_of, model
+from rank_pool import Pool
+from test_ranks_fsdp import check_same, put_equal_gradients, sharded, stepped
+from torch import nn
+
+import fp8manifold as fm
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(1, Path(tmp_path_factory.mktemp("single")))
+    yield pool
+    pool.end()
+
+
+def trained_alone(granularity: str) -> None:
+    parts, whole = sharded(model(granularity)), model(granularity)
+    optimizers = [fm.optim.StiffnessAdamW(each.parameters(), lr=0.01) for each in (parts, whole)]
+    for step in range(3):
+        losses = [loss_of(each, batch(step)) for each in (parts, whole)]
+        assert losses[0].item() == losses[1].item()
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    parts.reshard()
+    check_same(parts, whole)
+
+
+@pytest.mark.parametrize("granularity", ["channel", "tensor", "block"])
+def test_one_process_holds_all_rows(single: Pool, granularity: str) -> None:
+    single.run(trained_alone, granularity)
+
+
+@pytest.mark.parametrize("writeback", ["residual4", "residual8", "stochastic"])
+def test_odd_columns_are_stepped_natively(pair: Pool, writeback: str) -> None:
+    """7 columns, whose residuals of 4 bits end within a byte."""
+    pair.run(stepped, "StiffnessAdamW", writeback, "8bit", {"rows": 7}, {"compile": None})
+
+
+def columns_stepped() -> None:
+    parts, whole = (nn.Sequential(nn.Linear(1, 7, bias=False), nn.Linear(7, 1, bias=False)) for _ in range(2))
+    with torch.no_grad():
+        for each in (parts, whole):
+            for i, p in enumerate(each.parameters()):
+                p.copy_(normal(*p.shape, seed=i, std=0.1))
+    parts = sharded(parts)
+    optimizers = [fm.optim.StiffnessMuon([{"params": list(each.parameters())}], lr=0.1) for each in (parts, whole)]
+    for step in range(2):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(parts, whole)
+
+
+def test_matrices_of_one_column_and_of_one_row(pair: Pool) -> None:
+    pair.run(columns_stepped)
+
+
+def compiled(granularity: str, rows: int) -> None:
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
+    parts, whole = sharded(model(granularity, rows=rows)), model(granularity, rows=rows)
+    graph: Any = torch.compile(parts, backend="aot_eager")
+    optimizer = fm.optim.StiffnessAdamW(parts.parameters(), lr=0.01)
+    for step in range(2):
+        out = graph(batch(step))
+        if step == 0:
+            torch.testing.assert_close(out, whole(batch(step)), rtol=1e-5, atol=1e-6)
+        out.square().mean().backward()
+        assert all(p.grad is not None for p in parts.parameters())
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("granularity", "rows"), [("channel", 7), ("tensor", 24)])
+def test_passes_in_a_graph(pair: Pool, granularity: str, rows: int) -> None:
+    """Scales that FSDP does not fill are written between a graph's forward and its backward pass."""
+    pair.run(compiled, granularity, rows)

@@ -1,0 +1,106 @@
+"""Runs whose steps are taken in the backward pass: what goes on, after a signal or a rollback, trains as it had."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import STEPS, differences, traces, words
+from torch import nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.observers import Alert
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.signals import StopRequest
+from nanogpt_bench.training import train
+
+KIND = "fp8 stochastic"
+WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}
+
+
+def config(corpus: Path, **more: object) -> Any:
+    overrides = words(KIND, corpus, {**WITHIN, **{key.replace("__", "."): value for key, value in more.items()}})[5:]
+    return load_config(find_config("e4m3.yaml"), overrides)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_run_that_is_resumed_trains_on_with_the_same_bits(small_corpus: Path, tmp_path: Path) -> None:
+    settings = config(small_corpus)
+    train.run(settings, tmp_path / "whole" / "r")
+    for step in (7, STEPS):
+        stop = StopRequest()
+
+        def show(progress: train.Progress, step: int = step, stop: StopRequest = stop) -> None:
+            if progress.step == step < STEPS:
+                stop.note(signal.SIGTERM)
+
+        train.run(settings, tmp_path / "parts" / "r", resume=True, stop=stop, on_progress=show, say=lambda text: None)
+    assert differences(traces(tmp_path / "whole" / "r"), traces(tmp_path / "parts" / "r")) == []
+    assert read_json(tmp_path / "parts" / "r" / "summary.json")["alerts"] == {}
+
+
+def test_a_run_that_was_rolled_back_trains_on(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Trainer._loss
+
+    def spoil(trainer: Trainer, tokens: Any, targets: Any, of: Any = None) -> Any:
+        loss = real(trainer, tokens, targets, of)
+        spoilt = trainer.model.training and trainer.batches_left_out == 0 and trainer.seen == 8
+        return loss * math.nan if spoilt else loss
+
+    def count(trainer: Trainer, step: Any, observers: Any, once: Any = Trainer.train_step) -> Any:
+        trainer.seen = step.number
+        return once(trainer, step, observers)
+
+    monkeypatch.setattr(Trainer, "_loss", spoil)
+    monkeypatch.setattr(Trainer, "train_step", count)
+    settings = config(small_corpus, train__on_anomaly="rollback", alerts__nan_patience=1)
+    summary = train.run(settings, tmp_path / "r")
+    assert [(gone["step"], gone["to"]) for gone in summary["rollbacks"]] == [(8, 6)]
+    assert summary["steps"] == STEPS
+    assert set(summary["alerts"]) == {"rollback"}
+    lines = (tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    arrived = [json.loads(line).get("stall/arrived") for line in lines]
+    assert [number for number, share in enumerate(arrived) if share is not None] == [4, 8, 12, 16, 20, 24]
+
+
+def test_a_gradient_that_no_step_has_used_ends_the_run_with_a_line(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fm.optim.InBackward, "_take", lambda *_: None)
+    with pytest.raises(BenchError, match=r"train.step_in_backward: .* has a gradient that step_in_backward was not"):
+        train.run(config(small_corpus), tmp_path / "r")
+
+
+def test_a_run_that_takes_no_step_says_so_and_shows_no_movement(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, alerts, arrived = Trainer._backward, list[Alert](), dict[int, float | None]()
+
+    def deaf(trainer: Trainer, loss: Any, step: Any, observers: Any) -> None:
+        real(trainer, loss if step.number <= 12 else loss.detach() * nn.Parameter(loss.new_ones(())), step, observers)
+
+    def show(progress: train.Progress) -> None:
+        alerts.extend(progress.alerts)
+        arrived[progress.step] = progress.arrived
+
+    monkeypatch.setattr(Trainer, "_backward", deaf)
+    summary = train.run(config(small_corpus, alerts__cooldown_s=0), tmp_path / "r", on_progress=show)
+    assert [(alert.step, alert.kind) for alert in alerts] == [
+        *((18, "no_step"), (18, "no_change"), (24, "no_step"), (24, "no_change"))
+    ]
+    assert alerts[0].message == "the optimizer took no step from step 12 to step 18, in 6 steps"
+    assert summary["alerts"] == {"no_step": 2, "no_change": 2}
+    assert arrived[12] is not None
+    assert arrived[16] is arrived[24] is None

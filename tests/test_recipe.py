@@ -1,0 +1,160 @@
+"""The ten lines that fine-tune a Hugging Face model run, are the rule that was measured, and take what is said."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.model.causal import load_causal
+from nanogpt_bench.step.memory import held_bytes
+from nanogpt_bench.step.optimizers import build_optimizer
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.schedule import lr_factor
+from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.sweep.file import find_sweep, read_sweep
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "finetune.md").read_text(encoding="utf-8")
+#: of the measured training
+STEPS, TOKENS, RULE = 200, 256, "stochastic-8bit"
+#: layers, width, inner width, vocabulary, width of all queries, and of all keys
+SHAPE = (2, 64, 96, 128, 64, 32)
+
+
+def recipe(page: str) -> str:
+    """The first Python of a page."""
+    found = re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def table(page: str, first: str) -> str:
+    """The table of a page whose header begins so."""
+    return page[page.index(f"| {first} |") :].partition("\n\n")[0] + "\n"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of SmolLM2's kind: keys narrower than queries, the head tied to the embedding."""
+    layers, width, inner, vocabulary, queries, keys = SHAPE
+    heads = {"num_attention_heads": queries // 16, "num_key_value_heads": keys // 16}
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": inner, "vocab_size": vocabulary}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True, max_position_embeddings=512)
+    folder = tmp_path_factory.mktemp("recipe") / "llama"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(llama: Path) -> dict[str, Any]:
+    """The names that README's lines leave behind, the model's name replaced, over a few batches of one text."""
+    text = torch.randint(128, (1, 33), generator=torch.Generator().manual_seed(1))
+    batches = [text] * 40
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama)(input_ids=text, labels=text).loss.item()
+    names: dict[str, Any] = {"batches": batches, "before": before}
+    code = recipe(README).replace("HuggingFaceTB/SmolLM2-135M", llama.as_posix())
+    assert llama.as_posix() in code
+    exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
+def test_there_are_ten_lines_and_they_stand_on_both_pages() -> None:
+    lines = [line for line in recipe(README).splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(lines) == 10
+    assert recipe(PAGE) == recipe(README)
+
+
+def test_the_ten_lines_train(ran: dict[str, Any]) -> None:
+    text: Tensor = ran["batches"][0]
+    assert ran["model"](input_ids=text, labels=text).loss.item() < ran["before"] - 0.02
+    codes = [layer.weight_codes() for layer in ran["model"].modules() if isinstance(layer, fm.QuantizedLinear)]
+    assert len(codes) == 7 * SHAPE[0]
+    assert {code.dtype for code in codes} == {torch.uint8}
+
+
+def test_the_ten_lines_are_the_rule_that_was_measured(ran: dict[str, Any], llama: Path) -> None:
+    """That of the sweep over fine-tuning rules: the optimizer's options, every rate, the clipping, the weights."""
+    base = read_sweep(find_sweep("finetune_rules.yaml")).base
+    given = {key: value for key, value in base.items() if value is not None}
+    given |= {"rule": RULE, "model.pretrained": llama}
+    config = resolve(load_config(None, [f"--{key}={value}" for key, value in given.items()]))
+    model = quantize(load_causal(str(llama)), config)
+    own = {name: value for name, value in ran["optimizer"].defaults.items() if name != "seed"}
+    for group in build_optimizer(model, config).param_groups:
+        assert {name: group[name] for name in own} == own | {"lr": 5e-5}
+    (factor,) = ran["schedule"].lr_lambdas
+    rates = [lr_factor(config.optimizer, step, STEPS) for step in range(STEPS)]
+    assert [factor(step) for step in range(STEPS)] == pytest.approx(rates)
+    assert f"clip_grad_norm_(model.parameters(), {config.optimizer.grad_clip})" in recipe(README)
+    assert f"# {STEPS} tensors of token ids, (1, {TOKENS + 1}) each" in recipe(README)
+    assert (config.train.max_steps, config.train.batch_size, config.model.block_size) == (STEPS, 1, TOKENS)
+    assert weights_of(ran["model"]) == weights_of(model)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Format, shape of the scales and rounding of every parameter; None for a float one."""
+    return {
+        name: (p.format, tuple(p.scale.shape), p.rounding) if isinstance(p, fm.FP8Parameter) else None
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return import_module("_cards")
+
+
+def test_the_losses_beside_the_ten_lines_are_those_of_the_log(cards: ModuleType) -> None:
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    for rule, loss in zip(("fp32", RULE), cards.ENDED.values(), strict=True):
+        assert re.search(rf"^\| `{rule}` \| [\d.]+ \| [\d.]+ \| {loss:.3f} \|", log, re.MULTILINE)
+        assert re.search(rf"^\| `{rule}` \| [\d.]+ \| [\d.]+ \| {loss:.3f} \|", PAGE, re.MULTILINE)
+
+
+def test_the_tables_of_memory_are_those_of_the_arithmetic(cards: ModuleType) -> None:
+    for page in (README, PAGE):
+        assert cards.recipe_table() in page
+    for made in (cards.memory_table(), cards.cards_table(), cards.measured_table()):
+        assert made in PAGE
+
+
+def test_the_arithmetic_gives_what_smollm2_was_measured_at(cards: ModuleType) -> None:
+    model = cards.MODELS[0]
+    assert model.parameters() == 134_515_008
+    held = [cards.in_float32(model).held, *(cards.in_one_byte(model, muon=muon).held for muon in (False, False, True))]
+    found = dict(zip(cards.peaks(model), zip(held, cards.peaks(model).values(), strict=True), strict=True))
+    assert found.keys() == cards.MEASURED.keys()
+    for name, sizes in cards.MEASURED.items():
+        assert [size / 2**20 for size in found[name]] == pytest.approx(sizes, abs=1.0), name
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_the_arithmetic_gives_what_a_live_model_holds(cards: ModuleType, llama: Path, muon: bool) -> None:
+    layers, width, inner, vocabulary, queries, keys = SHAPE
+    counted = cards.Model("llama", layers, width, inner, vocabulary, queries, keys, tied=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    assert counted.parameters() == sum(p.numel() for p in model.parameters())
+    fm.quantize_model(model, "E4M3", storage="fp8", tied="leave")
+    made = (
+        fm.optim.StiffnessMuon.for_model if muon else lambda m, **more: fm.optim.StiffnessAdamW(m.parameters(), **more)
+    )
+    optimizer = made(model, lr=1e-3, moments="8bit")
+    model(input_ids=torch.ones(1, 8, dtype=torch.long), labels=torch.ones(1, 8, dtype=torch.long)).loss.backward()
+    gradients = [p.grad.nbytes for p in model.parameters()]
+    optimizer.step()
+    memory = cards.in_one_byte(counted, muon=muon)
+    assert (memory.gradients, memory.largest) == (sum(gradients), max(gradients))
+    # What a layer has one of (a step, a counter, a table of inverse frequencies) counts for little in a larger model.
+    assert held_bytes(model, optimizer) == pytest.approx(memory.held, rel=0.02)

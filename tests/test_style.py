@@ -1,0 +1,94 @@
+"""README and the pages it leads to are written in short sentences, with few figures, in words that a reader has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+#: pages that are still in an older style
+EXEMPT = {"bench", "commands", "extending", "geometry", "log", "other-libraries", "performance", "references"}
+EXEMPT |= {"reliability", "report", "scale-out", "settings", "study"}
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.glob("*.md")) if page.stem not in EXEMPT)]
+#: words a sentence on the average and in the longest, figures in a hundred words
+MEAN, LONGEST, FIGURES = 18, 35, 4
+#: ordinary words that have been used with a meaning of our own
+HOUSE = (
+    *("kept", "asked for", "arrived", "goes on", "stands", "lies", "of its own", "bears", "anew", "is said"),
+    *("look", "looks", "lead", "leads", "twin", "twins", "course", "courses", "row", "rows"),
+)
+WORD = re.compile(r"\S*\w\S*")
+FIGURE = re.compile(r"(?<![\w.])\d[\d,.]*")
+END = re.compile(r"[.!?][)\"'”]?\s+(?=[A-Z0-9`(“\"])")
+
+
+def prose(text: str) -> list[str]:
+    """The paragraphs and entries of lists of a page, without code, tables, formulas, headings and directives."""
+    text = re.sub(r"^([ ]*)(```+|:::+).*?^\1\2[ ]*$", "\n", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!--.*?-->|<[^>]+>|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
+    text = re.sub(r"\$\$?[^$]+\$\$?", "x", text)
+    text = re.sub(r"\{\w+\}`~?([^`<]*?)(?:\s*<[^>]*>)?`", r"`\1`", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", lambda link: link[1] or "page", text)
+    text = re.sub(r"^\s*(\||#).*$|^\s*$", "\0", text, flags=re.MULTILINE)
+    text = re.sub(r"^\s*([-*+]|\d+[.)]|:)\s+", "\0", text, flags=re.MULTILINE)
+    blocks = (" ".join(block.split()).replace("*", "") for block in text.split("\0"))
+    return [block for block in blocks if block]
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's prose that have three words at least."""
+    found = [
+        sentence for block in prose(text) for sentence in re.split(r"\0", END.sub(lambda end: end[0] + "\0", block))
+    ]
+    return [sentence for sentence in found if len(WORD.findall(sentence)) >= 3]
+
+
+def explained() -> set[str]:
+    """The words that the glossary has; several may share an entry."""
+    heads = re.findall(r"^(\S.*)\n: ", (DOCS / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return {word.strip() for head in heads for word in head.split(",")}
+
+
+def house_words(text: str, known: set[str]) -> list[str]:
+    """House words of a text that are not explained, in the singular or the plural."""
+    words = [word for word in HOUSE if not {word, word.removesuffix("s")} & known]
+    plain = re.sub(r"`[^`]*`", " ", " ".join(prose(text))).lower()
+    return [word for word in words if re.search(rf"\b{word}\b", plain)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_reads_easily(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    each = sentences(text)
+    lengths = [len(WORD.findall(sentence)) for sentence in each]
+    figures = sum(len(FIGURE.findall(re.sub(r"`[^`]*`", "x", sentence))) for sentence in each)
+    assert sum(lengths) / len(lengths) <= MEAN
+    assert [sentence for sentence, length in zip(each, lengths, strict=True) if length > LONGEST] == []
+    assert 100 * figures / sum(lengths) <= FIGURES
+    assert house_words(text, explained()) == []
+
+
+def test_readme_is_short_and_soon_at_code() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 90
+    assert lines.index("```python") < 45
+
+
+def test_exempt_pages_exist_and_the_first_ones_are_not_among_them() -> None:
+    assert {page.stem for page in DOCS.glob("*.md")} >= EXEMPT
+    first = {"README", "index", "install", "start", "finetune", "formats", "optimizers", "glossary"}
+    assert {page.stem for page in PAGES} >= first
+
+
+def test_the_glossary_has_the_words_of_the_pages() -> None:
+    assert {"ULP", "stiffness", "write-back", "residual", "moments", "bytes a parameter"} <= explained()
+
+
+def test_the_check_sees_what_is_hard_to_read() -> None:
+    text = "# A lead\n\nOne of its own. Two `lead` here, twins.\n\n| lead |\n\n```sh\nlead\n```\n"
+    text += "\n- A *look* [here](x.md)\n"
+    assert prose(text) == ["One of its own. Two `lead` here, twins.", "A look here"]
+    assert sentences(text) == ["One of its own. ", "Two `lead` here, twins.", "A look here"]
+    assert house_words(text, {"look"}) == ["of its own", "twins"]
+    assert FIGURE.findall("0.86M and E4M3, 2,000 steps ± 0.1") == ["0.86", "2,000", "0.1"]
