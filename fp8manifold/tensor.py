@@ -31,8 +31,8 @@ from fp8manifold._encoded.stored_scale import (
     warn_if_lost,
     warn_if_saturated,
 )
-from fp8manifold._encoded.traits import DRAWS, ROUNDINGS, Rounding, Traits
-from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._encoded.traits import Rounding, Traits
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
@@ -216,9 +216,7 @@ class FP8Tensor(EncodedTensor):
         requires_grad: bool = False,
     ) -> Self:
         """The tensor around its parts.  Everything is set here: ``torch.nn.Parameter`` would call an ``__init__``."""
-        check_choice("rounding", traits.rounding, ROUNDINGS)
-        check_choice("draws", traits.draws, DRAWS)
-        check_int("seed", traits.seed, 0, 2**63 - 1)
+        traits.check()
         if traits.dtype not in DTYPES:
             raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
         self: Self = torch.Tensor._make_wrapper_subclass(
@@ -235,8 +233,8 @@ class FP8Tensor(EncodedTensor):
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
-        own = (self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size, self.by_operator)
-        return Traits(*own, self.draws)
+        own = (self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
+        return Traits(*own, self.by_operator, self.draws)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
@@ -260,12 +258,7 @@ class FP8Tensor(EncodedTensor):
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
-        return (
-            len(
-                {Traits.from_flat(each)._replace(seed=0, by_operator=True, draws="independent") for each in (seen, now)}
-            )
-            == 1
-        )
+        return Traits.in_graphs(seen) == Traits.in_graphs(now)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
@@ -383,9 +376,7 @@ class FP8Tensor(EncodedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of every part."""
-        twin = self.with_parts(Tensor.clone)
-        twin.requires_grad_(self.requires_grad)
-        return twin
+        return self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
@@ -403,9 +394,7 @@ class FP8Tensor(EncodedTensor):
 
 def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
     """What unpickling calls."""
-    tensor = cls.__tensor_unflatten__(parts, rest, None, None)
-    tensor.requires_grad_(requires_grad)
-    return tensor
+    return cls.__tensor_unflatten__(parts, rest, None, None).requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([_rebuild, FP8Tensor])

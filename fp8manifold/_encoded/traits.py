@@ -5,6 +5,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 
+from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Draws
 
@@ -32,6 +33,17 @@ class Traits(NamedTuple):
     def flat(self) -> tuple[Any, ...]:
         """With the format by name: what can be compared, hashed and unpickled without a class of ours."""
         return (self.format.name, *self[1:])
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the options are valid."""
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("draws", self.draws, DRAWS)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+
+    @classmethod
+    def in_graphs(cls, flat: tuple[Any, ...]) -> Self:
+        """Those that compiled code depends on: none is drawn there."""
+        return cls.from_flat(flat)._replace(seed=0, by_operator=True, draws="independent")
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
