@@ -31,8 +31,8 @@ class StiffnessSGD(StiffnessOptimizer):
         momentum, dampening, nesterov: as in ``torch.optim.SGD``; the buffer starts from the first gradient.
         weight_decay: decoupled decay, times ``lr`` a step.
         stiffness, metric, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
-            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"`` and ``moments`` need
-            ``momentum`` > 0, the former without Nesterov.
+            on_nonfinite, stabilize_every, reset_every: as in :class:`StiffnessAdamW`; ``writeback="momentum"``
+            and ``moments`` need ``momentum`` > 0, the former without Nesterov.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
