@@ -86,7 +86,7 @@ class FP8Shard(FP8Tensor):
             if len(outputs) == 1:
                 out.scale.copy_(scale)
             out.counter.copy_(self.counter)
-        out.seed, out.by_operator = self.seed, self.by_operator
+        out.seed, out.by_operator, out.draws = self.seed, self.by_operator, self.draws
         return None
 
 

@@ -22,7 +22,7 @@ _PARTS_BEFORE: Final = {part: f".{part}" for part in _PARTS}
 """How they were called in files of before."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LEFT: Final = "remainder"
-_NEWER: Final = {"by_operator", _LEFT}
+_NEWER: Final[dict[str, Any]] = {"by_operator": False, "draws": "independent", _LEFT: False}
 _KEYS: Final = ("format", "block_size", "rounding", "seed", "dtype")
 
 
@@ -50,7 +50,7 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
         >>> sorted(tensors), metadata["fp8:w"]
         (['w', 'w_counter', 'w_scale'], \
 '{"format": "E4M3", "block_size": null, "rounding": "stochastic", "seed": 7, \
-"by_operator": true, "dtype": "float32"}')
+"by_operator": true, "draws": "independent", "dtype": "float32"}')
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
@@ -115,6 +115,7 @@ def _description(value: FP8Tensor) -> dict[str, Any]:
         "rounding": value.rounding,
         "seed": value.seed,
         "by_operator": value.by_operator,
+        "draws": value.draws,
         "dtype": str(value.dtype).removeprefix("torch."),
     } | ({} if value.remainder is None else {_LEFT: True})
 
@@ -128,7 +129,7 @@ def _taken(state: dict[str, Tensor], name: str) -> Tensor:
 def _rebuilt(name: str, parts: dict[str, Tensor], text: str, state: dict[str, Tensor]) -> FP8Parameter:
     try:
         described = json.loads(text)
-        if not isinstance(described, dict) or described.keys() - _NEWER != set(_KEYS):
+        if not isinstance(described, dict) or described.keys() - _NEWER.keys() != set(_KEYS):
             raise ValueError(f"expected the keys {', '.join(_KEYS)}")
         if described["dtype"] not in _DTYPES:
             raise ValueError(f"dtype={described['dtype']!r} is unknown: one of {', '.join(_DTYPES)}")
@@ -140,7 +141,8 @@ def _rebuilt(name: str, parts: dict[str, Tensor], text: str, state: dict[str, Te
             counter=parts["counter"],
             rounding=described["rounding"],
             seed=described["seed"],
-            by_operator=bool(described.get("by_operator", False)),
+            by_operator=bool((_NEWER | described)["by_operator"]),
+            draws=(_NEWER | described)["draws"],
             dtype=_DTYPES[described["dtype"]],
         )
         left = _taken(state, f"{name}_{_LEFT}") if described.get(_LEFT) else None

@@ -11,9 +11,9 @@ from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.rounding import ROUNDINGS, Rounding
-from fp8manifold._numerics.scaled_rounding import Key, rounded_at
+from fp8manifold._numerics.scaled_rounding import rounded_at
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.random_bits import check_words
+from fp8manifold.random_bits import Stream, check_words
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, ROUNDING_OF_SCALES, Granularity, scale_of_amax, wide_amax
 
 __all__ = ["STE", "STES", "as_scale", "fake_quantize", "quantize_at"]
@@ -90,7 +90,7 @@ def quantize_at(
     fmt: FloatFormat,
     ste: str = "identity",
     rounding: str = "nearest",
-    key: Key | None = None,
+    key: Stream | None = None,
     *,
     blocks: bool = False,
 ) -> Tensor:
@@ -102,7 +102,7 @@ def quantize_at(
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, fmt: FloatFormat, ste: str, rounding: str, key: Key | None, blocks: bool
+        ctx: Any, x: Tensor, scale: Tensor, fmt: FloatFormat, ste: str, rounding: str, key: Stream | None, blocks: bool
     ) -> Tensor:
         ctx.ste = ste
         if ste == "clipped":
@@ -129,13 +129,13 @@ def _inside(x: Tensor, scale: Tensor, fmt: FloatFormat, blocks: bool) -> Tensor:
     return (x.to(work) / spread.to(work)).abs() <= fmt.max * ROUNDING_OF_SCALES
 
 
-def _key(rounding: str, seed: int | None, step: int, stream: int) -> Key | None:
+def _key(rounding: str, seed: int | None, step: int, stream: int) -> Stream | None:
     if rounding != "stochastic":
         return None
     if seed is None:
         raise ValueError("rounding='stochastic' needs seed=...")
     check_words(seed=seed, step=step, stream=stream)
-    return seed, step, stream
+    return Stream((seed, step, stream))
 
 
 def as_scale(x: Tensor, scale: Tensor | float, blocks: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:

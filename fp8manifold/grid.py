@@ -2,18 +2,19 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from fp8manifold._native._arrays import Key, decoded, encoded, rounded
+from fp8manifold._native._arrays import decoded, encoded, rounded
 from fp8manifold._numerics.blocks import blockwise
 from fp8manifold._numerics.charts import UlpChart, within
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import binade, check_holds, float_bits, working_dtype
 from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.random_bits import check_words, draw_range
+from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of
 
 __all__ = [
     "Overflow",
@@ -67,6 +68,7 @@ def round_to_grid(
     stream: int = 0,
     offset: int = 0,
     bits: Tensor | None = None,
+    draws: Draws = "independent",
 ) -> Tensor:
     """Round every element to a value of the format, in the dtype of ``x``.
 
@@ -85,6 +87,7 @@ def round_to_grid(
             or NaN where the layout has no Inf (a ``finite`` layout saturates).
         seed, step, stream, offset: key of the random bits of ``stochastic``, as in :func:`fp8manifold.random_bits`.
         bits: the 24-bit draws themselves (int32, shape of ``x``), in place of ``seed``.
+        draws: ``independent``, or ``dither``: spread evenly over the steps, as in :func:`fp8manifold.random_bits`.
 
     Returns:
         Tensor of the shape and dtype of ``x``, detached.  NaN stays NaN; -0 is kept where the layout has it; an empty
@@ -107,15 +110,15 @@ def round_to_grid(
     check_choice("overflow", overflow, OVERFLOWS)
     work = working_dtype(x)
     check_holds(x.dtype, fmt)
-    draws = _draws(x, seed, step, stream, offset, bits) if rounding == "stochastic" else _no_draws
-    if bits is None and _saturates(fmt, rounding, overflow):
-        key = None if rounding == "nearest" else (seed or 0, step, stream)
-        if (native := rounded(x, fmt, key, offset)) is not None:
-            return native
+    key = None if rounding != "stochastic" or seed is None else _key(draws, seed, step, stream, offset)
+    drawn = _draws(x, key, offset, bits) if rounding == "stochastic" else _no_draws
+    native = rounded(x, fmt, key, offset) if bits is None and _saturates(fmt, rounding, overflow) else None
+    if native is not None:
+        return native
 
     def block(part: Tensor, start: int, out: Tensor | None) -> Tensor:
         fits = out is not None and out.dtype == work
-        return round_block(part.to(work), fmt, rounding, overflow, draws(start, part.numel()), out if fits else None)
+        return round_block(part.to(work), fmt, rounding, overflow, drawn(start, part.numel()), out if fits else None)
 
     return blockwise(block, x.detach(), x.dtype)
 
@@ -131,6 +134,7 @@ def encode(
     stream: int = 0,
     offset: int = 0,
     bits: Tensor | None = None,
+    draws: Draws = "independent",
 ) -> Tensor:
     """Round every element to the format and return its code.
 
@@ -139,7 +143,7 @@ def encode(
     for every ``x`` that is accepted.
 
     Args:
-        x, fmt, rounding, overflow, seed, step, stream, offset, bits: as in :func:`round_to_grid`.
+        x, fmt, rounding, overflow, seed, step, stream, offset, bits, draws: as in :func:`round_to_grid`.
 
     Returns:
         uint8 tensor of the shape of ``x``: sign, exponent and mantissa in the low ``fmt.bits`` bits.  NaN gives the
@@ -160,10 +164,11 @@ def encode(
     check_choice("rounding", rounding, ROUNDINGS)
     check_choice("overflow", overflow, OVERFLOWS)
     if (rounding == "nearest" or seed is not None) and bits is None and _saturates(fmt, rounding, overflow):
-        native = _native_codes(x, fmt, None if seed is None or rounding == "nearest" else (seed, step, stream), offset)
+        key = None if seed is None or rounding == "nearest" else _key(draws, seed, step, stream, offset)
+        native = _native_codes(x, fmt, key, offset)
         if native is not None:
             return native
-    y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits)
+    y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits, draws=draws)
     has_nan = torch.compiler.is_compiling() or bool(y.sum().isnan())  # one pass, where a mask would cost four
     if fmt.nan_code is None and has_nan and (count := int(y.isnan().sum())):
         raise ValueError(f"x holds {count} NaN, and {fmt.name} has no code for NaN: remove them first")
@@ -279,9 +284,13 @@ def _chart(fmt: FloatFormat) -> UlpChart:
     return UlpChart(fmt.mantissa_bits, fmt.emin, fmt.emax)
 
 
-def _draws(
-    x: Tensor, seed: int | None, step: int, stream: int, offset: int, bits: Tensor | None
-) -> Callable[[int, int], Tensor]:
+def _key(draws: str, seed: int, step: int, stream: int, offset: int) -> Stream:
+    check_words(seed=seed, step=step, stream=stream, offset=offset)
+    check_choice("draws", draws, get_args(Draws))
+    return stream_of(draws, seed, step, stream)
+
+
+def _draws(x: Tensor, key: Stream | None, offset: int, bits: Tensor | None) -> Callable[[int, int], Tensor]:
     """The draws of any run of positions (start, size), given or generated."""
     if bits is not None:
         if bits.dtype != torch.int32 or bits.shape != x.shape:
@@ -290,11 +299,9 @@ def _draws(
             )
         given = bits.reshape(-1)
         return lambda start, size: given[start : start + size]
-    if seed is None:
+    if key is None:
         raise ValueError("rounding='stochastic' needs seed=... (or bits=..., the 24-bit draws themselves)")
-    check_words(seed=seed, step=step, stream=stream, offset=offset)
-    words = (seed, step, stream)
-    return lambda start, size: draw_range(offset + start, size, words, x.device)
+    return lambda start, size: draw_range(offset + start, size, key, x.device)
 
 
 def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
@@ -302,12 +309,10 @@ def _saturates(fmt: FloatFormat, rounding: str, overflow: str) -> bool:
     return rounding in ("nearest", "stochastic") and (overflow == "saturate" or fmt.layout == "finite")
 
 
-def _native_codes(x: Tensor, fmt: FloatFormat, key: Key | None, offset: int) -> Tensor | None:
+def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) -> Tensor | None:
     """None too where a NaN could be that has no code: it is counted elsewhere."""
     if not isinstance(x, Tensor) or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return None
-    if key is not None:
-        check_words(seed=key[0], step=key[1], stream=key[2], offset=offset)
     if fmt.nan_code is None and not bool(x.sum().isfinite()):
         return None
     return encoded(x, fmt, key, offset)

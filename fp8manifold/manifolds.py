@@ -1,6 +1,6 @@
 """A float format as a geoopt manifold: the continuous one of its stiffness, and the grid itself."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import geoopt
 import torch
@@ -12,6 +12,7 @@ from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import LAYOUTS, FloatFormat, FormatLike, as_format
 from fp8manifold.grid import round_to_grid
+from fp8manifold.random_bits import Draws
 
 __all__ = ["FP8Manifold", "StiffnessManifold"]
 
@@ -249,12 +250,15 @@ class FP8Manifold(StiffnessManifold):
         metric: as in :class:`StiffnessManifold`.
         retraction: ``exponential`` rounds ``exp_x(u)``; ``euclidean`` rounds ``x + u`` (for ablation: the two differ
             where a step crosses a power of two).
+        draws: how the random bits of one element follow each other, retraction by retraction: ``independent``, or
+            ``dither``, spread evenly (:func:`fp8manifold.random_bits`): a weight that is asked for a tenth of an ULP
+            ten times then moves by one, nearly always.
 
     The stochastic manifold counts its retractions in the int64 buffer ``counter``, which is part of ``state_dict``:
     after loading it, the same random bits follow.
 
     Raises:
-        TypeError, ValueError: as :class:`StiffnessManifold`; ``ValueError`` for an unknown rounding or retraction.
+        TypeError, ValueError: as :class:`StiffnessManifold`; ``ValueError``: unknown rounding, retraction, draws.
 
     Example:
         >>> manifold = FP8Manifold("E4M3", rounding="stochastic", seed=1)
@@ -283,12 +287,14 @@ class FP8Manifold(StiffnessManifold):
         *,
         metric: Metric = "ulp",
         retraction: Literal["exponential", "euclidean"] = "exponential",
+        draws: Draws = "independent",
     ) -> None:
         super().__init__(fmt, scale, metric)
         check_choice("rounding", rounding, ("nearest", "stochastic"))
         check_choice("retraction", retraction, ("exponential", "euclidean"))
         check_int("seed", seed, 0, 2**63 - 1)
-        self.rounding, self.retraction = rounding, retraction
+        check_choice("draws", draws, get_args(Draws))
+        self.rounding, self.retraction, self.draws = rounding, retraction, draws
         self.register_buffer("seed_word", torch.tensor(seed))
         self.register_buffer("counter", torch.tensor(0))
 
@@ -308,7 +314,12 @@ class FP8Manifold(StiffnessManifold):
         if self.rounding == "nearest":
             return round_to_grid(x, self.format)
         rounded = round_to_grid(
-            x, self.format, "stochastic", seed=int(self.seed_word.item()), step=int(self.counter.item())
+            x,
+            self.format,
+            "stochastic",
+            seed=int(self.seed_word.item()),
+            step=int(self.counter.item()),
+            draws=self.draws,
         )
         self.counter += 1
         return rounded

@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.eager import eager_only
 
 __all__ = ["RANDOM_BITS", "random_bits"]
@@ -25,7 +26,33 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB)  # triple32, https://github.com/skeeto/hash-prospector
 _SHIFTS = (17, 11, 15)
 
-Words = tuple[int, int, int]
+Words = tuple[int, ...]
+Draws = Literal["independent", "dither"]
+"""How the draws of one element follow each other in time."""
+
+EPOCH: Final = 256
+"""Writes after which dithered draws take phases of their own anew."""
+_ADVANCE = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it lie evenly in the circle of words
+_DITHERED = 3  # a key word: the phases of dithered draws are no independent draws
+
+
+class Stream(NamedTuple):
+    """The key words of random words, and what is added to each word: a phase that moves with time."""
+
+    words: Words
+    phase: int = 0
+
+
+def stream_of(draws: str, seed: int, step: int, stream: int) -> Stream:
+    """The key of one step's draws.
+
+    ``independent``: the words ``(seed, step, stream)`` and no phase.  ``dither``: the words of the epoch that the step
+    is in, and the phase ``0x9E3779B9 (step mod 256) mod 2^32``.
+    """
+    if draws == "independent":
+        return Stream((seed, step, stream))
+    epoch, since = divmod(step, EPOCH)
+    return Stream((seed, epoch, stream, _DITHERED), signed_word(_ADVANCE * since))
 
 
 def random_bits(
@@ -36,6 +63,7 @@ def random_bits(
     stream: int = 0,
     offset: int = 0,
     device: torch.device | str | None = None,
+    draws: Draws = "independent",
 ) -> Tensor:
     """Uniform 24-bit integers that depend on nothing but their key and their position.
 
@@ -45,6 +73,14 @@ def random_bits(
     multiply-xorshift rounds that scramble the element index, so streams are not shifted copies of one another.
     The same bits come out eager and compiled, on CPU and GPU, and for any way of cutting a tensor into parts.
 
+    With ``draws="dither"`` an element's draws are spread evenly over the steps: they begin at a random phase, which the
+    golden ratio advances in each step and a new one replaces after 256 of them,
+
+    .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
+              + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
+
+    so that each draw is uniform still, and those of different elements and streams are independent.
+
     Args:
         shape: shape of the result; positions count in row-major order.
         seed: key word shared by a run, ``0 <= seed < 2**64``, like the three that follow.
@@ -52,13 +88,14 @@ def random_bits(
         stream: key word of the parameter.
         offset: global position of the first element, for a part of a larger tensor.
         device: where the result lives.
+        draws: ``independent`` or ``dither``.
 
     Returns:
         int32 tensor of ``shape``; empty for an empty shape.
 
     Raises:
         TypeError: a key word is not an int.
-        ValueError: a key word is out of range (below 0, or ``2**64`` and more).
+        ValueError: a key word is out of range (below 0, or ``2**64`` and more), or ``draws`` is neither.
 
     Example:
         >>> whole = random_bits(6, seed=1, step=2, stream=3)
@@ -67,17 +104,19 @@ def random_bits(
         True
 
     Source: the rounds are those of C. Wellons' triple32 hash, keyed; the key schedule is SplitMix64
-    (Steele, Lea, Flood 2014).
+    (Steele, Lea, Flood 2014); additive recurrences of the golden ratio are the most even of their kind (Knuth, The Art
+    of Computer Programming, 6.4).
     """
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     check_words(seed=seed, step=step, stream=stream, offset=offset)
-    numel = math.prod(shape)
+    check_choice("draws", draws, get_args(Draws))
+    numel, key = math.prod(shape), stream_of(draws, seed, step, stream)
     if not runs_in_blocks(device, numel):
-        return draw_range(offset, numel, (seed, step, stream), device).view(shape)
+        return draw_range(offset, numel, key, device).view(shape)
     out = torch.empty(numel, dtype=torch.int32, device=device)
     for start in range(0, numel, BLOCK):
         part = out[start : start + BLOCK]
-        part.copy_(draw_range(offset + start, part.numel(), (seed, step, stream), device))
+        part.copy_(draw_range(offset + start, part.numel(), key, device))
     return out.view(shape)
 
 
@@ -90,9 +129,9 @@ def check_words(**words: int) -> None:
             raise ValueError(f"{name}={word} is out of range: 0 to 2**64 - 1")
 
 
-def draw_range(offset: int, numel: int, words: Words, device: torch.device | str | None) -> Tensor:
-    """The draws at positions ``offset .. offset + numel``, flat, under the words (seed, step, stream)."""
-    return word_range(offset, numel, words, device, RANDOM_BITS)
+def draw_range(offset: int, numel: int, key: Stream, device: torch.device | str | None) -> Tensor:
+    """The draws at positions ``offset .. offset + numel``, flat."""
+    return word_range(offset, numel, key.words, device, RANDOM_BITS, phase=key.phase)
 
 
 def draw_of(word: Tensor) -> Tensor:
@@ -106,9 +145,11 @@ def top_bits(word: Tensor, bits: int) -> Tensor:
 
 
 def word_range(
-    offset: int, numel: int, words: tuple[int, ...], device: torch.device | str | None, bits: int = 32
+    offset: int, numel: int, words: Words, device: torch.device | str | None, bits: int = 32, *, phase: int = 0
 ) -> Tensor:
     """The random words at positions ``offset .. offset + numel``, flat, under any key words: their upper ``bits``.
+
+    ``phase`` is added to each of them, modulo 2^32.
 
     Compiled code breaks off at ``round_keys``; what is done with the words in here is one graph with them, and what
     a caller does is another.
@@ -116,14 +157,16 @@ def word_range(
     high, low = divmod(offset, 2**32)
     if low + numel > 2**32:
         below, above = 2**32 - low, low + numel - 2**32
-        parts = (word_range(offset, below, words, device, bits), word_range(offset + below, above, words, device, bits))
-        return torch.cat(parts)
+        parts = ((offset, below), (offset + below, above))
+        return torch.cat([word_range(*part, words, device, bits, phase=phase) for part in parts])
     first, second, third = round_keys(words, high)
     x = _positions(numel, device) + signed_word(first + low)
     if not _has_numpy(x):
-        return top_bits(mix(x, second, third), bits)
+        return top_bits(mix(x, second, third) + phase, bits)
     unsigned = x.numpy().view(np.uint32)
     _mix_unsigned(unsigned, np.uint32(second % 2**32), np.uint32(third % 2**32))
+    if phase:
+        np.add(unsigned, np.uint32(phase % 2**32), out=unsigned)
     if bits < 32:
         np.right_shift(unsigned, np.uint32(32 - bits), out=unsigned)
     return x
@@ -162,7 +205,7 @@ def round_keys(words: tuple[int, ...], high: int) -> tuple[int, int, int]:
     return signed_word(mixed), signed_word(mixed >> 32), signed_word(_mix64(mixed))
 
 
-def round_key_rows(prefixes: Sequence[tuple[int, int]], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
+def round_key_rows(prefixes: Sequence[Words], streams: NDArray[np.uint64], *more: int) -> NDArray[np.int32]:
     """:func:`round_keys` of many words (seed, step, stream, ``*more``) at position 0: one row of three keys each."""
     known = {words: _prefix(words) for words in set(prefixes)}
     mixed = np.array([known[words] for words in prefixes], dtype=np.uint64)

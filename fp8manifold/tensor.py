@@ -31,14 +31,14 @@ from fp8manifold._encoded.stored_scale import (
     warn_if_lost,
     warn_if_saturated,
 )
-from fp8manifold._encoded.traits import ROUNDINGS, Rounding, Traits
-from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._encoded.traits import Rounding, Traits
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.random_bits import fresh_seed
+from fp8manifold.random_bits import Draws, fresh_seed
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
 
 __all__ = ["FP8Tensor"]
@@ -70,6 +70,7 @@ class FP8Tensor(EncodedTensor):
             torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
+        draws: of ``stochastic``, write by write: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`).
         requires_grad: whether autograd records what is done with it.
 
     Attributes:
@@ -105,6 +106,7 @@ class FP8Tensor(EncodedTensor):
     rounding: Rounding
     seed: int
     by_operator: bool
+    draws: Draws
 
     @staticmethod
     def __new__(
@@ -119,6 +121,7 @@ class FP8Tensor(EncodedTensor):
         seed: int | None = None,
         dtype: torch.dtype | None = None,
         keep_remainder: bool = False,
+        draws: Draws = "independent",
         requires_grad: bool = False,
     ) -> Self:
         working_dtype(w, "w")
@@ -133,7 +136,7 @@ class FP8Tensor(EncodedTensor):
         wide = expand_scale(parts, block_size, w.shape)
         codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
         remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
-        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size)
+        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
         return cls._wrap(codes, parts, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
@@ -166,6 +169,7 @@ class FP8Tensor(EncodedTensor):
         seed: int | None = None,
         dtype: torch.dtype = torch.float32,
         by_operator: bool = True,
+        draws: Draws = "independent",
         requires_grad: bool = False,
     ) -> Self:
         """Put codes and scales together; the tensors are held, not copied.
@@ -173,7 +177,7 @@ class FP8Tensor(EncodedTensor):
         Args:
             codes: uint8, contiguous.
             scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, or with ``block_size=32`` ``(.., C/32)``.
-            fmt, rounding, seed, dtype: as in the constructor.
+            fmt, rounding, seed, dtype, draws: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
             by_operator: whether the name of the operator that writes enters the key of its draws, so that an average
@@ -198,7 +202,7 @@ class FP8Tensor(EncodedTensor):
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
-        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, by_operator)
+        traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, by_operator, draws)
         return cls._wrap(codes, scale, count, None, traits, requires_grad)
 
     @classmethod
@@ -212,8 +216,7 @@ class FP8Tensor(EncodedTensor):
         requires_grad: bool = False,
     ) -> Self:
         """The tensor around its parts.  Everything is set here: ``torch.nn.Parameter`` would call an ``__init__``."""
-        check_choice("rounding", traits.rounding, ROUNDINGS)
-        check_int("seed", traits.seed, 0, 2**63 - 1)
+        traits.check()
         if traits.dtype not in DTYPES:
             raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
         self: Self = torch.Tensor._make_wrapper_subclass(
@@ -225,12 +228,13 @@ class FP8Tensor(EncodedTensor):
             requires_grad=requires_grad,
         )
         self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
-        self.format, self.rounding, self.seed, _, self.block_size, self.by_operator = traits
+        self.format, self.rounding, self.seed, _, self.block_size, self.by_operator, self.draws = traits
         guard_memory(self)
         return self
 
     def _traits(self, dtype: torch.dtype | None = None) -> Traits:
-        return Traits(self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size, self.by_operator)
+        own = (self.format, self.rounding, self.seed, dtype or self.dtype, self.block_size)
+        return Traits(*own, self.by_operator, self.draws)
 
     def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
         """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
@@ -254,7 +258,7 @@ class FP8Tensor(EncodedTensor):
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
         """Whether code compiled for one tensor serves another: seeds differ from layer to layer, and none is drawn."""
-        return len({Traits.from_flat(each)._replace(seed=0, by_operator=True) for each in (seen, now)}) == 1
+        return Traits.in_graphs(seen) == Traits.in_graphs(now)
 
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
@@ -317,7 +321,7 @@ class FP8Tensor(EncodedTensor):
     @property
     def manifold(self) -> FP8Manifold:
         """The manifold of the format at the tensor's scale, counting its draws in the tensor's own counter."""
-        manifold = FP8Manifold(self.format, self.expanded_scale(), self.rounding, self.seed)
+        manifold = FP8Manifold(self.format, self.expanded_scale(), self.rounding, self.seed, draws=self.draws)
         manifold.counter = self.counter
         return manifold
 
@@ -372,9 +376,7 @@ class FP8Tensor(EncodedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of every part."""
-        twin = self.with_parts(Tensor.clone)
-        twin.requires_grad_(self.requires_grad)
-        return twin
+        return self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
@@ -392,9 +394,7 @@ class FP8Tensor(EncodedTensor):
 
 def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
     """What unpickling calls."""
-    tensor = cls.__tensor_unflatten__(parts, rest, None, None)
-    tensor.requires_grad_(requires_grad)
-    return tensor
+    return cls.__tensor_unflatten__(parts, rest, None, None).requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([_rebuild, FP8Tensor])

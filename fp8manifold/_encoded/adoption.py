@@ -34,7 +34,7 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
         )
     counter = other.counter
     if is_loading():
-        own.seed, own.by_operator = other.seed, other.by_operator
+        own.seed, own.by_operator, own.draws = other.seed, other.by_operator, other.draws
     else:
         counter = torch.maximum(own.counter, counter.to(own.counter.device))
     for mine, part in ((own.codes, other.codes), (own.scale, scale), (own.counter, counter)):

@@ -154,6 +154,7 @@ def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator:
     if rounding == "nearest":
         return encode(steps, own.format)
     stream = named_word(operator) if own.by_operator else 0
-    codes = encode(steps, own.format, "stochastic", seed=own.seed, step=int(own.counter), stream=stream)
+    key = {"seed": own.seed, "step": int(own.counter), "stream": stream}
+    codes = encode(steps, own.format, "stochastic", draws=own.draws, **key)
     own.counter.add_(1)
     return codes

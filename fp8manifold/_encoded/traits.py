@@ -1,16 +1,19 @@
 """What a tensor of codes is, apart from its tensors: the part that a compiler treats as constant."""
 
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 import torch
 
+from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.formats import FloatFormat
+from fp8manifold.random_bits import Draws
 
-__all__ = ["ROUNDINGS", "Rounding", "Traits"]
+__all__ = ["DRAWS", "ROUNDINGS", "Rounding", "Traits"]
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: Final = ("nearest", "stochastic")
+DRAWS: Final = get_args(Draws)
 
 
 class Traits(NamedTuple):
@@ -23,16 +26,29 @@ class Traits(NamedTuple):
     block_size: int | None
     #: whether the operator that writes is a word of the key of its draws, which it was not in tensors saved before
     by_operator: bool = True
+    #: how the draws of one weight follow each other, write by write
+    draws: Draws = "independent"
 
     @property
     def flat(self) -> tuple[Any, ...]:
         """With the format by name: what can be compared, hashed and unpickled without a class of ours."""
         return (self.format.name, *self[1:])
 
+    def check(self) -> None:
+        """Raise TypeError or ValueError unless the options are valid."""
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_choice("draws", self.draws, DRAWS)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+
+    @classmethod
+    def in_graphs(cls, flat: tuple[Any, ...]) -> Self:
+        """Those that compiled code depends on: none is drawn there."""
+        return cls.from_flat(flat)._replace(seed=0, by_operator=True, draws="independent")
+
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
         """The way back."""
-        saved_before = len(flat) == len(cls._fields) - 1
+        saved_before = len(flat) == len(cls._fields) - 2
         return cls(_format_named(flat[0]), *flat[1:], *([False] if saved_before else []))
 
 

@@ -10,13 +10,11 @@ from torch import Tensor
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import ARRAY, format_record
 from fp8manifold.formats import FloatFormat
-from fp8manifold.random_bits import round_keys, signed_word
+from fp8manifold.random_bits import Stream, round_keys, signed_word
 
 __all__ = ["content", "decoded", "encoded", "is_plain", "rounded", "spacings"]
 
 _OUT: Final = (torch.float32, torch.bfloat16)
-
-Key = tuple[int, int, int]
 
 
 def decoded(
@@ -49,7 +47,7 @@ def spacings(codes: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
 def rounded(
     x: Tensor,
     fmt: FloatFormat,
-    key: Key | None = None,
+    key: Stream | None = None,
     offset: int = 0,
     scale: Tensor | None = None,
     *,
@@ -60,7 +58,7 @@ def rounded(
     Args:
         x: float32.
         fmt: the format.
-        key: seed, step and stream of the draws; None rounds to nearest.
+        key: of the draws; None rounds to nearest.
         offset: position of the first element.
         scale: float32, one in all or one for each of equal runs of ``x``; None for 1.
         rescale: whether what has been divided by the scale is multiplied by it again.
@@ -70,13 +68,13 @@ def rounded(
     return _made("fp8manifold_round", x, fmt, torch.float32, scale, key, offset, rescale=rescale)
 
 
-def encoded(x: Tensor, fmt: FloatFormat, key: Key | None = None, offset: int = 0) -> Tensor | None:
+def encoded(x: Tensor, fmt: FloatFormat, key: Stream | None = None, offset: int = 0) -> Tensor | None:
     """The codes of ``x``, saturating; NaN has the format's code for it, or that of zero where there is none.
 
     Args:
         x: float32.
         fmt: the format.
-        key: seed, step and stream of the draws; None rounds to nearest.
+        key: of the draws; None rounds to nearest.
         offset: position of the first element.
     """
     if x.dtype is not torch.float32:
@@ -84,7 +82,7 @@ def encoded(x: Tensor, fmt: FloatFormat, key: Key | None = None, offset: int = 0
     return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
 
 
-def content(x: Tensor, key: Key, offset: int = 0) -> int | None:
+def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
     """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words drawn by position.
 
     Args:
@@ -97,7 +95,7 @@ def content(x: Tensor, key: Key, offset: int = 0) -> int | None:
         return None
     flat = x.detach().contiguous().resolve_neg()
     first, second, third = round_keys(key, high)
-    words = np.array([signed_word(first + low), second, third], dtype=np.int32)
+    words = np.array([signed_word(first + low), second, third, 0], dtype=np.int32)
     return int(kernels.fp8manifold_content(flat.data_ptr(), flat.numel(), words.ctypes.data))
 
 
@@ -107,7 +105,7 @@ def _made(
     fmt: FloatFormat,
     dtype: torch.dtype,
     scale: Tensor | None,
-    key: Key | None = None,
+    key: Stream | None = None,
     offset: int = 0,
     *,
     rescale: bool = False,
@@ -127,7 +125,7 @@ def _made(
     length, rest = divmod(given.numel(), rows)
     if rest or (scale is not None and not (is_plain(scale) and scale.dtype is torch.float32)):
         return None
-    first, second, third = (0, 0, 0) if key is None else round_keys(key, high)
+    first, second, third = (0, 0, 0) if key is None else round_keys(key.words, high)
     record = np.zeros(1, dtype=ARRAY)
     record[0] = (
         format_record(fmt)[0],
@@ -142,7 +140,7 @@ def _made(
         bfloat16,
         fmt.nan_code or 0,
         spacing,
-        (first, second, third),
+        (first, second, third, 0 if key is None else key.phase),
         signed_word(low),
     )
     getattr(kernels, function)(ctypes.c_void_p(record.ctypes.data), threads_for(given.numel()))

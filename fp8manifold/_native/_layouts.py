@@ -36,7 +36,7 @@ JOB: Final = np.dtype(
         ("rows", np.int64),
         ("length", np.int64),
         ("facts", np.int32, 4),  # scales, repeats, low_exponent, high_exponent
-        ("keys", np.int32, 6),
+        ("keys", np.int32, 8),
         ("hyper", np.float32, 19),
     ],
     align=True,
@@ -52,7 +52,7 @@ ARRAY: Final = np.dtype(
         ("rows", np.int64),
         ("length", np.int64),
         *[(name, np.int32) for name in ("shared", "stochastic", "rescale", "bfloat16", "nan_code", "spacing")],
-        ("keys", np.int32, 3),
+        ("keys", np.int32, 4),
         ("position", np.int32),
     ],
     align=True,

@@ -1,11 +1,12 @@
-/* Counter-based random words, as fp8manifold/random_bits.py has them: a function of three round keys and a position. */
+/* Counter-based random words, as fp8manifold/random_bits.py has them: a function of three round keys and a position,
+ * and a phase that is added. */
 #ifndef FP8MANIFOLD_DRAWS_H
 #define FP8MANIFOLD_DRAWS_H
 
 #include "portable.h"
 
 typedef struct {
-    uint32_t first, second, third;
+    uint32_t first, second, third, phase;
 } Keys;
 
 INLINE uint32_t random_word(const Keys keys, uint32_t position)
@@ -13,7 +14,7 @@ INLINE uint32_t random_word(const Keys keys, uint32_t position)
     uint32_t x = position + keys.first;
     x = (x ^ (x >> 17)) * 0xED5AD4BBu + keys.second;
     x = (x ^ (x >> 11)) * 0xAC4C1B51u + keys.third;
-    return (x ^ (x >> 15)) * 0x31848BABu;
+    return (x ^ (x >> 15)) * 0x31848BABu + keys.phase;
 }
 
 /* The 24 bits of a word that decide a rounding. */

@@ -22,7 +22,7 @@ typedef struct {
     uint32_t position;  /* of the first element */
 } Array;
 
-_Static_assert(sizeof(Array) == 136, "the size of ARRAY in _layouts.py");
+_Static_assert(sizeof(Array) == 144, "the size of ARRAY in _layouts.py");
 
 /* Some elements that share a scale. */
 typedef void (*Piece)(const Array *a, int64_t at, int n, float scale);

@@ -48,6 +48,6 @@ typedef struct {
 
 /* As NumPy lays them out; a platform that differs is not built for. */
 _Static_assert(sizeof(Spec) == 96, "the size of SPEC in _layouts.py");
-_Static_assert(sizeof(Job) == 216, "the size of JOB in _layouts.py");
+_Static_assert(sizeof(Job) == 224, "the size of JOB in _layouts.py");
 
 #endif

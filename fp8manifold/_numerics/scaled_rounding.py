@@ -10,19 +10,16 @@ from fp8manifold._numerics.blocks import BLOCK, runs_in_blocks
 from fp8manifold._numerics.float_bits import check_holds, working_dtype
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold.formats import FloatFormat
-from fp8manifold.random_bits import draw_range
+from fp8manifold.random_bits import Stream, draw_range
 from fp8manifold.scaling import BLOCK_SIZE
 
-__all__ = ["Key", "rounded_at", "rounded_units"]
-
-Key = tuple[int, int, int]
-"""Seed, step and stream of random bits; see :func:`fp8manifold.random_bits`."""
+__all__ = ["rounded_at", "rounded_units"]
 
 Draws = Callable[[int, int], Tensor | None]
 
 
 def rounded_at(
-    x: Tensor, scale: Tensor, fmt: FloatFormat, rounding: str = "nearest", key: Key | None = None, *, blocks: bool
+    x: Tensor, scale: Tensor, fmt: FloatFormat, rounding: str = "nearest", key: Stream | None = None, *, blocks: bool
 ) -> Tensor:
     """``s round(x / s)`` in ``x``'s dtype, detached, saturating.
 
@@ -43,7 +40,7 @@ def rounded_units(x: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
 
 
 def _walk(
-    x: Tensor, scale: Tensor, fmt: FloatFormat, rounding: str, key: Key | None, blocks: bool, rescale: bool
+    x: Tensor, scale: Tensor, fmt: FloatFormat, rounding: str, key: Stream | None, blocks: bool, rescale: bool
 ) -> Tensor:
     work = working_dtype(x)
     check_holds(work, fmt)
@@ -95,7 +92,7 @@ def _rows_of(x: Tensor, scale: Tensor) -> int | None:
     return scale.numel() if leading and rest.numel() == 1 and scale.dim() == x.dim() else None
 
 
-def _draws(x: Tensor, rounding: str, key: Key | None) -> Draws:
+def _draws(x: Tensor, rounding: str, key: Stream | None) -> Draws:
     if rounding != "stochastic":
         return lambda start, size: None
     assert key is not None

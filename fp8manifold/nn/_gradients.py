@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp8manifold._numerics.scaled_rounding import Key, rounded_at
+from fp8manifold._numerics.scaled_rounding import rounded_at
 from fp8manifold.nn._operands import OperandSpec
 from fp8manifold.nn._scalers import Scaler
+from fp8manifold.random_bits import Stream
 
 __all__ = ["Rounded", "linear_with_rounded_gradients", "round_gradient"]
 
@@ -67,7 +68,7 @@ def _weight_gradient(rows: Tensor, x: Tensor, rounded: Rounded, dtype: torch.dty
     return product.to(dtype) if rounded is None else rounded(product.float()).to(dtype)
 
 
-def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Key) -> Tensor:
+def round_gradient(gradient: Tensor, *, scaler: Scaler, operand: OperandSpec, key: Stream) -> Tensor:
     """Quantise a gradient; one that holds Inf or NaN becomes NaN, so that no saturation hides it."""
     blocks, rounding = operand.granularity == "block", operand.rounding or "nearest"
     zero_or_nan = gradient.sum(dtype=torch.float32) * 0.0

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
-from fp8manifold._numerics.scaled_rounding import Key
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -34,6 +33,7 @@ from fp8manifold.nn._recomputation import Pass, pass_of
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._spec import LayerSpec
 from fp8manifold.parameter import FP8Parameter
+from fp8manifold.random_bits import Stream
 from fp8manifold.scaling import BLOCK_SIZE, Granularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -262,8 +262,8 @@ class QuantizedLinear(nn.Linear):
             return None
         return partial(round_gradient, scaler=scaler, operand=self._operands[name], key=self._key(name, draw))
 
-    def _key(self, name: OperandName, draw: int) -> Key:
-        return self._seed, draw, _STREAMS[name]
+    def _key(self, name: OperandName, draw: int) -> Stream:
+        return Stream((self._seed, draw, _STREAMS[name]))
 
     def _draw(self) -> int:
         """Number of the next forward pass, where bits are drawn in it."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8manifold._encoded.adoption import checked_remainder
 from fp8manifold._encoded.dispatch import DTYPES
 from fp8manifold._encoded.float8 import FLOAT8, as_codes, as_float8, float8_format
-from fp8manifold._encoded.traits import ROUNDINGS
+from fp8manifold._encoded.traits import DRAWS, ROUNDINGS
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
@@ -31,7 +31,7 @@ def parts_of(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
     traits = [
         *(fmt.exponent_bits, fmt.mantissa_bits, fmt.bias, LAYOUTS.index(fmt.layout)),
         *(ROUNDINGS.index(weight.rounding), weight.seed, DTYPES.index(weight.dtype)),
-        *(weight.block_size or 0, int(weight.by_operator)),
+        *(weight.block_size or 0, int(weight.by_operator), DRAWS.index(weight.draws)),
     ]
     codes = as_float8(weight.codes, fmt)
     parts = (codes, weight.scale, weight.counter, torch.tensor(traits, device=weight.device))
@@ -68,7 +68,8 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
 
 def _read_traits(name: str, traits: Tensor) -> dict[str, Any]:
     try:
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator = traits.tolist()
+        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, *more = traits.tolist()
+        (draws,) = more or (0,)  # files of an older layout have nine
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
             "rounding": _one_of(ROUNDINGS, rounding),
@@ -76,6 +77,7 @@ def _read_traits(name: str, traits: Tensor) -> dict[str, Any]:
             "dtype": _one_of(DTYPES, dtype),
             "block_size": block or None,
             "by_operator": bool(by_operator),
+            "draws": _one_of(DRAWS, draws),
         }
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}_traits can't be read: {error}") from None
@@ -99,4 +101,5 @@ def _assumed(name: str, saved: Tensor, weight: Tensor) -> dict[str, Any]:
         "seed": own.seed if own is not None else 0,
         "dtype": weight.dtype if weight.dtype in DTYPES else torch.float32,
         "block_size": own.block_size if own is not None else None,
+        "draws": own.draws if own is not None else DRAWS[0],
     }

@@ -1,7 +1,7 @@
 """What an optimizer accepts: options that go together, parameters it can step, and states that were made for them."""
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fp8manifold.optim._options import FUNCTIONS
 from fp8manifold.optim._plan import STORED, described, grid_of, own_manifold
 from fp8manifold.optim._variant import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
+from fp8manifold.random_bits import Draws
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = [
@@ -35,6 +36,8 @@ def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> 
     if writeback is not None:
         check_choice("writeback", writeback, WRITEBACKS)
     check_choice("moments", moments, MOMENTS)
+    if group.get("draws") is not None:
+        check_choice("draws", group["draws"], get_args(Draws))
     if not rule_of(group).injects:
         return
     if (reason := DIRECTIONS[direction].takes_no_error) is not None:

@@ -85,7 +85,7 @@ def _noise(variant: Variant, gradient: Tensor, keys: Tensor) -> dict[str, Tensor
         return {}
     index = index_in(gradient.shape, gradient.device)
     noise = {}
-    for name, wanted, k in (("weight", variant.draws_for_weight, 0), ("moments", variant.draws_for_moments, 3)):
+    for name, wanted, k in (("weight", variant.draws_for_weight, 0), ("moments", variant.draws_for_moments, 4)):
         if wanted:
-            noise[name] = mix(index + keys[k], keys[k + 1], keys[k + 2])
+            noise[name] = mix(index + keys[k], keys[k + 1], keys[k + 2]) + keys[k + 3]
     return noise

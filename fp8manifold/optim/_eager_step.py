@@ -44,7 +44,8 @@ def block_noise(job: Job, part: Tensor, start: int) -> dict[str, Tensor]:
     """The random words of a part of a job, by what draws them."""
     noise = {}
     if job.variant.draws_for_weight:
-        words = word_range(job.offset + start, part.numel(), job.words, part.device)
+        key = job.key
+        words = word_range(job.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["weight"] = words.view(part.shape)
     if job.variant.draws_for_moments:
         words = word_range(job.offset + start, part.numel(), (*job.words, FOR_MOMENTS), part.device)

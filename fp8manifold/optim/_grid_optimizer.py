@@ -103,7 +103,8 @@ class GridOptimizer(ManifoldOptimizer):
         layout = stepped.layout(blocks=in_blocks)
         make_state(variant, layout, parameter, state)
         held = {"weight": stepped.weight} | {name: local_of(state[name]) for name in variant.keeps}
-        job = Job(variant, layout, held, words, grid.scale, stepped.weight.shape, share=share)
+        draws = group.get("draws") or grid.draws
+        job = Job(variant, layout, held, words, grid.scale, stepped.weight.shape, share=share, draws=draws)
         if share is not None:
             job.gather()
             job.back["weight"] = grid.weight

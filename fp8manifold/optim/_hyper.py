@@ -32,8 +32,8 @@ HYPER: Final = (
 _POSITION: Final = {name: i for i, name in enumerate(HYPER)}
 _EPS: Final = _POSITION["eps"]
 
-KEYS: Final = 6
-"""int32 words a row of keys holds: three round keys for the weights' draws, three for the averages'."""
+KEYS: Final = 8
+"""int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the averages'."""
 
 
 class Hyper:

@@ -15,7 +15,7 @@ from fp8manifold._ranks import Share
 from fp8manifold.optim._geometry import bounded_ends
 from fp8manifold.optim._hyper import KEYS
 from fp8manifold.optim._variant import BOUNDS, Variant
-from fp8manifold.random_bits import round_key_rows, round_keys, signed_word
+from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
 
 __all__ = [
     "FOR_MOMENTS",
@@ -156,6 +156,13 @@ class Job:
     share: Share | None = None
     #: the memory that the own rows of gathered tensors go back to, by name
     back: dict[str, Tensor] = field(default_factory=dict)
+    #: how the draws for the weight follow each other, step by step
+    draws: str = "independent"
+
+    @cached_property
+    def key(self) -> Stream:
+        """Of the draws for the weight."""
+        return stream_of(self.draws, *self.words)
 
     @property
     def blockwise(self) -> bool:
@@ -196,25 +203,27 @@ FOR_MOMENTS: Final = 1
 """A fourth key word: the averages' draws are not the weights'."""
 
 
-def key_row(words: tuple[int, int, int], offset: int) -> list[int]:
-    """The round keys of one job, the offset taken into the first of each three."""
-    high, low = divmod(offset, 2**32)
+def key_row(job: Job) -> list[int]:
+    """The round keys and phases of one job, the offset taken into the first of each three."""
+    high, low = divmod(job.offset, 2**32)
     keys = []
-    for key in (words, (*words, FOR_MOMENTS)):
-        first, second, third = round_keys(key, high)
-        keys += [signed_word(first + low), second, third]
+    for words, phase in (job.key, Stream((*job.words, FOR_MOMENTS))):
+        first, second, third = round_keys(words, high)
+        keys += [signed_word(first + low), second, third, phase]
     return keys
 
 
 def key_rows(jobs: Sequence[Job]) -> NDArray[np.int32]:
     """:func:`key_row` of many jobs, those at offset 0 together."""
     rows = np.zeros((len(jobs), KEYS), dtype=np.int32)
-    prefixes = [job.words[:2] for job in jobs]
     streams = np.array([job.words[2] for job in jobs], dtype=np.uint64)
-    rows[:, :3] = round_key_rows(prefixes, streams)
+    for more in {job.key.words[3:] for job in jobs}:
+        some = [i for i, job in enumerate(jobs) if job.key.words[3:] == more]
+        rows[some, :3] = round_key_rows([jobs[i].key.words[:2] for i in some], streams[some], *more)
+    rows[:, 3] = [job.key.phase for job in jobs]
     if any(job.variant.draws_for_moments for job in jobs):
-        rows[:, 3:] = round_key_rows(prefixes, streams, FOR_MOMENTS)
+        rows[:, 4:7] = round_key_rows([job.words[:2] for job in jobs], streams, FOR_MOMENTS)
     for i, job in enumerate(jobs):
         if job.offset:
-            rows[i] = key_row(job.words, job.offset)
+            rows[i] = key_row(job)
     return rows

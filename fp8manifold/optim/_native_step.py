@@ -88,7 +88,7 @@ def _store_halves(job: Job, stepped: Tensor) -> None:
     """Round what has been stepped in float32, once."""
     weight = job.held["weight"]
     if job.variant.draws_for_weight:
-        draws = draw_range(job.offset, weight.numel(), job.words, weight.device).view(weight.shape)
+        draws = draw_range(job.offset, weight.numel(), job.key, weight.device).view(weight.shape)
         stepped = to_half(stepped, weight.dtype, draws)
     weight.copy_(stepped)
 

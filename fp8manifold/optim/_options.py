@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._schedules import Schedule
+from fp8manifold.random_bits import Draws
 
 __all__ = [
     "FUNCTIONS",
@@ -35,6 +36,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "stiffness": 0.0,
     "metric": "ulp",
     "writeback": "stochastic",
+    "draws": "independent",
     "moments": "float32",
     "seed": 0,
     "damping": 2.0**-8,
@@ -78,12 +80,14 @@ class Charted(Shared, total=False):
 
     damping: float
     writeback: str | None
+    draws: Draws | None
 
 
 class Written(Shared, total=False):
     """Those of an optimizer with a write-back of its own."""
 
     writeback: str
+    draws: Draws
 
 
 class Bounded(Written, total=False):

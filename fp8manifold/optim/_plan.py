@@ -71,6 +71,7 @@ class Grid:
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
+    draws: str = "independent"
     retraction: str = "exponential"
     #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
     in_place: bool = True
@@ -142,6 +143,7 @@ def grid_of(parameter: Tensor) -> Grid:
             parameter.scale,
             parameter.block_size,
             rounding=parameter.rounding,
+            draws=parameter.draws,
             share=share,
         )
     weight = parameter.detach().as_subclass(Tensor)
@@ -158,6 +160,7 @@ def grid_of(parameter: Tensor) -> Grid:
         manifold.scale.to(working_dtype(weight)),
         metric=manifold.metric,
         rounding=getattr(manifold, "rounding", "nearest"),
+        draws=getattr(manifold, "draws", "independent"),
         retraction=getattr(manifold, "retraction", "exponential"),
         in_place=in_place,
     )

@@ -19,7 +19,7 @@ from fp8manifold.optim._halves import rounds_at_random, to_half
 from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._options import check_finite
 from fp8manifold.optim._plan import Grid, expanded, grid_of, is_quantized, manifold_of, stiffness_field
-from fp8manifold.random_bits import draw_range
+from fp8manifold.random_bits import draw_range, stream_of
 
 __all__ = ["Riemannian", "with_l2"]
 
@@ -160,8 +160,8 @@ class Riemannian(GridOptimizer):
 def _store(parameter: Tensor, moved: Tensor, group: dict[str, Any], state: dict[str, Any], offset: int) -> None:
     """Write back what is no number of ours, with one rounding."""
     if rounds_at_random(parameter, group):
-        words = (group["seed"], int(state["step"]), state["stream"])
-        draws = draw_range(offset, moved.numel(), words, moved.device).view(moved.shape)
+        key = stream_of(group.get("draws") or "independent", group["seed"], int(state["step"]), state["stream"])
+        draws = draw_range(offset, moved.numel(), key, moved.device).view(moved.shape)
         moved = to_half(moved.contiguous(), parameter.dtype, draws)
     parameter.copy_(moved)
 

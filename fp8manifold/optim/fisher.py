@@ -77,7 +77,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         logits: function (model, batch) to the logits (..., V); the default calls the model with the batch, or its first
             entry if it is a sequence, and takes ``.logits`` of the result if there is such a thing.
         stiffness: the exponent k (0 by default) of both kinds of step: a number, or a function of the steps taken.
-        metric, writeback, moments, seed, clip, refresh_every, compile, maximize, stabilize_every: as in
+        metric, writeback, draws, moments, seed, clip, refresh_every, compile, maximize, stabilize_every: as in
             :class:`StiffnessAdamW`; the labels depend on ``seed`` too.
         floor: lower bound of S / S_ref, called ``damping`` there.
         on_nonfinite: what happens when a gradient is not finite, or a damped ``F`` not positive definite: ``skip``

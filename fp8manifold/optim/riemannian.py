@@ -43,8 +43,9 @@ class RiemannianAdam(Riemannian):
         stabilize: project every so many steps (geoopt's name of ``stabilize_every``).
         float_lr: learning rate of the parameters that are not on our manifolds; it follows ``lr``'s schedule and is
             required where a list mixes both kinds.
-        writeback, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding, and
-            the stochastic one for ordinary bfloat16 and float16 parameters.  The random bits are the optimizer's (seed,
+        writeback, draws, moments: as in :class:`StiffnessAdamW`; a write-back of None takes the manifold's own rounding
+            and ``draws`` of None its own, with stochastic and independent ones for ordinary bfloat16 and float16
+            parameters.  The random bits are the optimizer's (seed,
             step, position of the parameter), not the manifold's counter.  Parameters elsewhere have float32 averages.
         seed: key of all random bits.
         damping, clip: bounds of S / S_ref, taken to powers of two, inside which the chart is the format's own; outside
@@ -78,7 +79,7 @@ class RiemannianAdam(Riemannian):
 
     direction = "adam"
 
-    @spelt_out(writeback=None)
+    @spelt_out(writeback=None, draws=None)
     def __init__(
         self,
         params: Parameters,
@@ -171,8 +172,8 @@ class RiemannianSGD(Riemannian):
         lr: ULPs a step for a code gradient ``S g`` of 1; by default 0.5 on our manifolds, 1e-3 elsewhere.
         momentum, dampening, nesterov: as in ``torch.optim.SGD``.
         weight_decay: as in :class:`RiemannianAdam`.
-        stabilize, float_lr, writeback, moments, seed, damping, clip, refresh_every, compile, maximize, on_nonfinite,
-            stabilize_every, reset_every: as in :class:`RiemannianAdam`.
+        stabilize, float_lr, writeback, draws, moments, seed, damping, clip, refresh_every, compile, maximize,
+            on_nonfinite, stabilize_every, reset_every: as in :class:`RiemannianAdam`.
         flags: torch's ``foreach``, ``fused``, ``capturable`` and ``differentiable``, which must be False or None.
 
     Raises:
@@ -195,7 +196,7 @@ class RiemannianSGD(Riemannian):
 
     direction = "sgd"
 
-    @spelt_out(writeback=None)
+    @spelt_out(writeback=None, draws=None)
     def __init__(
         self,
         params: Parameters,

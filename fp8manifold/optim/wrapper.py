@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from fp8manifold.optim._plan import own_manifold
 from fp8manifold.optim._schedules import Schedule, scheduled
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS
-from fp8manifold.random_bits import random_bits
+from fp8manifold.random_bits import Draws, random_bits
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["StiffnessWrapper"]
@@ -54,6 +54,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         writeback: ``nearest`` or ``stochastic``; None takes each manifold's own rounding.  Ordinary bfloat16 and
             float16 parameters whose update is scaled are rounded stochastically but under ``nearest``; what the wrapped
             optimizer itself has lost in writing them does not come back.
+        draws: of ``stochastic``: ``independent`` or ``dither``; None takes each manifold's own, and independent ones
+            for ordinary parameters.
 
     Attributes:
         steps_taken: number of steps.
@@ -94,6 +96,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         clip: float = 2.0**4,
         refresh_every: int = 100,
         writeback: str | None = None,
+        draws: Draws | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -102,6 +105,8 @@ class StiffnessWrapper(torch.optim.Optimizer):
         check_choice("on", on, ("update", "gradient"))
         if writeback is not None:
             check_choice("writeback", writeback, _ALONE)
+        if draws is not None:
+            check_choice("draws", draws, get_args(Draws))
         check_number("damping", damping, 0.0, 1.0)
         check_number("clip", clip, 1.0)
         check_int("refresh_every", refresh_every, 1, 2**62)
@@ -119,7 +124,7 @@ class StiffnessWrapper(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.scale, self.exponent, self.on = scale, exponent, on
         self.metric, self.damping, self.clip, self.refresh_every = metric, damping, clip, refresh_every
-        self.writeback, self.seed = writeback, seed
+        self.writeback, self.draws, self.seed = writeback, draws, seed
         self.steps_taken = 0
         self.references: dict[Tensor, float] = {}
         self.streams: dict[Tensor, int] = {}
@@ -305,15 +310,16 @@ class StiffnessWrapper(torch.optim.Optimizer):
         manifold = own_manifold(parameter)
         words = {"seed": self.seed, "step": self.steps_taken, "stream": self.streams.get(parameter, 0)}
         if manifold is not None:
-            target = _write_back(target, manifold, self._rounding(manifold), **words)
+            own: Draws = manifold.draws if isinstance(manifold, FP8Manifold) else "independent"
+            target = _write_back(target, manifold, self._rounding(manifold), self.draws or own, **words)
         elif is_half:
-            draws = random_bits(target.shape, device=target.device, **words)
-            target = to_half(target.contiguous(), parameter.dtype, draws)
+            drawn = random_bits(target.shape, device=target.device, draws=self.draws or "independent", **words)
+            target = to_half(target.contiguous(), parameter.dtype, drawn)
         parameter.copy_(target)
 
 
 def _write_back(
-    target: Tensor, manifold: StiffnessManifold, writeback: str, *, seed: int, step: int, stream: int
+    target: Tensor, manifold: StiffnessManifold, writeback: str, draws: Draws, *, seed: int, step: int, stream: int
 ) -> Tensor:
     """``scale * round(target / scale)`` on a grid, the nearest point of the interval on the continuous manifold.
 
@@ -324,7 +330,10 @@ def _write_back(
     scale = manifold.scale.to(target.dtype)
     if writeback == "nearest":
         return round_to_grid(target / scale, manifold.format) * scale
-    after = round_to_grid(target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream) * scale
+    after = round_to_grid(
+        target / scale, manifold.format, "stochastic", seed=seed, step=step, stream=stream, draws=draws
+    )
+    after = after * scale
     if bool((torch.frexp(scale).mantissa == 0.5).all()):
         return after
     # dividing by any other scale puts points of the grid a hair off it, where a draw could move them

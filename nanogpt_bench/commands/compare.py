@@ -52,7 +52,7 @@ def main_compare(args: argparse.Namespace) -> int:
         seeds=args.seeds or 1,
         out=args.out,
         reference=args.reference,
-        overrides=args.overrides,
+        overrides=[*args.overrides, *(() if args.draws is None else ("--optimizer.draws", args.draws))],
         executor=args.executor,
         address=args.address,
     )

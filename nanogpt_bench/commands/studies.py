@@ -164,6 +164,9 @@ def add_compare(commands: Any) -> Any:
     parser.add_argument("--seeds", type=positive, metavar="N", help="runs of every row (default: 1)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results (default: runs/compare-DATE)")
     parser.add_argument("--reference", metavar="ROW", help="row to measure against (default: the BF16 row)")
+    parser.add_argument(
+        "--draws", choices=("independent", "dither"), help="of the rules that round stochastically (--optimizer.draws)"
+    )
     _add_executor(parser)
     parser.set_defaults(handler=_compare)
     return parser

@@ -29,6 +29,8 @@ FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
+#: how the random draws of one weight follow each other, step by step
+DRAWS = ("independent", "dither")
 SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 #: courses of an option from its value at the first step to that at the last
 COURSES = ("linear", "cosine", "step")
@@ -227,6 +229,14 @@ class OptimizerConfig:
         "grid and fp8 storage: how the last steps are written back, once the share step_at of all is over; null: as "
         "all others",
         choices=tuple(name for name in WRITEBACKS if name != "momentum"),
+        of_formats=True,
+        storages=ROUNDED,
+    )
+    draws: str | None = setting(
+        None,
+        "grid and fp8 storage: draws of stochastic rounding, anew in every step or spread evenly over the steps; null: "
+        "independent",
+        choices=DRAWS,
         of_formats=True,
         storages=ROUNDED,
     )

@@ -72,7 +72,7 @@ _OWN = ("damping", "clip", "stabilize_every", "reset_every")
 def _own_options(config: Config) -> dict[str, Any]:
     """Return what every optimizer of the library takes."""
     settings = config.optimizer
-    written = {} if settings.writeback is None else {"writeback": settings.writeback}
+    written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
     given = {name: value for name in _OWN if (value := getattr(settings, name)) is not None}
     return {
         "moments": settings.moments or "float32",

@@ -27,6 +27,7 @@ from fp8manifold._native import _arrays, _layouts, is_available
 from fp8manifold._numerics.scaled_rounding import rounded_at
 from fp8manifold.optim import _native_step
 from fp8manifold.optim._streams import content_word
+from fp8manifold.random_bits import stream_of
 
 FOLDER = Path(_layouts.__file__).parent
 ROOT = FOLDER.parent.parent
@@ -108,9 +109,10 @@ def test_scaled_codes(name: str, shape: Any, scale: Any, block: int | None, plai
 @needs_native
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("scale", [(), (9, 1)])
-def test_scaled_rounding(rounding: str, scale: Any, plain: Any) -> None:
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_scaled_rounding(rounding: str, draws: str, scale: Any, plain: Any) -> None:
     x, scales = any_floats(9 * 131, 5).view(9, 131), normal(*scale, seed=2).abs() + 0.01
-    arguments = (x, scales, fm.FloatFormat(4, 3), rounding, (1, 2, 3))
+    arguments = (x, scales, fm.FloatFormat(4, 3), rounding, stream_of(draws, 1, 2, 3))
     assert same(rounded_at(*arguments, blocks=False), plain(rounded_at, *arguments, blocks=False))
 
 

@@ -15,8 +15,8 @@ REST = (
     "**flags"
 )
 BOUNDS = f"damping=0.00390625, clip=16.0, {REST}"
-ROUNDED = f"writeback='stochastic', moments='float32', seed=0, {BOUNDS}"
-CHARTED = f"float_lr=None, writeback=None, moments='float32', seed=0, {BOUNDS}"
+ROUNDED = f"writeback='stochastic', draws='independent', moments='float32', seed=0, {BOUNDS}"
+CHARTED = f"float_lr=None, writeback=None, draws=None, moments='float32', seed=0, {BOUNDS}"
 SIGNATURES = {
     "StiffnessAdamW": "lr=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.0, *, stiffness=0.0, metric='ulp', "
     + ROUNDED,
@@ -34,7 +34,7 @@ SIGNATURES = {
     "FisherNaturalGradient": "model, loader, lr=0.001, momentum=0.9, betas=(0.9, 0.95), eps=1e-08, "
     "weight_decay=0.0, *, representation='kfac', refresh=10, damping=1.0, decay=0.9, batches=1, samples=1, "
     "normalize=True, max_features=4096, logits=call_model, floor=0.00390625, stiffness=0.0, metric='ulp', "
-    f"writeback='stochastic', moments='float32', seed=0, clip=16.0, {REST}",
+    f"writeback='stochastic', draws='independent', moments='float32', seed=0, clip=16.0, {REST}",
 }
 
 

@@ -84,8 +84,10 @@ def stepped(job: Job, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: 
     rows = (dims[0], *job.layout.row_dims[1:]) if job.layout.row_dims else ()
     held = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
     shape = torch.Size(dims)
-    part = Job(job.variant, Layout(dims, rows), held, job.words, arrays["scale"], shape, job.ends, offset)
-    keys = torch.tensor([key_row(job.words, offset)], dtype=torch.int32)
+    part = Job(
+        job.variant, Layout(dims, rows), held, job.words, arrays["scale"], shape, job.ends, offset, draws=job.draws
+    )
+    keys = torch.tensor([key_row(part)], dtype=torch.int32)
     run_all([part], numbers[None], keys, [HOW["compile"]])
 
 
