@@ -180,8 +180,7 @@ class FP8Tensor(EncodedTensor):
             fmt, rounding, seed, dtype, draws: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
-            by_operator: whether the name of the operator that writes enters the key of its draws, so that an average
-                does not draw what the weights do that it was copied from; False for what was saved before it did.
+            by_operator: whether the writing operator's name enters the key of its draws; False for older files.
             requires_grad: whether autograd records what is done with it.
 
         Raises:
@@ -287,9 +286,8 @@ class FP8Tensor(EncodedTensor):
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.
 
-        :class:`SaturationWarning` says where some saturate, :class:`UnderflowWarning` where all under a scale are lost,
-        :class:`StalledAverageWarning` where rounding to nearest loses a running average.  ``operator`` is what asks
-        for them, a word of the key of the draws.
+        Warns where some saturate, where all under a scale are lost, and where rounding to nearest loses a running
+        average.  ``operator`` is what writes, a word of the key of the draws.
         """
         warn_if_saturated(values, self.expanded_scale(), self.format)
         warn_if_lost(values, self.scale, self.format, self.granularity)
@@ -369,19 +367,20 @@ class FP8Tensor(EncodedTensor):
             (True, 2.0, [448.0, 1.0], False)
         """
         new = widened_scale(self.largest(), self.scale, self.format, headroom)
-        if bool((new == self.scale).all()):
-            return False
-        self.rescale_(new)
-        return True
+        if changes := bool((new != self.scale).any()):
+            self.rescale_(new)
+        return changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy of every part."""
-        return self.with_parts(Tensor.clone).requires_grad_(self.requires_grad)
+        twin = self.with_parts(Tensor.clone)
+        twin.requires_grad_(self.requires_grad)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Parts and options, in types that ``torch.load(weights_only=True)`` takes."""
         names, rest = self.__tensor_flatten__()
-        parts = {name: getattr(self, name) for name in (*names, "remainder") if getattr(self, name) is not None}
+        parts = {name: part for name in (*names, "remainder") if (part := getattr(self, name)) is not None}
         return _rebuild, (type(self), parts, rest, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no annotation
@@ -394,7 +393,9 @@ class FP8Tensor(EncodedTensor):
 
 def _rebuild(cls: type[FP8Tensor], parts: dict[str, Tensor], rest: tuple[Any, ...], requires_grad: bool) -> FP8Tensor:
     """What unpickling calls."""
-    return cls.__tensor_unflatten__(parts, rest, None, None).requires_grad_(requires_grad)
+    tensor = cls.__tensor_unflatten__(parts, rest, None, None)
+    tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 torch.serialization.add_safe_globals([_rebuild, FP8Tensor])
