@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fp8manifold._encoded.dispatch import implements
-from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged
+from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged, is_taken_whole
 from fp8manifold._ranks import Ranks
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.scaling import BLOCK_SIZE
@@ -82,7 +82,7 @@ class FP8Shard(FP8Tensor):
             own = scale if len(outputs) > 1 else scale.clone()
             return FP8Parameter._wrap(outputs[0][: size[0]], own, counter, None, self._traits(param_dtype)), ()
         # as FSDP fills the codes: to graphs that keep the parts for their backward pass these are what they were
-        with _unsafe_preserve_version_counter((out.scale, out.counter)):
+        with _unsafe_preserve_version_counter(out.scale), _unsafe_preserve_version_counter(out.counter):
             if len(outputs) == 1:
                 out.scale.copy_(scale)
             out.counter.copy_(self.counter)
@@ -136,21 +136,31 @@ def _register_gathering() -> None:
 
     @implements(functional.all_gather_into_tensor.default)
     def _gather(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The whole of a tensor whose rows are gathered, as ``full_tensor`` and full state dicts have it."""
+        """The whole of a tensor whose rows are gathered, as ``full_tensor`` and full state dicts have it.
+
+        What the first rounding left is part of it where all processes hold it: if one did not, the others would wait.
+        """
         x, *group = args
 
         def gathered(part: Tensor, _: float) -> Tensor:
             whole: Tensor = functional.wait_tensor(func(part.contiguous(), *group))
             return whole
 
-        whole = _in_rows(x, gathered)
-        return FP8Tensor._wrap(whole.codes, whole.scale, whole.counter.clone(), None, whole._traits())
+        kept = x.counter.new_full((1,), x.remainder is not None)
+        if not bool(functional.wait_tensor(functional.all_reduce(kept, "min", group[-1]))):
+            x = x._wrap(x.codes, x.scale, x.counter, None, x._traits())
+        return _as_whole(_in_rows(x, gathered, x.counter.clone()))
 
     names = [name for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(functional, name)]
 
     @implements(*(getattr(functional, name).default for name in names))
     def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
+
+
+def _as_whole(x: FP8Tensor) -> FP8Tensor:
+    """The tensor as any other, on the same parts."""
+    return FP8Tensor._wrap(x.codes, x.scale, x.counter, x.remainder, x._traits())
 
 
 def _refuse_columns(x: Tensor, dim: int) -> None:
@@ -205,6 +215,8 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The tensor itself, where its geometry stays; flat too, where FSDP keeps it to know its memory again."""
     x, size = args[:2]
+    if isinstance(x, FP8Tensor) and is_taken_whole():
+        return _as_whole(x.with_parts(lambda part: part.detach()))
     if not _is_by_rows(x) or (tuple(size) not in ((-1,), tuple(x.shape))):
         return NotImplemented
     return x.with_parts(lambda part: part.detach())

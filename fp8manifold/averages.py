@@ -1,17 +1,21 @@
 """Running averages of quantised weights, which have to be floats: a step of an average is a fraction of a grid's."""
 
 import copy
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from fp8manifold._ranks import share_of
 from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._surgery import dequantize_model
 
 __all__ = ["averaged_model"]
+
+_SHARD_BOTH: Final = "call averaged_model before fully_shard, then fully_shard on the average's module as on the model"
 
 
 def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
@@ -21,7 +25,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     ``AveragedModel(model)`` itself copies the weights with their storage, and in one byte, rounded to nearest, an
     average stalls.  ``update_parameters(model)`` works as ever; :func:`quantize_model` takes the average's ``module``
-    back to a format.
+    back to a format.  Under ``fully_shard`` each process averages its rows: the average is made of the whole model, and
+    its ``module`` is sharded as the model is.
 
     Args:
         model: is not changed; its quantised layers are ordinary ``nn.Linear`` in the average.
@@ -32,7 +37,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
-        ValueError: ``use_buffers=True``: quantised layers have buffers that the average lacks.
+        ValueError: ``use_buffers=True``, as quantised layers have buffers that the average lacks; a model that
+            ``fully_shard`` has cut into rows; in ``update_parameters`` rows for an average of other rows or of none.
 
     Example:
         >>> import torch, fp8manifold as fm
@@ -46,6 +52,8 @@ def averaged_model(model: nn.Module, **options: Any) -> AveragedModel:
     """
     if options.get("use_buffers"):
         raise ValueError("use_buffers=True is not supported: quantised layers have buffers that the average lacks")
+    if _sharded_of(model):
+        raise ValueError(f"averaged_model can't copy a model that fully_shard has cut into rows: {_SHARD_BOTH}")
     return _Average(dequantize_model(copy.deepcopy(model)), **options)
 
 
@@ -54,7 +62,36 @@ class _Average(AveragedModel):
 
     def update_parameters(self, model: nn.Module) -> None:
         """Take a model's parameters into the average; other buffers than those of quantised layers are copied."""
-        super().update_parameters(_AsFloats(model))  # type: ignore[arg-type]  # which asks for these two only
+        floats = _AsFloats(model)
+        if _sharded_of(model) or _sharded_of(self.module):
+            self._check_rows(model, floats)
+        super().update_parameters(floats)  # type: ignore[arg-type]  # which asks for these two only
+
+    def _check_rows(self, model: nn.Module, floats: "_AsFloats") -> None:
+        """Raise ValueError, before anything has changed, unless the average has the rows that the model has.
+
+        What a forward pass has left whole is sharded again first: what is written into it would be lost.
+        """
+        for module in (*_sharded_of(model), *_sharded_of(self.module)):
+            module.reshard()
+        names = [name for name, _ in self.module.named_parameters()]
+        for name, own, its in zip(names, self.module.parameters(), floats.parameters(), strict=True):
+            if _rows_of(own) != _rows_of(its):
+                raise ValueError(f"{name!r} of the average has other rows than that of the model: {_SHARD_BOTH}")
+
+
+def _sharded_of(model: nn.Module) -> list[Any]:
+    """The modules of a model that ``fully_shard`` was called on."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without which there are none
+    if fsdp is None or not isinstance(model, nn.Module):
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def _rows_of(parameter: Tensor) -> tuple[Any, ...] | None:
+    """What tells which rows of a parameter this process holds; None of one that is whole."""
+    share = share_of(parameter)
+    return None if share is None else (share.shape, share.mesh, tuple(share.placements))
 
 
 class _AsFloats:

@@ -16,6 +16,7 @@ __all__ = [
     "guard_memory",
     "is_sharded_by_torch",
     "is_staged",
+    "is_taken_whole",
     "refuse_collective",
     "refuse_memory",
 ]
@@ -57,15 +58,23 @@ _OTHER_WAYS: Final = {
 
 
 def _caller() -> str:
+    """The name of what called an operator."""
+    return _name_of(_calling_frame())
+
+
+def _name_of(frame: FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
+
+
+def _calling_frame() -> FrameType:
     """What called an operator, past functions of torch's and this package's and past modes that stand between."""
-    frame, name = sys._getframe(1), ""
+    frame = sys._getframe(1)
     for _ in range(16):
         frame = _past_mode(frame)
-        name = f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
-        if frame.f_back is None or not name.startswith(_BETWEEN):
+        if frame.f_back is None or not _name_of(frame).startswith(_BETWEEN):
             break
         frame = frame.f_back
-    return name
+    return frame
 
 
 def _past_mode(frame: FrameType) -> FrameType:
@@ -85,6 +94,15 @@ def is_sharded_by_torch() -> bool:
     return _caller().startswith((*_BY_ROWS, *_UNPADS))
 
 
+def is_taken_whole() -> bool:
+    """Whether ``full_tensor``, or ``to_local`` of what every process has all of, calls, for the tensor itself."""
+    tensors = sys.modules.get("torch.distributed.tensor._api")  # without which there are no DTensors
+    frame = _calling_frame()
+    if tensors is None or frame.f_code is not tensors._ToTorchTensor.forward.__code__:
+        return False
+    return all(placement.is_replicate() for placement in frame.f_locals["input"].placements)
+
+
 def is_staged() -> bool:
     """Whether what copies a state for ``async_save`` calls: attribute by attribute, where there is no memory."""
     return _caller().startswith("torch.distributed.checkpoint._state_dict_stager.")
@@ -100,6 +118,8 @@ def check_not_distributed(func: Any, args: tuple[Any, ...]) -> None:
         return
     if func.namespace in _COLLECTIVES:
         refuse_collective(func)
+    if operator == "aten::view" and is_taken_whole():
+        return
     name = _caller()
     if name == DDP_START and operator == "aten::detach":  # which sends codes in its own way
         return
