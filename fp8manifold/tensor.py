@@ -76,8 +76,7 @@ class FP8Tensor(EncodedTensor):
     Attributes:
         codes: uint8, in the shape of the tensor.
         scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.
-        format: the :class:`FloatFormat`.
-        block_size: 32, or None where no blocks have scales.
+        format, block_size: the :class:`FloatFormat`; 32, or None where no blocks have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
 
