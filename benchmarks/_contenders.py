@@ -173,9 +173,9 @@ def ours(label: str, optimizer: str, fmt: str = "E4M3", goals: Any = None, **opt
 
 
 def stiffness_adamw(label: str, fmt: str = "E4M3", goals: Any = None, **options: Any) -> Contender:
-    """StiffnessAdamW with AdamW's settings."""
-    settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")}
-    return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **settings, **options)
+    """StiffnessAdamW with AdamW's settings, and k = 1 unless said: the step that has more to compute."""
+    settings = {name: ADAMW[name] for name in ("lr", "betas", "eps")} | {"stiffness": 1.0}
+    return ours(f"StiffnessAdamW {fmt} {label}", "StiffnessAdamW", fmt, goals, **(settings | options))
 
 
 def grid_adamw(work: Workload) -> Built:
@@ -186,7 +186,7 @@ def grid_adamw(work: Workload) -> Built:
         return geoopt.ManifoldParameter(manifold.projx(weight), manifold=manifold)
 
     weights = matrices(work.weights(), convert)
-    return weights, fm.optim.StiffnessAdamW(weights, **ADAMW)
+    return weights, fm.optim.StiffnessAdamW(weights, **ADAMW, stiffness=1.0)
 
 
 REFERENCE: Final = "adamw-fused"
@@ -227,7 +227,7 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-e7m0": stiffness_adamw("stochastic, float32 moments", "E7M0"),
     "stiffness-adamw-grid": Contender("ours", "StiffnessAdamW E4M3 stochastic, float32 grid weights", grid_adamw),
     "riemannian-adam": ours("RiemannianAdam E4M3 stochastic", "RiemannianAdam", lr=0.5, float_lr=1e-3),
-    "stiffness-sgd": ours("StiffnessSGD E4M3 stochastic, momentum 0.9", "StiffnessSGD"),
-    "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion"),
+    "stiffness-sgd": ours("StiffnessSGD E4M3 stochastic, momentum 0.9", "StiffnessSGD", stiffness=2.0),
+    "stiffness-lion": ours("StiffnessLion E4M3 stochastic", "StiffnessLion", stiffness=1.0),
     "madam": ours("Madam E4M3 stochastic", "Madam"),
 }
