@@ -79,8 +79,8 @@ def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws
     words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
     largest = as_format(way.fmt).max
     spacing = fm.ulp(x, way.fmt) * 2.0**-way.residual_bits
-    kept = (x.abs() / spacing + words * 2.0**-24).floor() * spacing * x.sign()
-    kept = kept.clamp(-largest, largest)
+    parts = (x.double().abs() / spacing + words.double() * 2.0**-24).floor()  # more bits than a float32 has
+    kept = (parts * spacing * x.sign()).float().clamp(-largest, largest)
     return kept, fm.round_to_grid(kept, way.fmt)
 
 

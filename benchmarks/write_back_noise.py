@@ -47,6 +47,7 @@ from nanogpt_bench.step.trainer import Trainer
 RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
 FORMAT: Final = "E4M3"
+MATRICES: Final = 16  # of the model that are quantised
 
 
 TODAY: Final = Way("E2M5", room=2, every=100)
@@ -181,6 +182,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.max_steps < 2:
         parser.error(f"--max-steps {options.max_steps}: at least 2, for two halves")
+    try:
+        layers = [int(layer) for layer in options.layers.split(",")]
+    except ValueError:
+        layers = [-1]
+    if not all(0 <= layer < MATRICES for layer in layers):
+        parser.error(f"--layers {options.layers}: numbers from 0 to {MATRICES - 1}, such as 0,3,9")
     torch.set_num_threads(1)
     rows: dict[str, list[list[Cell]]] = {}
     bars: dict[str, str] = {}
@@ -189,7 +196,6 @@ def main() -> int:
         if options.data_dir is None:
             prepare_stdlib(Path(folder))
         for optimizer, rule in RULES.items():
-            layers = [int(layer) for layer in options.layers.split(",")]
             recordings = recorded_steps(rule, layers, options.max_steps, options.seed, data_dir)
             found = measure(recordings, options.seed)
             rows[optimizer], bars[optimizer] = rows_of(optimizer, found), bar(found)
