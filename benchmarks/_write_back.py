@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from fp8manifold.formats import as_format
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import BLOCK_SIZE, amax_of, amax_scale, storage_scale, widened_scale
 
-__all__ = ["Way", "noise", "replayed"]
+__all__ = ["Error", "Way", "error_of", "replayed"]
 
 ROW: Final = 128
 """Weights in a row, for the bytes that scales take."""
@@ -104,7 +104,18 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
     return code, exact
 
 
-def noise(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> float:
+class Error(NamedTuple):
+    """What a write-back did to the weights of a layer."""
+
+    noise: float
     """The root mean square of the error over that of the weights."""
+    bias: float
+    """The error along the movement, as a share of it: 0 but for chance where rounding is right on average."""
+
+
+def error_of(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> Error:
+    """The error of a replay."""
     code, exact = replayed(start, updates, way, draws, **key)
-    return float((code - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+    error, moved = code - exact, exact - start
+    noise = error.square().mean().sqrt() / exact.square().mean().sqrt()
+    return Error(float(noise), float((error * moved).sum() / moved.square().sum()))

@@ -11,7 +11,7 @@ recorded, and either half of the steps is then written back in every way that a 
 
 from the weights that the half began with, rounded once (``w_0``, so that an exact write-back has no error).  Shown is
 the root mean square of the error over that of the weights, together over the layers, with independent draws and with
-dithered ones.
+dithered ones; and the bias, the error along the movement as a share of it, of the layer and half where it is largest.
 
 ``room`` is how far the largest weight under a new scale may grow.  Scales are widened to it where an asked weight lies
 beyond the end, looked at in every step or in every n-th (in between such weights saturate, which is error too);
@@ -32,7 +32,7 @@ from typing import Final
 import torch
 from _forms import text_table
 from _record import Cell, add_option, record
-from _write_back import Way, noise
+from _write_back import Error, Way, error_of
 from torch import Tensor
 
 import fp8manifold as fm
@@ -109,29 +109,37 @@ def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, 
     ]
 
 
-def measure(recordings: Sequence[Recording], seed: int) -> dict[Way, dict[str, list[float]]]:
-    """The noise of every way and kind of draws, of every recording."""
-    found: dict[Way, dict[str, list[float]]] = {}
+Found = dict[Way, dict[Draws, list[Error]]]
+
+
+def measure(recordings: Sequence[Recording], seed: int) -> Found:
+    """The errors of every way and kind of draws, of every recording."""
+    found: Found = {}
     for way in WAYS:
         print(way.label, file=sys.stderr, flush=True)
         found[way] = {
             draws: [
-                noise(r.start, r.updates, way, draws, seed=seed, stream=r.stream, first=r.first) for r in recordings
+                error_of(r.start, r.updates, way, draws, seed=seed, stream=r.stream, first=r.first) for r in recordings
             ]
             for draws in DRAWS
         }
     return found
 
 
-def spread_of(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Ratios of one list to another: their median, the smallest and the largest."""
-    ratios = [a / b for a, b in zip(over, under, strict=True)]
+def spread_of(over: Sequence[Error], under: Sequence[Error]) -> list[float]:
+    """Ratios of noise to noise: their median, the smallest and the largest."""
+    ratios = [a.noise / b.noise for a, b in zip(over, under, strict=True)]
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
-def together(noises: Sequence[float]) -> float:
-    """The root of the mean square over layers."""
-    return statistics.fmean(noise**2 for noise in noises) ** 0.5
+def together(errors: Sequence[Error]) -> float:
+    """The noise over layers: the root of the mean square."""
+    return statistics.fmean(error.noise**2 for error in errors) ** 0.5
+
+
+def worst(errors: Sequence[Error]) -> float:
+    """The largest bias, with its sign."""
+    return max((error.bias for error in errors), key=abs)
 
 
 HEADER: Final = (
@@ -141,10 +149,12 @@ HEADER: Final = (
     *(f"{draws}, {half}" for half in ("1st half", "2nd half") for draws in ("independent", "dithered")),
     "dithered / independent",
     "dithered / today's",
+    "bias, independent",
+    "bias, dithered",
 )
 
 
-def rows_of(optimizer: str, found: dict[Way, dict[str, list[float]]]) -> list[list[Cell]]:
+def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
     """The table of one optimizer: the noise of either half, and ratios over layers and halves."""
     rows: list[list[Cell]] = []
     for way, (independent, dithered) in ((way, [noises[draws] for draws in DRAWS]) for way, noises in found.items()):
@@ -153,11 +163,13 @@ def rows_of(optimizer: str, found: dict[Way, dict[str, list[float]]]) -> list[li
             together(part) for at in (slice(half), slice(half, None)) for part in (independent[at], dithered[at])
         ]
         ratios = spread_of(dithered, independent), spread_of(dithered, found[TODAY]["independent"])
-        rows.append([optimizer, way.label, round(way.scale_bytes, 3), *figures, *ratios])
+        rows.append(
+            [optimizer, way.label, round(way.scale_bytes, 3), *figures, *ratios, worst(independent), worst(dithered)]
+        )
     return rows
 
 
-def bar(found: dict[Way, dict[str, list[float]]]) -> str:
+def bar(found: Found) -> str:
     """What is asked of rows without slack: half of the noise of today, in the median."""
     median, smallest, largest = spread_of(found[NO_SLACK]["dither"], found[TODAY]["independent"])
     figures = f"{median:.3f} ({smallest:.3f} .. {largest:.3f})"
@@ -207,7 +219,7 @@ def main() -> int:
         for optimizer, lines in rows.items():
             print(f"\n{optimizer} ({RULES[optimizer]}):\n")
             texts = [tuple(cell_text(cell) for cell in line[1:]) for line in lines]
-            print(text_table([HEADER[1:], *texts], ("---", *["---:"] * 7), markdown=True))
+            print(text_table([HEADER[1:], *texts], ("---", *["---:"] * 9), markdown=True))
             print(f"\n{bars[optimizer]}")
     if options.record:
         record(f"{TODAY.label}, independent draws", HEADER, [line for part in rows.values() for line in part])
