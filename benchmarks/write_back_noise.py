@@ -21,13 +21,14 @@ stochastically, with no bias.  ``residual`` lines keep bits of the remainder; th
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from _forms import text_table
@@ -47,7 +48,7 @@ from nanogpt_bench.step.trainer import Trainer
 RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
 FORMAT: Final = "E4M3"
-MATRICES: Final = 16  # of the model that are quantised
+MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four blocks
 
 
 TODAY: Final = Way("E2M5", room=2, every=100)
@@ -96,7 +97,8 @@ def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, 
         before = view.before.clone()
         seen[watched[id(view.parameter)]].append((before, view.target - before))
 
-    trainer.optimizer.observer, trainer.optimizer.observes = observe, lambda parameter: id(parameter) in watched
+    optimizer: Any = trainer.optimizer
+    optimizer.observer, optimizer.observes = observe, lambda parameter: id(parameter) in watched
     for number in range(1, max_steps + 1):
         trainer.train_step(trainer.new_step(number, last=number == max_steps), [])
         for steps in seen.values():  # of the weights, those that a half begins with are enough
@@ -134,7 +136,7 @@ def spread_of(over: Sequence[Error], under: Sequence[Error]) -> list[float]:
 
 def together(errors: Sequence[Error]) -> float:
     """The noise over layers: the root of the mean square."""
-    return statistics.fmean(error.noise**2 for error in errors) ** 0.5
+    return math.sqrt(statistics.fmean(error.noise**2 for error in errors))
 
 
 def worst(errors: Sequence[Error]) -> float:
@@ -187,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir", help="prepared text; without it the standard library's prose is prepared")
     parser.add_argument("--max-steps", type=int, default=500, help="of each training, at least 2")
-    parser.add_argument("--layers", default="0,3,9", help="which of the quantised matrices, in the model's order")
+    parser.add_argument("--layers", default="0,3,9", help="which of the hidden matrices, in the model's order")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--json", action="store_true", help="print every figure as JSON")
     add_option(parser)
