@@ -54,14 +54,16 @@ MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four bloc
 TODAY: Final = Way("E2M5", room=2, every=100)
 NO_SLACK: Final = Way("E2M5")
 BAR: Final = 0.5
-#: the rooms of today are the library's own: 16 binary orders at most, 2 in a format of few binades
+#: the rooms of today are the library's own: 16 at most, 2 in a format of few binades
 WAYS: Final = (
     Way("E7M0", room=16, every=100),
     Way("E4M3", room=16, every=100),
+    Way("E4M3", room=16),
     Way("E4M3", room=16, every=100, residual_bits=4),
     Way("E4M3", room=16, every=100, residual_bits=8),
     Way("E1M6", room=2, every=100),
     TODAY,
+    Way("E2M5", room=2),
     NO_SLACK,
     Way("E2M5", every=10),
     Way("E2M5", every=100),
@@ -224,7 +226,11 @@ def main() -> int:
             print(text_table([HEADER[1:], *texts], ("---", *["---:"] * 9), markdown=True))
             print(f"\n{bars[optimizer]}")
     if options.record:
-        record(f"{TODAY.label}, independent draws", HEADER, [line for part in rows.values() for line in part])
+        record(
+            f"the second of the two named, today's to {TODAY.label}, independent",
+            HEADER,
+            [line for part in rows.values() for line in part],
+        )
     return 0
 
 

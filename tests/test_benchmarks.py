@@ -449,8 +449,8 @@ def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
     printed = run("write_back_noise.py", *options)
     for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
         part = printed.partition(f"{optimizer}:")[2]
-        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:19])}
-        assert len(rows) == 15
+        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:21])}
+        assert len(rows) == 17
         today = rows["E2M5, rows, room 2, every 100 steps"]
         assert float(today[1]) > float(rows["E2M5, rows, room 1, widened at once"][1]) > 0
         assert today[5] == today[6].removesuffix(" |")
