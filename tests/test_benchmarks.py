@@ -25,7 +25,8 @@ from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.training.train import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-NAMES = ("_forms", "_timing", "_contenders", "optimizer_step", "linear_forward", "harness_overhead")
+NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
+NAMES += ("write_back_noise",)
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
@@ -184,6 +185,9 @@ def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
         ("linear_forward", ("--sizes", "512"), "'512' is not of the form"),
         ("linear_forward", ("--tokens", "0"), "--tokens 0: at least 1"),
         ("harness_overhead", ("--steps", "0"), "--steps 0: at least 1"),
+        ("write_back_noise", ("--max-steps", "1"), "--max-steps 1: at least 2"),
+        ("write_back_noise", ("--layers", "0,16"), "--layers 0,16: numbers from 0 to 15"),
+        ("write_back_noise", ("--layers", "first"), "--layers first: numbers from 0 to 15"),
     ],
 )
 def test_bad_options_end_with_code_2(
@@ -436,3 +440,95 @@ def test_momentum_by_stiffness_from_end_to_end(tmp_path: Path) -> None:
     for power in ("library", "0.0", "0.5"):
         assert re.search(rf"^E4M3 seed 1 p {power} beta1 0.9: \d\.\d{{4}}$", printed, re.MULTILINE)
     assert re.search(r"^E4M3 p 0.0: \d\.\d{4}, less p 0: \+0.0000$", printed, re.MULTILINE)
+
+
+def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"Line {n} of a text.\n" for n in range(400)), encoding="utf-8")
+    prepare_text(tmp_path / "text.txt", tmp_path / "data", "byte")
+    options = ("--data-dir", str(tmp_path / "data"), "--max-steps", "2", "--layers", "3")
+    printed = run("write_back_noise.py", *options)
+    for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
+        part = printed.partition(f"{optimizer}:")[2]
+        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:21])}
+        assert len(rows) == 17
+        today = rows["E2M5, rows, room 2, every 100 steps"]
+        assert float(today[1]) > float(rows["E2M5, rows, room 1, widened at once"][1]) > 0
+        assert today[5] == today[6].removesuffix(" |")
+        assert float(today[1]) < float(rows["E4M3, rows, room 16, every 100 steps"][1])
+    assert len(re.findall(r"^E2M5, .* over today's: [\d.]+ .*bar <= 0.5: (NOT )?met$", printed, re.MULTILINE)) == 2
+
+
+def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]:
+    """Weights on the grid of E2M5 with its end at 7.875, and updates by whole steps of it."""
+    generator = torch.Generator().manual_seed(3)
+    start = torch.randint(-30, 31, (16, 128), generator=generator) * spacing
+    start[:, ::32] = 3.9375  # decides every scale
+    moves = torch.randint(-1, 2, (count, 16, 128), generator=generator) * spacing
+    moves[:, :, ::32] = 0
+    return start, list(moves)
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+@pytest.mark.parametrize("residual_bits", [0, 4, 8])
+def test_an_exact_write_back_leaves_no_error(modules: dict[str, ModuleType], draws: str, residual_bits: int) -> None:
+    script, (start, updates) = modules["_write_back"], steps_of_spacings(10, 0.125)
+    way = script.Way("E2M5", room=2, residual_bits=residual_bits)
+    code, exact = script.replayed(start, updates, way, draws, seed=1, stream=0, first=1)
+    assert torch.equal(code.double(), exact)
+    assert torch.equal(exact, (start + sum(updates)).double())
+
+
+KEY = {"seed": 1, "stream": 0, "first": 1}
+
+
+def normal_weights(rows: int) -> Tensor:
+    return torch.randn(rows, 128, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_a_write_back_is_right_on_average(modules: dict[str, ModuleType], draws: str) -> None:
+    script, start = modules["_write_back"], normal_weights(256)
+    for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2 and way.pow2):
+        code, exact = script.replayed(start, [0.002 * start.sign()] * 60, way, draws, **KEY)
+        for error in (code - exact, (code - exact) * start.sign()):  # as a whole, and along the movement
+            assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
+
+
+def test_a_write_back_is_right_on_average_while_scales_widen(modules: dict[str, ModuleType]) -> None:
+    script, start = modules["_write_back"], normal_weights(256)
+    updates = [start * 0.02 + 0.003] * 60  # more than twice as large in the end
+    for way in (way for way in modules["write_back_noise"].WAYS if way.every < 2):
+        code, exact = script.replayed(start, updates, way, "independent", **KEY)
+        for error in (code - exact, (code - exact) * start.sign()):
+            assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
+        if way.pow2:  # where a weight is, and so which grid it is rounded to, depends on its dithered draws
+            assert abs(script.error_of(start, updates, way, "dither", **KEY).bias) < 0.003
+
+
+def test_a_wrong_scale_is_seen(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    script, start = modules["_write_back"], normal_weights(64)
+    updates = [start * 0.02] * 60
+    right = script.error_of(start, updates, script.Way("E2M5"), "dither", **KEY)
+    kept = script.error_of(start, updates, script.Way("E2M5", every=1000), "dither", **KEY)
+    assert abs(right.bias) < 0.003
+    assert kept.bias < -0.05  # a scale that nobody widened cuts weights off
+    monkeypatch.setattr(script, "next_scale", lambda target, scale, way, step: scale / 2)
+    assert script.error_of(start, updates, script.Way("E2M5"), "dither", **KEY).noise > 5 * right.noise
+
+
+def test_bytes_of_scales_and_ratios(modules: dict[str, ModuleType]) -> None:
+    script, way, error = modules["write_back_noise"], modules["_write_back"].Way, modules["_write_back"].Error
+    assert way("E2M5").scale_bytes == way("E2M5", "block").scale_bytes == 1 / 32
+    assert way("E2M5", "block", every=0, pow2=False).scale_bytes == 1 / 8
+    noises = {"TODAY": ([4.0, 2.0], [2.0, 2.0]), "NO_SLACK": ([3.0, 1.0], [3.0, 0.5])}
+    found = {
+        getattr(script, name): {
+            draws: [error(noise, (-1) ** i * noise / 10) for i, noise in enumerate(halves)]
+            for draws, halves in zip(script.DRAWS, both, strict=True)
+        }
+        for name, both in noises.items()
+    }
+    rows = script.rows_of("Muon", found)
+    assert rows[1][3:] == [3.0, 3.0, 1.0, 0.5, [0.75, 0.5, 1.0], [0.5, 0.25, 0.75], 0.3, 0.3]
+    assert all(len(row) == len(script.HEADER) for row in rows)
+    assert script.bar(found).endswith("0.500 (0.250 .. 0.750), bar <= 0.5: met")

@@ -1,0 +1,121 @@
+"""Updates written back again: in a format, with scales of some kind, with independent or dithered draws."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from torch import Tensor
+
+import fp8manifold as fm
+from fp8manifold.formats import as_format
+from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import BLOCK_SIZE, amax_of, amax_scale, storage_scale, widened_scale
+
+__all__ = ["Error", "Way", "error_of", "replayed"]
+
+ROW: Final = 128
+"""Weights in a row, for the bytes that scales take."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write back: a format, its scales, and what is kept beside the codes."""
+
+    fmt: str
+    granularity: Literal["channel", "block"] = "channel"
+    room: float = 1.0
+    #: scales are looked at in every n-th step; 0: made anew in every step
+    every: int = 1
+    #: scales are powers of two (a byte in blocks), or floats
+    pow2: bool = True
+    residual_bits: int = 0
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        words = [self.fmt, "rows" if self.granularity == "channel" else f"blocks of {BLOCK_SIZE}"]
+        words += [] if self.pow2 else ["float scale"]
+        words += ["fitted in every step"] if not self.every else [f"room {self.room:g}", self.looks]
+        return ", ".join([*words, *([f"residual of {self.residual_bits} bits"] if self.residual_bits else [])])
+
+    @property
+    def looks(self) -> str:
+        """How often scales are looked at."""
+        return "widened at once" if self.every == 1 else f"every {self.every} steps"
+
+    @property
+    def scale_bytes(self) -> float:
+        """Bytes a weight for scales: float32, but a byte for powers of two in blocks."""
+        return 4 / ROW if self.granularity == "channel" else (1 if self.pow2 else 4) / BLOCK_SIZE
+
+
+def spread(scale: Tensor, way: Way) -> Tensor:
+    """Scales as they broadcast against the weights."""
+    return scale.repeat_interleave(BLOCK_SIZE, -1) if way.granularity == "block" else scale
+
+
+def fresh_scale(w: Tensor, way: Way) -> Tensor:
+    """The scale of weights that have none yet."""
+    if way.pow2:
+        return storage_scale(w, way.fmt, way.granularity, headroom=way.room)
+    blocks = w.unflatten(-1, (-1, BLOCK_SIZE))  # a channel each: scales of blocks are powers of two in the library
+    return amax_scale(blocks.flatten(0, -2), way.fmt, "channel").view(blocks.shape[:-1])
+
+
+def next_scale(target: Tensor, scale: Tensor, way: Way, step: int) -> Tensor:
+    """The scale that a step writes under: widened where it asks for more than the end, or made anew."""
+    if not way.every:
+        return fresh_scale(target, way)
+    if step % way.every:
+        return scale
+    return widened_scale(amax_of(target, way.granularity), scale, way.fmt, way.room).maximum(scale)
+
+
+def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws) -> tuple[Tensor, Tensor]:
+    """What is kept of weights in units of their scale, and what the codes of it stand for: alike without a residual."""
+    if not way.residual_bits:
+        code = fm.round_to_grid(x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws)
+        return code, code
+    words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
+    largest = as_format(way.fmt).max
+    spacing = fm.ulp(x, way.fmt) * 2.0**-way.residual_bits
+    parts = (x.double().abs() / spacing + words.double() * 2.0**-24).floor()  # more bits than a float32 has
+    kept = (parts * spacing * x.sign()).float().clamp(-largest, largest)
+    return kept, fm.round_to_grid(kept, way.fmt)
+
+
+def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> tuple[Tensor, Tensor]:
+    """The weights that updates lead to, written back in a way, and without rounding: both from the same start.
+
+    ``key`` has ``seed``, ``stream`` and ``first``, the number of the first of the updates.
+    """
+    seed, stream, first = key["seed"], key["stream"], key["first"]
+    scale = fresh_scale(start, way)
+    # a seed of its own: independent of what the steps draw
+    kept, code = rounded(start / spread(scale, way), way, 0, stream, seed + 1, "independent")
+    kept, code = kept * spread(scale, way), code * spread(scale, way)
+    exact = kept.double()
+    for step, update in enumerate(updates, first):
+        exact += update
+        target = kept + update
+        scale = next_scale(target, scale, way, step)
+        factor = spread(scale, way)
+        kept, code = (part * factor for part in rounded(target / factor, way, step, stream, seed, draws))
+    return code, exact
+
+
+class Error(NamedTuple):
+    """What a write-back did to the weights of a layer."""
+
+    noise: float
+    """The root mean square of the error over that of the weights."""
+    bias: float
+    """The error along the movement, as a share of it: 0 but for chance where rounding is right on average."""
+
+
+def error_of(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> Error:
+    """The error of a replay."""
+    code, exact = replayed(start, updates, way, draws, **key)
+    error, moved = code - exact, exact - start
+    noise = error.square().mean().sqrt() / exact.square().mean().sqrt()
+    return Error(float(noise), float((error * moved).sum() / moved.square().sum()))

@@ -1,0 +1,238 @@
+"""The noise of a write-back: what rounding adds to real updates, by format, scales and draws.
+
+    python benchmarks/write_back_noise.py [--data-dir DIR] [--max-steps 500] [--layers 0,3,9] [--seed 42]
+                                          [--json] [--record]
+
+The 0.86M model of ``compare`` trains on the standard library's prose in E4M3, under Muon (``muon-stochastic``) and
+under AdamW (``stochastic``), each at its own rate, which decays to a tenth.  What each step asks of a few layers is
+recorded, and either half of the steps is then written back in every way that a line of the table names,
+
+    w_t = round(w_{t-1} + d_t),      error = w_T - (w_0 + d_1 + ... + d_T)
+
+from the weights that the half began with, rounded once (``w_0``, so that an exact write-back has no error).  Shown is
+the root mean square of the error over that of the weights, together over the layers, with independent draws and with
+dithered ones; and the bias, the error along the movement as a share of it, of the layer and half where it is largest.
+
+``room`` is how far the largest weight under a new scale may grow.  Scales are widened to it where an asked weight lies
+beyond the end, looked at in every step or in every n-th (in between such weights saturate, which is error too);
+``fitted`` are made anew in every step.  The weights of a new scale are those that the step asked for: rounded once,
+stochastically, with no bias.  ``residual`` lines keep bits of the remainder; the error is that of the codes.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from _forms import text_table
+from _record import Cell, add_option, record
+from _write_back import Error, Way, error_of
+from torch import Tensor
+
+import fp8manifold as fm
+from fp8manifold.random_bits import Draws
+from nanogpt_bench.compare.demonstration import Demonstration
+from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.data import prepare_stdlib
+from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+
+RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
+DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
+FORMAT: Final = "E4M3"
+MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four blocks
+
+
+TODAY: Final = Way("E2M5", room=2, every=100)
+NO_SLACK: Final = Way("E2M5")
+BAR: Final = 0.5
+#: the rooms of today are the library's own: 16 at most, 2 in a format of few binades
+WAYS: Final = (
+    Way("E7M0", room=16, every=100),
+    Way("E4M3", room=16, every=100),
+    Way("E4M3", room=16),
+    Way("E4M3", room=16, every=100, residual_bits=4),
+    Way("E4M3", room=16, every=100, residual_bits=8),
+    Way("E1M6", room=2, every=100),
+    TODAY,
+    Way("E2M5", room=2),
+    NO_SLACK,
+    Way("E2M5", every=10),
+    Way("E2M5", every=100),
+    Way("E2M5", every=0),
+    Way("E1M6"),
+    Way("E2M5", "block"),
+    Way("E1M6", "block"),
+    Way("E2M5", "block", every=0, pow2=False),
+    Way("E1M6", "block", every=0, pow2=False),
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the steps of a training asked of one layer, from the number ``first`` on."""
+
+    start: Tensor
+    updates: list[Tensor]
+    stream: int
+    first: int
+
+
+def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[Recording]:
+    """Train, and keep what was asked of some of the quantised matrices, a recording for either half of the steps."""
+    settings = Demonstration().settings(rule, FORMAT, seed=seed, max_steps=max_steps, data_dir=data_dir)
+    config = resolve(build_config(settings | {"shadow.enabled": False}))
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    matrices = [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
+    watched = {id(matrices[layer]): layer for layer in layers}
+    seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
+
+    def observe(view: fm.optim.StepView) -> None:
+        before = view.before.clone()
+        seen[watched[id(view.parameter)]].append((before, view.target - before))
+
+    optimizer: Any = trainer.optimizer
+    optimizer.observer, optimizer.observes = observe, lambda parameter: id(parameter) in watched
+    for number in range(1, max_steps + 1):
+        trainer.train_step(trainer.new_step(number, last=number == max_steps), [])
+        for steps in seen.values():  # of the weights, those that a half begins with are enough
+            steps[-1] = (steps[-1][0] if number in (1, max_steps // 2 + 1) else torch.empty(0), steps[-1][1])
+    halves = ((0, max_steps // 2), (max_steps // 2, max_steps))
+    return [
+        Recording(seen[layer][low][0], [update for _, update in seen[layer][low:high]], layer, low + 1)
+        for low, high in halves
+        for layer in layers
+    ]
+
+
+Found = dict[Way, dict[Draws, list[Error]]]
+
+
+def measure(recordings: Sequence[Recording], seed: int) -> Found:
+    """The errors of every way and kind of draws, of every recording."""
+    found: Found = {}
+    for way in WAYS:
+        print(way.label, file=sys.stderr, flush=True)
+        found[way] = {
+            draws: [
+                error_of(r.start, r.updates, way, draws, seed=seed, stream=r.stream, first=r.first) for r in recordings
+            ]
+            for draws in DRAWS
+        }
+    return found
+
+
+def spread_of(over: Sequence[Error], under: Sequence[Error]) -> list[float]:
+    """Ratios of noise to noise: their median, the smallest and the largest."""
+    ratios = [a.noise / b.noise for a, b in zip(over, under, strict=True)]
+    return [statistics.median(ratios), min(ratios), max(ratios)]
+
+
+def together(errors: Sequence[Error]) -> float:
+    """The noise over layers: the root of the mean square."""
+    return math.sqrt(statistics.fmean(error.noise**2 for error in errors))
+
+
+def worst(errors: Sequence[Error]) -> float:
+    """The largest bias, with its sign."""
+    return max((error.bias for error in errors), key=abs)
+
+
+HEADER: Final = (
+    "under",
+    "written back in",
+    "bytes for scales",
+    *(f"{draws}, {half}" for half in ("1st half", "2nd half") for draws in ("independent", "dithered")),
+    "dithered / independent",
+    "dithered / today's",
+    "bias, independent",
+    "bias, dithered",
+)
+
+
+def rows_of(optimizer: str, found: Found) -> list[list[Cell]]:
+    """The table of one optimizer: the noise of either half, and ratios over layers and halves."""
+    rows: list[list[Cell]] = []
+    for way, (independent, dithered) in ((way, [noises[draws] for draws in DRAWS]) for way, noises in found.items()):
+        half = len(independent) // 2
+        figures = [
+            together(part) for at in (slice(half), slice(half, None)) for part in (independent[at], dithered[at])
+        ]
+        ratios = spread_of(dithered, independent), spread_of(dithered, found[TODAY]["independent"])
+        rows.append(
+            [optimizer, way.label, round(way.scale_bytes, 3), *figures, *ratios, worst(independent), worst(dithered)]
+        )
+    return rows
+
+
+def bar(found: Found) -> str:
+    """What is asked of rows without slack: half of the noise of today, in the median."""
+    median, smallest, largest = spread_of(found[NO_SLACK]["dither"], found[TODAY]["independent"])
+    figures = f"{median:.3f} ({smallest:.3f} .. {largest:.3f})"
+    return f"{NO_SLACK.label}, dithered, over today's: {figures}, bar <= {BAR}: {'met' if median <= BAR else 'NOT met'}"
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell as it is printed."""
+    if isinstance(cell, list):
+        return f"{cell[0]:.2f} ({cell[1]:.2f} .. {cell[2]:.2f})"
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", help="prepared text; without it the standard library's prose is prepared")
+    parser.add_argument("--max-steps", type=int, default=500, help="of each training, at least 2")
+    parser.add_argument("--layers", default="0,3,9", help="which of the hidden matrices, in the model's order")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
+    add_option(parser)
+    options = parser.parse_args()
+    if options.max_steps < 2:
+        parser.error(f"--max-steps {options.max_steps}: at least 2, for two halves")
+    try:
+        layers = [int(layer) for layer in options.layers.split(",")]
+    except ValueError:
+        layers = [-1]
+    if not all(0 <= layer < MATRICES for layer in layers):
+        parser.error(f"--layers {options.layers}: numbers from 0 to {MATRICES - 1}, such as 0,3,9")
+    torch.set_num_threads(1)
+    rows: dict[str, list[list[Cell]]] = {}
+    bars: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data_dir = options.data_dir or folder
+        if options.data_dir is None:
+            prepare_stdlib(Path(folder))
+        for optimizer, rule in RULES.items():
+            recordings = recorded_steps(rule, layers, options.max_steps, options.seed, data_dir)
+            found = measure(recordings, options.seed)
+            rows[optimizer], bars[optimizer] = rows_of(optimizer, found), bar(found)
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        print(f"torch {torch.__version__}, seed {options.seed}, {options.max_steps} steps, layers {options.layers}")
+        print(f"today's: {TODAY.label}, independent draws; ratios: median of layers and halves (smallest .. largest)")
+        for optimizer, lines in rows.items():
+            print(f"\n{optimizer} ({RULES[optimizer]}):\n")
+            texts = [tuple(cell_text(cell) for cell in line[1:]) for line in lines]
+            print(text_table([HEADER[1:], *texts], ("---", *["---:"] * 9), markdown=True))
+            print(f"\n{bars[optimizer]}")
+    if options.record:
+        record(
+            f"the second of the two named, today's to {TODAY.label}, independent",
+            HEADER,
+            [line for part in rows.values() for line in part],
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
