@@ -79,7 +79,9 @@ def random_bits(
     .. math:: r_i = \\lfloor 2^{-8} (f_{32}(\\text{seed}, \\lfloor \\text{step} / 256 \\rfloor, \\text{stream}, i)
               + \\mathtt{9E3779B9}_{16} (\\text{step} \\bmod 256) \\bmod 2^{32}) \\rfloor
 
-    so that each draw is uniform still, and those of different elements and streams are independent.
+    so that each draw is uniform still, and those of different elements and streams are independent.  Those of one
+    element are not: rounding with them is right on average where what is rounded does not depend on earlier draws,
+    which a spacing that changes from write to write makes it do (a little in E2M5, the most in E7M0).
 
     Args:
         shape: shape of the result; positions count in row-major order.
