@@ -72,7 +72,7 @@ def is_layer(p: Tensor) -> bool:
 
 def make(name: str, parameters: Iterable[Any], **options: Any) -> Any:
     """The optimizer called ``name``; the natural gradient is taken of a network of the list's matrices."""
-    kind, options = getattr(fm.optim, name), {**OPTIONS[name], "compile": False, **options}
+    kind, options = getattr(fm.optim, name), {**OPTIONS[name], **options}
     parameters = list(parameters)
     if name == "StiffnessMuon" and options.get("direction") != "adam":
         return kind(muon_groups(parameters, lr=0.01), **options)

@@ -524,7 +524,7 @@ def sharded_state(name: str, writeback: str, moments: str) -> Any:
     fm.distributed.sync(net)
     alone = copy.deepcopy(net)
     wrapped = DistributedDataParallel(net, init_sync=False)
-    options = {"writeback": writeback, "moments": moments, "compile": False, "lr": 0.01}
+    options = {"writeback": writeback, "moments": moments, "lr": 0.01}
     options |= {"float_lr": 0.01} if name == "RiemannianAdam" else {}
     kind: Any = getattr(fm.optim, name)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=kind, **options)
