@@ -66,8 +66,7 @@ class FP8Tensor(EncodedTensor):
         scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
             shape.  What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
-        seed: key of the random bits of ``stochastic``, which every tensor needs one of its own of; None draws it from
-            torch's default generator.
+        seed: key of the random bits of ``stochastic``, one for each tensor; None: from torch's default generator.
         dtype: what it appears as, float32 or bfloat16; by default that of ``w``, or float32.
         keep_remainder: keep what the rounding of ``w`` left in ``remainder``.
         draws: of ``stochastic``, write by write: ``independent``, or ``dither`` (:func:`fp8manifold.random_bits`).
@@ -76,7 +75,8 @@ class FP8Tensor(EncodedTensor):
     Attributes:
         codes: uint8, in the shape of the tensor.
         scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.
-        format, block_size: the :class:`FloatFormat`; 32, or None where no blocks have scales.
+        format: the :class:`FloatFormat`.
+        block_size: 32, or None where no blocks have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
         remainder: None, or int8: what the rounding of ``w`` left, in 1/256 of a chart step.  Writing drops it.
 
