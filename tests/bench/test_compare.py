@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import signal
@@ -265,6 +266,18 @@ def test_bad_arguments_end_with_2_and_leave_nothing(run_cli, tmp_path, arguments
     assert suggested in line
     assert (code, printed) == (2, "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_draws_are_a_setting_of_the_rules_that_round(run_cli, monkeypatch, tmp_path):
+    asked = {}
+    command = importlib.import_module("nanogpt_bench.commands.compare")
+    monkeypatch.setattr(command, "compare", lambda **options: asked.update(options) or 0)
+    assert run_cli("--draws", "dither", "--model.n_layer", "1")[0] == 0
+    assert asked["overrides"] == ["--model.n_layer", "1", "--optimizer.draws", "dither"]
+    monkeypatch.undo()
+    code, _, errors = run_cli("--draws", "dither", "--optimizer.draws", "dither", "--out", str(tmp_path / "out"))
+    assert (code, "--optimizer.draws is given twice" in errors) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_output_folder_in_use_is_left_alone(run_cli, tmp_path):

@@ -151,3 +151,17 @@ def test_fisher_takes_its_options_and_names_its_package_where_it_is_missing(monk
 
 def test_a_float_rule_has_no_stiffness() -> None:
     assert stiffness_at(resolve(load_config(None, [])), 0) is None
+
+
+@pytest.mark.parametrize("name", ["stiffness_adamw", "stiffness_muon", "riemannian_adam", "adamw", "madam"])
+def test_draws_reach_the_optimizer_and_are_independent_unless_asked_for(name: str) -> None:
+    asked = on_one_byte(name, "--optimizer.draws=dither")
+    assert {group["draws"] for group in asked.param_groups} == {"dither"}
+    assert {group["draws"] for group in on_one_byte(name).param_groups} <= {"independent", None}
+
+
+def test_draws_are_for_what_is_rounded_and_spelt_right() -> None:
+    with pytest.raises(BenchError, match=r"optimizer.draws: .*did you mean 'dither'"):
+        load_config(None, [*ONE_BYTE, "--optimizer.draws=dithered"])
+    with pytest.raises(BenchError, match=r"optimizer.draws"):
+        resolve(load_config(None, ["--rule=fp32", "--optimizer.draws=dither"]))
