@@ -99,7 +99,7 @@ INLINE int32_t root_to_codes(float root, float inverse, uint32_t word)
     const int32_t m = 3, lowest = 127 - 6; /* of MOMENT */
     const int32_t magnitude = least(bits_of(root * inverse), 0x43E00000);
     const int32_t power = most(magnitude & 0x7F800000, lowest * (1 << 23));
-    const float steps = float_of(magnitude) * float_of((254 + m) * (1 << 23) - power);
+    const float steps = float_of(magnitude) * float_of((254 + m - (power >> 23)) * (1 << 23));
     const int32_t whole = (int32_t)steps;
     const float twice = (float)(whole + whole), part = steps - (float)whole;
     const int32_t away = (float)draw_of(word) * 0x1p-24f * (twice + 1.0f) < part * (part + twice);
