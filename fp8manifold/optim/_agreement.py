@@ -45,7 +45,9 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
     except Exception as raised:  # of any kind: the others wait for the verdict
         error = raised
     verdict = [int(not may), _severity(error), int(not optimizer._has_started)]
-    facts = [_facts(optimizer, ranks) for ranks in together]
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    held = {id(p): own.group for p, own in zip(everyone, ranks_of_each(everyone), strict=True) if own is not None}
+    facts = [_facts(optimizer, ranks, held) for ranks in together]
     different = []
     for ranks, ours in zip(together, facts, strict=True):
         word = _word(ours) >> 2  # its negative and its own sign have room
@@ -75,16 +77,17 @@ def _severity(error: Exception | None) -> int:
     return 0 if error is None else 1 if isinstance(error, FloatingPointError) else 2
 
 
-def _facts(optimizer: Optimizer, ranks: Ranks) -> list[Fact]:
-    """What must not differ over some processes; of an optimizer that ZeRO makes for a part, the options alone."""
+def _facts(optimizer: Optimizer, ranks: Ranks, held: dict[int, Any]) -> list[Fact]:
+    """What must not differ over some processes; of an optimizer that ZeRO makes for a part, the options alone.
+
+    ``held`` has the process group of each parameter, by its identity.
+    """
     in_parts = getattr(optimizer, "_elsewhere", None) is not None
     facts: list[Fact] = [(("the optimizer",), type(optimizer).__name__)]
     for i, group in enumerate(optimizer.param_groups):
         facts += [((name, i), _plain(value)) for name, value in group.items() if name not in _APART]
-        members = [] if in_parts else ranks_of_each(group["params"])
-        for k, own in enumerate(members):
-            if own is not None and own.group == ranks.group:
-                parameter = group["params"][k]
+        for k, parameter in enumerate(() if in_parts else group["params"]):
+            if held.get(id(parameter)) == ranks.group:
                 facts.append((("whether there is a gradient", i, k), parameter.grad is not None))
                 facts.append((("how far the state is", i, k), _progress(optimizer.state.get(parameter))))
     return facts
