@@ -150,7 +150,8 @@ def storage_scale(
         granularity: one scale for the ``tensor``, for each ``channel``, or for each ``block`` of 32 weights along the
             last dimension.
         headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
-            8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
+            8 times the smallest normal, and 1 where that is less: more would leave most weights subnormal, or zero,
+            and optimizers widen a scale as soon as its end is reached.
 
     Returns:
         float32 tensor of powers of two, 1 where all weights are 0 (+0 or -0) and for an empty tensor.  It broadcasts
@@ -223,7 +224,7 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
 def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
     """Where the largest of stored weights is placed, in units of the scale."""
     if headroom is None:
-        headroom = min(16.0, max(2.0, fmt.max / (8 * fmt.min_normal)))
+        headroom = min(16.0, max(1.0, fmt.max / (8 * fmt.min_normal)))
     check_number("headroom", headroom, 1.0)
     return min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
 

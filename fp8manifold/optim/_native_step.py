@@ -62,6 +62,7 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     kept: list[object] = []
     pointers, sizes, facts = [], [], []
     wide = [_in_float32(job) for job in jobs]
+    reached = np.zeros(len(jobs), dtype=np.int32)
     for job in wide:
         rows, length, kind, scale = _matrix(job)
         spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
@@ -69,11 +70,15 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
         pointers.append([spec.ctypes.data, *_addresses(job, gradient, scale)])
         sizes.append((rows, length))
         facts.append((kind, job.layout.repeats, *job.ends))
-    records["pointers"], records["facts"], records["keys"], records["hyper"] = pointers, facts, keys, numbers
+    places = reached.ctypes.data + reached.itemsize * np.arange(len(jobs), dtype=np.uint64)
+    records["pointers"] = np.column_stack([np.array(pointers, dtype=np.uint64), places])
+    records["facts"], records["keys"], records["hyper"] = facts, keys, numbers
     records["rows"], records["length"] = zip(*sizes, strict=True)
     threads = threads_for(sum(job.layout.numel for job in jobs))
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(jobs), threads)
-    for job, stepped in zip(jobs, wide, strict=True):
+    for job, stepped, found in zip(jobs, wide, reached.tolist(), strict=True):
+        if job.variant.storage == "codes":
+            job.reached.append(bool(found))
         if stepped is not job:
             _store_halves(job, stepped.held["weight"])
 
