@@ -118,8 +118,9 @@ class GridOptimizer(ManifoldOptimizer):
             state, held = self.state[job.parameter], local_of(job.parameter)
             assert isinstance(held, FP8Tensor)
             changed = widen(state, grid, held, job.variant, job.words)
-            self.widened_scales += changed
-            if changed and not held.scale.dim():
+            one = not held.scale.dim()
+            self.widened_scales += 0 if one and grid.ranks.rank else changed  # of one that all share, the first counts
+            if changed and one:
                 self._refresh(job.group, grid, state)
 
     def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             under :func:`step_in_backward`.
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
-        widened_scales: how many scales of one-byte weights were widened, in this process, as a weight had reached the end.
+        widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
     """

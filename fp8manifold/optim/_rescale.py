@@ -1,4 +1,4 @@
-"""Wider scales for one-byte weights that have reached the end of their range: as soon as a step leaves one there, unbiased."""
+"""Wider scales for one-byte weights: doubled as soon as a step leaves a weight at the end of its range, unbiased."""
 
 import logging
 import math

@@ -14,7 +14,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from scalar_grid import F32, Chart, Codes, exp2, exponent_of, f32, root
 
 import fp8manifold as fm

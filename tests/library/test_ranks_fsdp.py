@@ -77,8 +77,15 @@ def stepped(name: str, writeback: str, moments: str, net: dict[str, Any], option
             parts.reshard()  # after a forward pass the root stays whole
     ours, its = optimizers
     assert ours.bounded_share == its.bounded_share
-    assert ours.widened_scales == its.widened_scales
-    return int(ours.widened_scales)
+    return same_count(ours, its)
+
+
+def same_count(ours: Any, its: Any) -> int:
+    """How many scales were widened: as many in all processes together as in one with everything."""
+    count = torch.tensor(ours.widened_scales)
+    torch.distributed.all_reduce(count)
+    assert int(count) == its.widened_scales
+    return int(count)
 
 
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
@@ -268,8 +275,7 @@ def vectors_stepped(name: str, writeback: str, moments: str, compile_: bool | No
                 assert torch.equal(value, twin[key]), key
             else:
                 assert value == twin[key], key
-    assert ours.widened_scales == its.widened_scales
-    return ours.widened_scales, ours.bounded_share
+    return same_count(ours, its), ours.bounded_share
 
 
 OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}

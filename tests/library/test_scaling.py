@@ -250,11 +250,11 @@ def test_repr() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 1), ("E2M1", 1)]
+    ("name", "headroom"), [("E4M3", 16), ("E5M2", 16), ("E7M0", 16), ("E3M4", 7.75), ("E2M5", 2), ("E2M1", 2)]
 )
 def test_default_headroom_leaves_weights_their_precision(name: str, headroom: float) -> None:
     w = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 0.02
     scale = storage_scale(w, name)
     assert torch.equal(scale, storage_scale(w, name, headroom=headroom))
-    # The coarsest is E2M1: amax, about 3 sd, lies in (3, 6], and what is below 0.25 is lost: at most P(|z| < 1/4).
-    assert (fm.round_to_grid(w / scale, name) == 0).float().mean() < 0.22
+    # The coarsest is E2M1: amax, about 3 sd, lies in (1.5, 3], and what is below 0.25 is lost: at most P(|z| < 1/2).
+    assert (fm.round_to_grid(w / scale, name) == 0).float().mean() < 0.39
