@@ -271,7 +271,7 @@ def test_what_native_code_does_in_one_loop(moments: str, writeback: str, stiffne
 
 @varied
 def test_scales_are_widened_where_a_weight_is_at_an_end(kind: str, options: dict[str, Any]) -> None:
-    """With one unbiased rounding, before the step; the other scales stay."""
+    """With one unbiased rounding, after the step; the other scales stay."""
     p = stored("E4M3")
     p.codes[1, 3:5] = torch.tensor([126, 254], dtype=torch.uint8)
     before = p.scale.clone()
