@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.metric import ABOVE
-from nanogpt_bench.config.metrics import ELAPSED
+from nanogpt_bench.config.metrics import ABOVE, ELAPSED
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures import losses, values, weights
 from nanogpt_bench.failures.batches import batch_effect

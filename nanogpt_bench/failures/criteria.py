@@ -6,7 +6,7 @@ import statistics
 from bisect import insort
 from collections.abc import Mapping, Sequence
 
-from nanogpt_bench.config.metric import ABOVE
+from nanogpt_bench.config.metrics import ABOVE
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import CLEAR, FOUND, NOT_JUDGED, Criterion, Finding
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nanogpt_bench.config.metric import ABOVE
-from nanogpt_bench.config.metrics import GRAD_HAS_NAN, GRAD_NORM, LOSS_IS_NAN, TRAIN_LOSS, VAL_LOSS
+from nanogpt_bench.config.metrics import ABOVE, GRAD_HAS_NAN, GRAD_NORM, LOSS_IS_NAN, TRAIN_LOSS, VAL_LOSS
 from nanogpt_bench.failures.criteria import clear, earliest, found, judge, not_judged
 from nanogpt_bench.failures.evidence import Evidence, Series
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding

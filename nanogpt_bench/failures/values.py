@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import math
 
-from nanogpt_bench.config.metric import ABOVE, BELOW
-from nanogpt_bench.config.metrics import CLAMPED, ENTROPY, GRAD_DEAD, GRAD_NORM, GRAD_ZERO, KURTOSIS, OVERFLOW
+from nanogpt_bench.config.metrics import (
+    ABOVE,
+    BELOW,
+    CLAMPED,
+    ENTROPY,
+    GRAD_DEAD,
+    GRAD_NORM,
+    GRAD_ZERO,
+    KURTOSIS,
+    OVERFLOW,
+)
 from nanogpt_bench.failures.criteria import clear, earliest, found, judge, not_judged, over_median, worst
 from nanogpt_bench.failures.evidence import Evidence
 from nanogpt_bench.failures.finding import Criterion, Facts, Finding

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metric import ABOVE, Alarm, Metric
+from nanogpt_bench.config.metrics import ABOVE, Alarm, Metric
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.standstill import Standstill

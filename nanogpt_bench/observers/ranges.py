@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metric import Metric
-from nanogpt_bench.config.metrics import MonitorConfig
+from nanogpt_bench.config.metrics import Metric, MonitorConfig
 from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.operands import Operand, flowing, of_weight

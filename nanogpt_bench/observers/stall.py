@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metric import Metric
+from nanogpt_bench.config.metrics import Metric
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from nanogpt_bench.config.metric import LOG, Metric, Spread
-from nanogpt_bench.config.metrics import SPREADS
+from nanogpt_bench.config.metrics import LOG, SPREADS, Metric, Spread
 from nanogpt_bench.report.chart import SHARE, Chart, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look

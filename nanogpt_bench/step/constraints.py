@@ -11,9 +11,8 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
-from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.schema import MANIFOLDS, Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line
 

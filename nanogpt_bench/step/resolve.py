@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, OWN_OPTIMIZERS, PEERS, RIEMANNIAN, unit
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
+    OPTION_NAMES,
+    OPTIONS,
+    OWN_OPTIMIZERS,
+    PEERS,
+    RIEMANNIAN,
     ROUNDED,
     Config,
     ModelConfig,
     OptimizerConfig,
+    unit,
 )
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.constraints import check_constraint, fill_constraint, fill_rates
