@@ -19,6 +19,8 @@ OPERANDS: Final = ("weight", "activation", "gradient", "weight_gradient", "resid
 OF_LAYERS: Final = OPERANDS[:-1]
 #: the side on which a figure is bad
 ABOVE, BELOW = "above", "below"
+#: limits that the settings `alerts` (of a run as it goes), `failure` (of its records) and `compare` share by default
+LIMITS: Final = {"stall": 0.5, "overflow": 0.01, "kurtosis": 10.0}
 #: how the figures of all layers make one; TOGETHER: as one layer, which its observer sees to
 MEAN, LARGEST, SMALLEST, TOGETHER = "mean", "largest", "smallest", "together"
 #: scale of a chart
