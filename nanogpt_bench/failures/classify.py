@@ -11,9 +11,8 @@ from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.criteria import KURTOSIS_OF_BLOCKS, findings
 from nanogpt_bench.failures.evidence import Evidence, read, worst
 from nanogpt_bench.failures.finding import Criterion, Diagnosis, Event, Finding, LeadTime
-from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.load import Alert, Run
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.runs.watched import Alert
 
 #: what a kurtosis alert warns of, beside the failure that ended a run
 ANNOUNCED = ("nan", "divergence", "exploding_gradients")

@@ -15,10 +15,8 @@ from nanogpt_bench.config.rules import loses_steps
 from nanogpt_bench.config.schema import ROUNDED
 from nanogpt_bench.config.watching import FailureConfig
 from nanogpt_bench.failures.finding import Criterion
-from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.runs.read import finite
-from nanogpt_bench.runs.records import Records
-from nanogpt_bench.runs.watched import Alert
+from nanogpt_bench.runs.load import Alert, Run, load_run
+from nanogpt_bench.runs.read import Records, finite
 
 
 @dataclass(frozen=True)

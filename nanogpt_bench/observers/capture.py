@@ -1,4 +1,4 @@
-"""What flows through the layers in the steps that are looked at: captured by hooks, and as operands with their formats."""
+"""What flows through the layers in the steps that are looked at, by hooks, and as operands with their formats."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.series import Line
-from nanogpt_bench.runs.watched import Distribution
+from nanogpt_bench.runs.load import Distribution
 
 
 def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
