@@ -8,8 +8,8 @@ import geoopt
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, Config
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.step.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
