@@ -53,12 +53,12 @@ def keeps(kind: tuple[str, str, str]) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------- rows
-def rows_stepped(kind: tuple[str, str, str], net: dict[str, Any], **more: Any) -> bool:
+def rows_stepped(kind: tuple[str, str, str], net: dict[str, Any], *, own: bool = False, **more: Any) -> bool:
     """Steps of rows and of the whole; whether draws that are anew in each step had led elsewhere."""
-    dtype = net.pop("dtype", torch.float32)
+    dtype, taken = net.pop("dtype", torch.float32), {"draws": None} if own else {}
     whole, other, parts = (model(**net, **keeps(kind)).to(dtype) for _ in range(3))
     parts = sharded(parts)
-    ours, its = (dithering(kind, each, **more) for each in (parts, whole))
+    ours, its = (dithering(kind, each, **taken, **more) for each in (parts, whole))
     anew = dithering(kind, other, draws="independent", **more)
     for step in range(5):
         put_equal_gradients(parts, whole, step)
@@ -92,6 +92,12 @@ def test_rows_draw_as_the_whole(
 def test_rows_of_halves_draw_as_the_whole(pool: Pool, name: str, dtype: torch.dtype) -> None:
     kind = (name, "stochastic", "float32")
     assert pool.run(rows_stepped, kind, {"storage": "float", "dtype": dtype}) == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["RiemannianAdam", "RiemannianSGD"])
+def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
+    """Of an optimizer without draws of its own, with those that the model was made with."""
+    assert pool.run(rows_stepped, (name, "stochastic", "8bit"), {"draws": "dither"}, own=True) == [True] * 3
 
 
 # ------------------------------------------------------------------------------------------------------- replicas
