@@ -63,6 +63,8 @@ def _grid_options(config: Config) -> dict[str, Any]:
         return {}
     rule = fm.optim.WRITEBACKS[writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
+    if config.optimizer.draws is not None:
+        options["draws"] = config.optimizer.draws  # for whatever else writes
     if settings.headroom is not None:
         options["headroom"] = settings.headroom
     if settings.storage == "fp8" and rule.residual_bits:

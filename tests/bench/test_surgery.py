@@ -102,6 +102,15 @@ def test_a_quantized_layer_draws_its_weights_anew(storage: str) -> None:
     assert float(layer.quantized_weight().detach().std()) > 0.01
 
 
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+def test_draws_are_the_weights_own_as_well(storage: str) -> None:
+    """So that what writes beside the optimizer draws as it does, and a checkpoint says so."""
+    asked = quantized("--model.format=E4M3", f"--model.storage={storage}", "--optimizer.draws=dither")
+    assert {layer.weight.manifold.draws for layer in quantized_layers(asked).values()} == {"dither"}
+    plain = quantized("--model.format=E4M3", f"--model.storage={storage}")
+    assert {layer.weight.manifold.draws for layer in quantized_layers(plain).values()} == {"independent"}
+
+
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])
 def test_a_tied_head_is_untied_or_left_as_asked(storage: str) -> None:
     options = ("--model.format=E4M3", f"--model.storage={storage}")
