@@ -11,7 +11,7 @@ from fp8manifold._numerics.codec import encode_finite, encode_signed
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._job import row_view
 from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._residuals import pack_nibbles, unpack_nibbles
+from fp8manifold.optim._residuals import pack_residual, unpack_residual
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import load_weights
 from fp8manifold.optim._writeback import split_codes, unless_special
@@ -50,7 +50,7 @@ def widened(
     arrays = {"weight": grid.weight.view(layout.dims), "scale": row_view(old, parameter.shape, layout)}
     if bits:
         kept = local_of(state["residual"])
-        arrays["residual"] = (kept if bits == 8 else unpack_nibbles(kept, parameter.shape)).view(layout.dims)
+        arrays["residual"] = unpack_residual(kept, parameter.shape, bits).view(layout.dims)
     ratio = row_view(old / new, parameter.shape, layout)
     x = load_weights(variant, arrays, torch.float32).x * ratio
     offset = 0 if grid.share is None else grid.share.offset
@@ -60,7 +60,7 @@ def widened(
     else:
         codes, residual = split_codes(encode_signed(x, parameter.format, draws, bits), parameter.format, bits)
         residual = residual.to(torch.int8).view(parameter.shape)
-        kept.copy_(residual if bits == 8 else pack_nibbles(residual, in_rows=kept.dim() > 1))
+        kept.copy_(pack_residual(residual, bits, in_rows=kept.dim() > 1))
     weight = arrays["weight"]
     weight.copy_(unless_special(codes, weight, parameter.format))
     parameter.scale.copy_(new)
