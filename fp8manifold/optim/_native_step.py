@@ -23,7 +23,7 @@ __all__ = ["is_native", "run_native", "sum_of_squares"]
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
-_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "residual2", "momentum")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE, _A_ROW, _AN_ELEMENT = range(3)

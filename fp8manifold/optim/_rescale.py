@@ -14,7 +14,7 @@ from fp8manifold._ranks import Ranks, local_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._plan import Grid, grid_of
-from fp8manifold.optim._residuals import pack_nibbles, unpack_nibbles
+from fp8manifold.optim._residuals import pack_residual, unpack_residual
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import load_weights
 from fp8manifold.optim._writeback import split_codes, unless_special
@@ -85,7 +85,7 @@ def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, variant: Variant, w
     arrays = {"weight": weight[rows]}
     if bits:
         kept = local_of(state["residual"])
-        residual = (kept if bits == 8 else unpack_nibbles(kept, shape)).view(weight.shape)
+        residual = unpack_residual(kept, shape, bits).view(weight.shape)
         arrays["residual"] = residual[rows]
     x = load_weights(variant, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
     places = (rows * weight.shape[1] + (0 if grid.share is None else grid.share.offset)).unsqueeze(1)
@@ -96,7 +96,7 @@ def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, variant: Variant, w
     if bits:
         residual[rows] = rest.to(torch.int8)
         if bits != 8:
-            kept.copy_(pack_nibbles(residual.view(shape), in_rows=kept.dim() > 1))
+            kept.copy_(pack_residual(residual.view(shape), bits, in_rows=kept.dim() > 1))
 
 
 def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,9 @@ def test_a_layer_with_quantised_activations_only_has_no_quantised_weight() -> No
     assert not any("mlp" in name for name in quantized_layers(model))
 
 
-@pytest.mark.parametrize(("writeback", "kept"), [("residual8", True), ("residual4", True), ("stochastic", False)])
+@pytest.mark.parametrize(
+    ("writeback", "kept"), [("residual8", True), ("residual4", True), ("residual2", True), ("stochastic", False)]
+)
 def test_a_residual_finds_what_rounding_the_weights_left(writeback: str, kept: bool) -> None:
     model = quantized("--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}")
     layers = quantized_layers(model).values()

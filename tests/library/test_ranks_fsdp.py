@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8manifold as fm
 from fp8manifold._shards import FP8Shard
-from fp8manifold.optim._residuals import unpack_nibbles
+from fp8manifold.optim import WRITEBACKS
+from fp8manifold.optim._residuals import unpack_residual
 
 
 def sharded(net: Any, *, nested: bool = True, **options: Any) -> Any:
@@ -268,8 +269,9 @@ def vectors_stepped(name: str, writeback: str, moments: str, compile_: bool | No
         for key, value in state.items():
             if isinstance(value, DTensor):
                 rows, whole_rows = value.full_tensor()[: p.shape[0]], twin[key]
-                if key == "residual" and writeback == "residual4":  # each row has bytes of its own
-                    rows, whole_rows = (unpack_nibbles(packed, p.shape) for packed in (rows, whole_rows))
+                if key == "residual" and value.dtype == torch.uint8:  # each row has bytes of its own
+                    bits = WRITEBACKS[writeback].residual_bits
+                    rows, whole_rows = (unpack_residual(packed, p.shape, bits) for packed in (rows, whole_rows))
                 assert torch.equal(rows.flatten(), whole_rows.flatten()), key
             elif isinstance(value, Tensor):
                 assert torch.equal(value, twin[key]), key
@@ -288,6 +290,7 @@ OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
         ("StiffnessAdamW", "residual8", "8bit"),
         ("StiffnessMuon", "momentum", "float32"),
         ("StiffnessMuon", "residual4", "8bit"),
+        ("StiffnessAdamW", "residual2", "float32"),
         ("StiffnessLion", "stochastic", "8bit"),
         ("Madam", "residual4", "bfloat16"),
         ("RiemannianAdam", "residual8", "8bit"),

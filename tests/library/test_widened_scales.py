@@ -75,7 +75,7 @@ def test_only_the_rows_of_the_scale_are_rewritten(compiled: bool | None) -> None
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-@pytest.mark.parametrize("writeback", ["stochastic", "residual8", "residual4"])
+@pytest.mark.parametrize("writeback", ["stochastic", "residual8", "residual4", "residual2"])
 def test_paths_have_the_same_bits(granularity: str, writeback: str) -> None:
     weights = [at_the_end(granularity=granularity, seed=3) for _ in range(2)]
     optimizers = [
