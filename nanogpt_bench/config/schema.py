@@ -183,8 +183,8 @@ class ModelConfig:
     )
     headroom: float | None = setting(
         None,
-        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16 (of few "
-        "binades 2, and 1 in fp8 storage, which widens)",
+        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16 (of "
+        "few binades 2, and 1 in fp8 storage, which widens)",
         minimum=1.0,
         of_rule=True,
         of_formats=True,
