@@ -79,9 +79,9 @@ def quantize_model(
         draws: random draws of one stored weight, write by write: ``independent``, or ``dither``, which spreads them
             evenly (:func:`fp8manifold.random_bits`).  As with ``rounding``, an optimizer's own option goes before it:
             the optimizers here that have a write-back of their own have draws of their own, too, ``independent``
-            unless told otherwise.  Those that may have none (``draws=None`` in :class:`RiemannianAdam`,
-            :class:`RiemannianSGD`, :class:`StiffnessWrapper`), and everything else that writes, take the weight's.
-            A state dict has it with ``fp8``; with ``grid``, as rounding, it is the layer's.
+            unless told otherwise.  Those that may have none (``draws=None`` in ``RiemannianAdam``, ``RiemannianSGD``
+            and ``StiffnessWrapper``), and everything else that writes, take the weight's.  A state dict has it with
+            ``fp8``; with ``grid``, as rounding, it is the layer's.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
