@@ -29,7 +29,7 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
         optimizer: of this library or of torch's, over parameters after ``fully_shard``.
 
     Raises:
-        ValueError: entries with other rows than the parameter's.
+        ValueError: entries with other rows than the parameter's, or a residual of another size.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
@@ -59,7 +59,9 @@ def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
 
 
 def _residual_in_rows(packed: Tensor, shape: torch.Size) -> Tensor:
-    bits = packed_width(packed.shape, shape)
-    if packed.dim() > 1 or bits is None:
+    if packed.dim() > 1:
         return packed
+    bits = packed_width(packed.shape, shape)
+    if bits is None:
+        raise ValueError(f"a residual of {packed.numel()} bytes is none of a parameter of shape {tuple(shape)}")
     return pack_residual(unpack_residual(packed, shape, bits), bits, in_rows=True)

@@ -24,6 +24,7 @@ from optimizer_cases import (
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from fp8manifold._encoded.packed import packed_length
 from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
 
 valid = pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=ids(VALID))
@@ -119,7 +120,7 @@ def expected_bytes(name: str, p: Tensor, writeback: str, moments: str) -> tuple[
     wide = 8 if p.dtype == torch.float64 else 4
     total, names = len(averages) * n * {"float32": wide, "bfloat16": 2, "8bit": 1}[moments], set(averages)
     if (bits := WRITEBACKS[writeback].residual_bits) and isinstance(getattr(p, "manifold", None), fm.FP8Manifold):
-        total, names = total + (n * bits + 7) // 8, names | {"residual"}
+        total, names = total + packed_length(n, bits), names | {"residual"}
     return total, names
 
 

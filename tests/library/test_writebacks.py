@@ -148,6 +148,19 @@ def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(
     assert abs(values.mean().item() - wanted) <= 4 * sigma
 
 
+@pytest.mark.parametrize("shape", [(1,), (2,), (3, 1), (2, 2), (3, 5)])
+@pytest.mark.parametrize(("kept", "wanted"), [(4, 2), (2, 4)])
+def test_a_residual_of_another_width_is_refused(kept: int, wanted: int, shape: tuple[int, ...]) -> None:
+    """Also of one or two weights, whose bits would fit a byte in either width."""
+    p = fm.FP8Parameter(torch.ones(shape), "E4M3")
+    optimizer = move("StiffnessAdamW", p, {"writeback": f"residual{kept}"}, torch.ones(shape))
+    optimizer.param_groups[0]["writeback"] = f"residual{wanted}"
+    codes = p.codes.clone()
+    with pytest.raises(ValueError, match=rf"has a residual of {kept} bits, but writeback='residual{wanted}' keeps one"):
+        optimizer.step()
+    assert torch.equal(p.codes, codes)
+
+
 @every_residual
 def test_residuals_start_from_the_float_weights(writeback: str) -> None:
     """Half a part of an ULP away from them before the first step, but where the last part is already half an ULP."""
