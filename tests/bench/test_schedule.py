@@ -15,7 +15,6 @@ from nanogpt_bench.step.optimizers import stiffness_at
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.schedule import lr_factor
 from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.train import run
 
 
@@ -129,22 +128,6 @@ def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callab
         trainer.train_step(step := trainer.new_step(number, last=False), ())
         rates.append((step.record["lr"], trainer.optimizer.param_groups[0]["lr"]))
     assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rule": "fp32", "optimizer__weight_decay_schedule": "step"}, "needs optimizer.weight_decay_end"),
-        ({"rule": "stiffness", "optimizer__stiffness_schedule": "cosine"}, "needs optimizer.stiffness_end"),
-        ({"rule": "fp32", "optimizer__weight_decay": 0, "optimizer__weight_decay_end": 0.1}, "weight_decay above 0"),
-        ({"rule": "stochastic", "optimizer__stiffness_schedule": "cosine"}, "is not an option of adamw"),
-        ({"rule": "fp32", "optimizer__writeback_end": "residual8"}, "writeback_end: 'residual8' needs model.storage"),
-    ],
-)
-def test_a_course_that_leads_nowhere_is_refused(tiny: Callable[..., Config], options: dict, message: str) -> None:
-    formats = {} if options["rule"] == "fp32" else {"model__format": "E4M3"}
-    with pytest.raises(BenchError, match=message):
-        resolve(tiny(**options, **formats))
 
 
 def trainer_of(config: Config) -> Trainer:
