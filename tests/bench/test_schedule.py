@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,12 +94,10 @@ def test_weight_decay_follows_its_course_by_name_in_every_group_that_decays(
 
 
 @pytest.mark.parametrize("rule", ["muon-stochastic", "stochastic-8bit"])
-def test_the_last_steps_are_written_back_in_another_way_and_resumed_to_the_bit(
-    tiny: Callable[..., Config], rule: str, tmp_path: Path
-) -> None:
-    """Residuals come to be at the fourth of six steps; a run that is ended around them goes on to the same weights."""
-    options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5, "checkpoint__every": 1}
-    config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, checkpoint__keep=6, **options)
+def test_the_last_steps_are_written_back_in_another_way(tiny: Callable[..., Config], rule: str, tmp_path: Path) -> None:
+    """Residuals come to be at the fourth of six steps."""
+    options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
+    config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, **options)
     trainer = trainer_of(resolve(config))
     seen = []
     for number in range(1, 7):
@@ -112,12 +109,6 @@ def test_the_last_steps_are_written_back_in_another_way_and_resumed_to_the_bit(
         whole["bytes_per_quantized_parameter"]
         > run(tiny(rule=rule, model__format="E4M3"), tmp_path / "other")["bytes_per_quantized_parameter"]
     )
-    for step in (2, 3, 4):
-        folder = tmp_path / str(step)
-        shutil.copytree(tmp_path / "whole", folder)
-        for later in range(step + 1, 7):
-            shutil.rmtree(folder / "checkpoints" / f"step-{later}")
-        assert run(config, folder, resume=True)["final_val_loss"] == whole["final_val_loss"]
 
 
 def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callable[..., Config]) -> None:
