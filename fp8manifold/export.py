@@ -18,12 +18,9 @@ __all__ = ["flatten_state_dict", "unflatten_state_dict"]
 
 _PREFIX: Final = "fp8:"
 _PARTS: Final = {"codes": "", "scale": "_scale", "counter": "_counter"}
-_PARTS_BEFORE: Final = {part: f".{part}" for part in _PARTS}
-"""How they were called in files of before."""
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LEFT: Final = "remainder"
-_NEWER: Final[dict[str, Any]] = {"by_operator": False, "draws": "independent", _LEFT: False}
-_KEYS: Final = ("format", "block_size", "rounding", "seed", "dtype")
+_KEYS: Final = ("format", "block_size", "rounding", "seed", "by_operator", "draws", "dtype")
 
 
 def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -62,7 +59,7 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
         if not isinstance(value, FP8Tensor):
             tensors[name] = value.detach().contiguous()
             continue
-        for suffix in (*_PARTS.values(), *_PARTS_BEFORE.values(), f"_{_LEFT}"):
+        for suffix in (*_PARTS.values(), f"_{_LEFT}"):
             if suffix and name + suffix in state:
                 raise ValueError(f"state has both {name!r} and an entry called like a part of it, {name + suffix!r}")
         metadata[_PREFIX + name] = json.dumps(_description(value))
@@ -79,8 +76,7 @@ def unflatten_state_dict(
     """Put a state dict together again from the tensors and metadata of :func:`flatten_state_dict`.
 
     Args:
-        tensors: as ``safetensors.torch.load_file`` gives them, say; in files of before, ``w.codes``, ``w.scale`` and
-            ``w.counter`` are the parts of ``w``.
+        tensors: as ``safetensors.torch.load_file`` gives them, say.
         metadata: as ``safetensors.safe_open(...).metadata()`` gives it; other entries are left alone.
         like: the state dict of the model that is to take it, whose formats are then compared.
 
@@ -100,8 +96,7 @@ def unflatten_state_dict(
     for key, text in (metadata or {}).items():
         if key.startswith(_PREFIX):
             name = key.removeprefix(_PREFIX)
-            called = _PARTS_BEFORE if name + _PARTS_BEFORE["codes"] in state else _PARTS
-            parts = {part: _taken(state, name + suffix) for part, suffix in called.items()}
+            parts = {part: _taken(state, name + suffix) for part, suffix in _PARTS.items()}
             state[name] = _rebuilt(name, parts, text, state)
     for name, expected in (like or {}).items():
         _check_format(name, state.get(name), expected)
@@ -129,7 +124,7 @@ def _taken(state: dict[str, Tensor], name: str) -> Tensor:
 def _rebuilt(name: str, parts: dict[str, Tensor], text: str, state: dict[str, Tensor]) -> FP8Parameter:
     try:
         described = json.loads(text)
-        if not isinstance(described, dict) or described.keys() - _NEWER.keys() != set(_KEYS):
+        if not isinstance(described, dict) or described.keys() - {_LEFT} != set(_KEYS):
             raise ValueError(f"expected the keys {', '.join(_KEYS)}")
         if described["dtype"] not in _DTYPES:
             raise ValueError(f"dtype={described['dtype']!r} is unknown: one of {', '.join(_DTYPES)}")
@@ -141,8 +136,8 @@ def _rebuilt(name: str, parts: dict[str, Tensor], text: str, state: dict[str, Te
             counter=parts["counter"],
             rounding=described["rounding"],
             seed=described["seed"],
-            by_operator=bool((_NEWER | described)["by_operator"]),
-            draws=(_NEWER | described)["draws"],
+            by_operator=bool(described["by_operator"]),
+            draws=described["draws"],
             dtype=_DTYPES[described["dtype"]],
         )
         left = _taken(state, f"{name}_{_LEFT}") if described.get(_LEFT) else None

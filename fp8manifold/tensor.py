@@ -182,7 +182,7 @@ class FP8Tensor(EncodedTensor):
             fmt, rounding, seed, dtype, draws: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
-            by_operator: whether the writing operator's name enters the key of its draws; False for older files.
+            by_operator: whether the writing operator's name enters the key of its draws.
             requires_grad: whether autograd records what is done with it.
 
         Raises:

@@ -24,7 +24,7 @@ class Traits(NamedTuple):
     seed: int
     dtype: torch.dtype
     block_size: int | None
-    #: whether the operator that writes is a word of the key of its draws, which it was not in tensors saved before
+    #: whether the operator that writes is a word of the key of its draws
     by_operator: bool = True
     #: how the draws of one weight follow each other, write by write
     draws: Draws = "independent"
@@ -47,9 +47,10 @@ class Traits(NamedTuple):
 
     @classmethod
     def from_flat(cls, flat: tuple[Any, ...]) -> Self:
-        """The way back."""
-        saved_before = len(flat) == len(cls._fields) - 2
-        return cls(_format_named(flat[0]), *flat[1:], *([False] if saved_before else []))
+        """Read what `flat` gave."""
+        if len(flat) != len(cls._fields):
+            raise ValueError(f"{flat!r} are not the {len(cls._fields)} traits of a tensor: {', '.join(cls._fields)}")
+        return cls(_format_named(flat[0]), *flat[1:])
 
 
 @lru_cache(maxsize=256)

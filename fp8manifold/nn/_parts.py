@@ -68,8 +68,7 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
 
 def _read_traits(name: str, traits: Tensor) -> dict[str, Any]:
     try:
-        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, *more = traits.tolist()
-        (draws,) = more or (0,)  # files of an older layout have nine
+        exponent, mantissa, bias, layout, rounding, seed, dtype, block, by_operator, draws = traits.tolist()
         return {
             "fmt": FloatFormat(exponent, mantissa, bias, _one_of(LAYOUTS, layout)),
             "rounding": _one_of(ROUNDINGS, rounding),

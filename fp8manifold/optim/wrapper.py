@@ -145,12 +145,6 @@ class StiffnessWrapper(torch.optim.Optimizer):
         """Everything but torch's groups and state, which are the wrapped optimizer's: what copying needs."""
         return dict(self.__dict__)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what copying gives; a wrapper from before parameters had streams goes on with their positions."""
-        super().__setstate__(state)
-        if "optimizer" in state and "streams" not in state:
-            self._take_streams(None, 0)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer.
 
@@ -187,13 +181,15 @@ class StiffnessWrapper(torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = state_dict if (changed := before(self, state_dict)) is None else changed
-        if missing := {"optimizer", "steps_taken", "references"} - state_dict.keys():
+        if missing := {"optimizer", "steps_taken", "references", "streams", "streams_begun"} - state_dict.keys():
             raise ValueError(f"this state is not one of StiffnessWrapper: it lacks {', '.join(sorted(missing))}")
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.steps_taken = int(state_dict["steps_taken"])
         pairs = zip(self._parameters(), state_dict["references"], strict=True)
         self.references = {p: reference for p, reference in pairs if reference is not None}
-        self._take_streams(state_dict.get("streams"), int(state_dict.get("streams_begun", 0)))
+        streams = zip(self._parameters(), state_dict["streams"], strict=True)
+        self.streams = {p: int(stream) for p, stream in streams if stream is not None}
+        self.streams_begun = max(int(state_dict["streams_begun"]), len(self.streams))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -249,13 +245,6 @@ class StiffnessWrapper(torch.optim.Optimizer):
                 p, numbers[p], used, self.streams_begun, draws=True, alone=len(parameters) == 1, values=values
             )
             self.streams_begun += 1
-
-    def _take_streams(self, streams: list[int | None] | None, begun: int) -> None:
-        """Those that are saved; positions in a state from before there were any."""
-        parameters = self._parameters()
-        pairs = zip(parameters, range(len(parameters)) if streams is None else streams, strict=True)
-        self.streams = {p: int(stream) for p, stream in pairs if stream is not None}
-        self.streams_begun = max(begun, len(self.streams))
 
     def _factor(self, parameter: Tensor) -> Tensor | float:
         scale = scheduled("scale", self.scale, self.steps_taken, 0.0, float("inf"))

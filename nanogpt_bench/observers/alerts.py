@@ -100,7 +100,7 @@ class AlertObserver(Observer):
         self._last = {kind: self._clock() - age for kind, age in state["ages"].items()}
         self._recorded, self._streak = set(state["recorded"]), state["streak"]
         self.counts = Counter(state["counts"])
-        self._standstill.load_state(state.get("standstill", {}))  # a run begun before this was watched has none
+        self._standstill.load_state(state["standstill"])
 
     def tell_rollback(self, step: int, to: int, why: str) -> None:
         """Say that the steps up to `step` were undone and the run goes on after step `to`."""
@@ -249,8 +249,8 @@ class Standstill:
         return {"last": None if self._last is None else asdict(self._last), "due": self._due}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        last = state.get("last")
-        self._last, self._due = None if last is None else _Look(**last), state.get("due", 0)
+        last = state["last"]
+        self._last, self._due = None if last is None else _Look(**last), state["due"]
 
 
 def _steps(optimizer: torch.optim.Optimizer) -> float | None:

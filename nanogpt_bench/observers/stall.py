@@ -78,9 +78,8 @@ class Stall(Observer):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._stall.load_state(state)
-        if "arrived" in state:  # a run begun before this was watched
-            self._arrived.load_state(state["arrived"])
-        self._unseen = bool(state.get("unseen"))
+        self._arrived.load_state(state["arrived"])
+        self._unseen = state["unseen"]
         for name, first in self._start.items():
             first.load_state(state["start"][name])
         self._figures.load_state(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts
@@ -17,13 +18,13 @@ from nanogpt_bench.config.schema import (
     ModelConfig,
     unit,
 )
-from nanogpt_bench.config.settings import Resolved
+from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
 from nanogpt_bench.step.constraints import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.step.parallel import check_parallel
-from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
+from nanogpt_bench.step.start import as_begun, outlined_shape, pinned, start_shape
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from
@@ -62,6 +63,22 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         config.layers = dict(read_layers(config.model, formats))
     check_constrained_layers(config)
     return config
+
+
+def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
+    """Return a configuration resolved for the run in `run_dir`; one that goes on is resolved from what it began with.
+
+    One that is resolved already is that.
+
+    Raises:
+        BenchError: settings that can't be used, or a config.yaml that can't be read.
+    """
+    if isinstance(config, Resolved):
+        return config
+    path = run_dir / "config.yaml"
+    if not resume or not config.model.init_from or not path.is_file():
+        return resolve(config)
+    return resolve(*as_begun(config, load_config(path), run_dir))
 
 
 def _preset(name: str | None) -> Rule:

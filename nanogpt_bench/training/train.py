@@ -17,8 +17,8 @@ from nanogpt_bench.observers import baseline_curve
 from nanogpt_bench.observers.build import check_monitors
 from nanogpt_bench.observers.trackers import check_trackers
 from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.parallel import check_ranks, processes
+from nanogpt_bench.step.resolve import resolve_for
 from nanogpt_bench.step.run_state import expected_bytes
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.start import check_start, start_facts

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
-from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.train import Progress, run
@@ -274,19 +273,6 @@ def test_alerts_can_be_turned_off(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
     summary = run(tiny(rule="fp32", alerts__enabled=False), tmp_path / "r")
     assert summary["alerts"] == {}
     assert not (tmp_path / "r" / "alerts.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train__stop_on": "[divergence]"}, r"train\.stop_on: 'divergence' needs monitor\.trend, which is off"),
-        ({"train__stop_on": "[nan, plateau]"}, r"train\.stop_on: 'plateau' needs monitor\.trend, which is off"),
-        ({"alerts__baseline": "runs/b"}, r"alerts\.baseline: 'runs/b' needs monitor\.trend, which is off"),
-    ],
-)
-def test_what_follows_the_trend_is_refused_without_it(tiny: Tiny, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(BenchError, match=message):
-        resolve(tiny(rule="fp32", monitor__trend=False, **settings))
 
 
 def test_without_the_trend_nothing_diverges(tiny: Tiny, tmp_path: Path) -> None:

@@ -140,10 +140,6 @@ def test_float8_training_rounds_the_products_of_the_blocks(corpus_dir: Path, rec
     [
         (["--rule=fp32", "--model.torchao_float8=rowwise"], "contradicts rule 'fp32'"),
         (["--model.torchao_float8=rowise"], "did you mean 'rowwise'"),
-        (["--model.torchao_float8=rowwise", "--model.format=E4M3"], "can't be used with model.storage 'master'"),
-        (["--model.torchao_float8=rowwise", "--train.precision=bf16-pure"], "can't be used with train.precision"),
-        (["--optimizer.name=optimi_adamw"], "give train.precision bf16-pure"),
-        (["--optimizer.name=torchao_adamwfp8", "--model.format=E4M3", "--model.storage=fp8"], "steps float weights"),
         (["--optimizer.name=torchao_adamwfp8", "--optimizer.momentum=0.5"], "not an option of torchao_adamwfp8"),
     ],
 )

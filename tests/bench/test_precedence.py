@@ -219,15 +219,3 @@ def test_run_says_what_gave_way_once_it_goes_on(
     assert said[1].startswith("nanogpt_cpu.yaml: model.tied: leave")
     assert main([*words, "--data.dir=gone"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_run_begun_at_the_optimizer_s_own_rate_goes_on_at_it(
-    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = [f"--model.{key}={value}" for key, value in (("n_layer", 1), ("n_embd", 32), ("block_size", 8))]
-    words = ["run", "e4m3.yaml", "--name=a", f"--data.dir={corpus_dir}", *small, "--train.max_steps=1"]
-    assert main([*words, "--optimizer.lr=1e-3", "--eval.batches=1"]) == 0  # as version 0.1 did without the rate
-    assert main([*words, "--resume", "--eval.batches=1"]) == 0
-    assert main([*words, "--resume", "--eval.batches=1", "--optimizer.lr=2e-3"]) == 2
-    assert "optimizer.lr" in capsys.readouterr().err

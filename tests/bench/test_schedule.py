@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from nanogpt_bench.step.optimizers import stiffness_at
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.schedule import lr_factor
 from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.train import run
 
 
@@ -96,12 +94,10 @@ def test_weight_decay_follows_its_course_by_name_in_every_group_that_decays(
 
 
 @pytest.mark.parametrize("rule", ["muon-stochastic", "stochastic-8bit"])
-def test_the_last_steps_are_written_back_in_another_way_and_resumed_to_the_bit(
-    tiny: Callable[..., Config], rule: str, tmp_path: Path
-) -> None:
-    """Residuals come to be at the fourth of six steps; a run that is ended around them goes on to the same weights."""
-    options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5, "checkpoint__every": 1}
-    config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, checkpoint__keep=6, **options)
+def test_the_last_steps_are_written_back_in_another_way(tiny: Callable[..., Config], rule: str, tmp_path: Path) -> None:
+    """Residuals come to be at the fourth of six steps."""
+    options = {"optimizer__writeback_end": "residual8", "optimizer__step_at": 0.5}
+    config = tiny(rule=rule, model__format="E4M3", train__max_steps=6, **options)
     trainer = trainer_of(resolve(config))
     seen = []
     for number in range(1, 7):
@@ -113,12 +109,6 @@ def test_the_last_steps_are_written_back_in_another_way_and_resumed_to_the_bit(
         whole["bytes_per_quantized_parameter"]
         > run(tiny(rule=rule, model__format="E4M3"), tmp_path / "other")["bytes_per_quantized_parameter"]
     )
-    for step in (2, 3, 4):
-        folder = tmp_path / str(step)
-        shutil.copytree(tmp_path / "whole", folder)
-        for later in range(step + 1, 7):
-            shutil.rmtree(folder / "checkpoints" / f"step-{later}")
-        assert run(config, folder, resume=True)["final_val_loss"] == whole["final_val_loss"]
 
 
 def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callable[..., Config]) -> None:
@@ -129,22 +119,6 @@ def test_the_rate_in_ulps_follows_the_schedule_of_the_learning_rate(tiny: Callab
         trainer.train_step(step := trainer.new_step(number, last=False), ())
         rates.append((step.record["lr"], trainer.optimizer.param_groups[0]["lr"]))
     assert rates == [(2.0, 2.0)] * 2 + [(1.0, 1.0)] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rule": "fp32", "optimizer__weight_decay_schedule": "step"}, "needs optimizer.weight_decay_end"),
-        ({"rule": "stiffness", "optimizer__stiffness_schedule": "cosine"}, "needs optimizer.stiffness_end"),
-        ({"rule": "fp32", "optimizer__weight_decay": 0, "optimizer__weight_decay_end": 0.1}, "weight_decay above 0"),
-        ({"rule": "stochastic", "optimizer__stiffness_schedule": "cosine"}, "is not an option of adamw"),
-        ({"rule": "fp32", "optimizer__writeback_end": "residual8"}, "writeback_end: 'residual8' needs model.storage"),
-    ],
-)
-def test_a_course_that_leads_nowhere_is_refused(tiny: Callable[..., Config], options: dict, message: str) -> None:
-    formats = {} if options["rule"] == "fp32" else {"model__format": "E4M3"}
-    with pytest.raises(BenchError, match=message):
-        resolve(tiny(**options, **formats))
 
 
 def trainer_of(config: Config) -> Trainer:

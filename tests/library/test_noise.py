@@ -122,25 +122,13 @@ def test_a_removed_parameters_stream_is_not_given_again_by_a_wrapper(later: Any)
     assert len({gone, optimizer.streams[second], optimizer.streams[third]}) == 3
 
 
-@pytest.mark.parametrize("stored", ["state", "pickle"])
-def test_a_wrapper_saved_before_draws_as_it_did(stored: str) -> None:
-    """Its parameters' streams are their positions."""
-    parameters: list[Tensor] = [byte(seed) for seed in range(3)]
-    optimizer = wrapped(parameters)
-    if stored == "state":
-        saved = optimizer.state_dict()
-        del saved["streams"], saved["streams_begun"]
+@pytest.mark.parametrize("lacking", ["streams", "streams_begun"])
+def test_a_state_without_streams_is_refused(lacking: str) -> None:
+    optimizer = wrapped([byte(0)])
+    saved = optimizer.state_dict()
+    del saved[lacking]
+    with pytest.raises(ValueError, match=f"it lacks {lacking}$"):
         optimizer.load_state_dict(saved)
-    else:
-        held = optimizer.__getstate__()
-        del held["streams"], held["streams_begun"]
-        optimizer = optim.StiffnessWrapper.__new__(optim.StiffnessWrapper)
-        optimizer.__setstate__(held)
-    stepped(parameters, [optimizer])
-    for stream, p in enumerate(parameters):
-        target = torch.full((N,), 1 - 2.0**-5)
-        drawn = fm.round_to_grid(target, "E4M3", "stochastic", seed=0, step=0, stream=stream)
-        assert torch.equal(p.detach().dequantize(), drawn)
 
 
 def test_a_cleared_state_draws_anew() -> None:
@@ -185,25 +173,23 @@ def test_an_average_does_not_draw_what_its_weights_do() -> None:
     assert_unrelated([weight.dequantize() - 1, average.dequantize() - 1])
 
 
-def test_a_tensor_saved_before_draws_as_it_did() -> None:
-    """Its pickle has no word on operators, and neither does what is exported or copied from it."""
+def test_draws_without_the_operator_s_name_stay_so_where_they_are_copied_loaded_and_exported() -> None:
     new = byte(4)
-    rebuild, (kind, parts, rest, requires) = new.__reduce_ex__(2)
-    old = copy.deepcopy(rebuild(kind, parts, rest[:-2], requires))
-    assert (old.by_operator, new.by_operator) == (False, True)
+    own = fm.FP8Parameter.from_codes(new.codes, new.scale, "E4M3", seed=4, by_operator=False)
     loaded = torch.nn.ParameterList([byte(1)])
-    loaded.load_state_dict({"0": copy.deepcopy(old)})
-    tensors, metadata = fm.flatten_state_dict({"w": copy.deepcopy(old)})
-    exported = fm.unflatten_state_dict(tensors, metadata)["w"]
-    before = fm.unflatten_state_dict(
-        fm.flatten_state_dict({"w": copy.deepcopy(old)})[0],
-        {"fp8:w": metadata["fp8:w"].replace('"by_operator": false, ', "")},
-    )["w"]
+    loaded.load_state_dict({"0": copy.deepcopy(own)})
+    exported = fm.unflatten_state_dict(*fm.flatten_state_dict({"w": copy.deepcopy(own)}))["w"]
     expected = fm.encode(torch.full((N,), 1.03), "E4M3", "stochastic", seed=4, step=0)
-    for each in (old, loaded[0], exported, before):
+    for each in (own, loaded[0], exported):
         with torch.no_grad():
             each.add_(0.03)
         assert torch.equal(each.codes, expected)
+
+
+def test_traits_of_another_number_are_refused() -> None:
+    rebuild, (kind, parts, rest, requires) = byte(4).__reduce_ex__(2)
+    with pytest.raises(ValueError, match="are not the 7 traits of a tensor: format, rounding"):
+        rebuild(kind, parts, rest[:-2], requires)
 
 
 # --------------------------------------------------------------------------------------------------------- snapshots

@@ -65,36 +65,6 @@ def test_what_a_file_holds(tmp_path: Path) -> None:
     assert {flatten_state_dict({"w": parameter(name)})[0]["w"].dtype for name in others} == {torch.uint8}
 
 
-def before(tensors: dict[str, Tensor], name: str = "w") -> dict[str, Tensor]:
-    """The same tensors as they were called, and kept, in files of before."""
-    parts = {name: ".codes", f"{name}_scale": ".scale", f"{name}_counter": ".counter"}
-    renamed = {name + parts[key] if key in parts else key: tensor for key, tensor in tensors.items()}
-    return renamed | {f"{name}.codes": renamed[f"{name}.codes"].view(torch.uint8)}
-
-
-@every_granularity
-@every_format
-def test_a_file_of_before_is_read(name: str, granularity: Any) -> None:
-    w = parameter(name, granularity=granularity)
-    tensors, metadata = flatten_state_dict({"w": w, "b": normal(2)})
-    back = unflatten_state_dict(before(tensors), metadata)
-    assert same_store(w, back["w"])  # type: ignore[arg-type]
-    assert back.keys() == {"w", "b"}
-
-
-def test_a_file_that_was_written_before() -> None:
-    """Byte for byte what the library wrote when the parts were called codes, scale and counter."""
-    path = Path(__file__).parent / "written_before.safetensors"
-    with safe_open(path, "pt") as file:
-        state = unflatten_state_dict(load_file(path), file.metadata())
-    fixed: dict[str, Any] = {"scale": 0.25, "seed": 7, "rounding": "nearest"}
-    values = torch.linspace(-2, 2, 12).view(3, 4)
-    assert sorted(state) == ["b", "x.e3m4", "x.e4m3"]
-    for name, fmt in (("x.e4m3", "E4M3"), ("x.e3m4", "E3M4")):
-        assert same_store(fm.FP8Parameter(values, fmt, **fixed), state[name])  # type: ignore[arg-type]
-        assert (state[name].seed, state[name].rounding, int(state[name].counter)) == (7, "nearest", 0)  # type: ignore[attr-defined]
-
-
 def test_without_stored_weights_nothing_changes() -> None:
     state = {"b": normal(3)}
     tensors, metadata = flatten_state_dict(state)
@@ -134,6 +104,8 @@ def test_another_format_is_refused() -> None:
         (described(dtype="float16"), "dtype='float16' is unknown: one of float32, bfloat16"),
         (described(dtype="gone"), "expected the keys format, block_size"),
         (described(more=1), "expected the keys format, block_size"),
+        (described(by_operator="gone"), "expected the keys format, block_size"),
+        (described(draws="gone"), "expected the keys format, block_size"),
         ({"fp8:w": "{"}, "'w' can't be put together from '{'"),
         ({"fp8:w": "[]"}, "expected the keys"),
         ({"fp8:v": described()["fp8:w"]}, "lack 'v'"),
@@ -163,7 +135,7 @@ def test_tensors_that_do_not_fit_are_refused(changes: dict[str, Tensor], message
 def test_what_can_not_be_exported_is_refused() -> None:
     with pytest.raises(TypeError, match=r"state\['step'\] is of int"):
         flatten_state_dict({"step": 3})
-    for part in ("w.codes", "w.scale", "w.counter", "w_scale", "w_counter"):
+    for part in ("w_scale", "w_counter", "w_remainder"):
         for state in ({"w": parameter(), part: torch.ones(1)}, {part: torch.ones(1), "w": parameter()}):
             with pytest.raises(ValueError, match="called like a part of it"):
                 flatten_state_dict(state)

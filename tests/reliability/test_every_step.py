@@ -17,6 +17,9 @@ from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MOMENTS, WRITEBACKS
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
+from nanogpt_bench.data.labelled import LabelledText
+from nanogpt_bench.data.tokenizers import ByteTokenizer
+from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.step import run_state
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.training.train import run
@@ -134,8 +137,45 @@ def long_cases() -> Iterator[Case]:
         yield Case(f"{MANY}-steps-{rule}", {"rule": rule, "shadow.enabled": True, "shadow.interval": 7} | more, MANY)
 
 
+def constrained_cases() -> Iterator[Case]:
+    """Weights on geoopt's manifolds, through a copy and beside one-byte weights; put back every two steps."""
+    for name, more in {
+        "stiefel-copy": {"model.constraint": "stiefel", "model.constrained": "[attn, mlp]", "model.format": "E4M3"},
+        "sphere-one-byte": {
+            "model.constraint": "sphere",
+            "rule": "riemannian",
+            "model.formats": "{'*': E4M3, attn: none}",
+        },
+    }.items():
+        yield Case(name, {**more, "optimizer.stabilize_every": 2})
+
+
+def watched_cases() -> Iterator[Case]:
+    """Another write-back for the last steps, and layers that are looked at in turn."""
+    for rule in ("muon-stochastic", "stochastic-8bit"):
+        course = {"optimizer.writeback_end": "residual8", "optimizer.step_at": 0.5}
+        yield Case(f"writeback-end-{rule}", {"rule": rule, "model.format": "E4M3", **course})
+    turns = {"monitor.turns": 3, "monitor.interval": 1, "rule": "stochastic", "model.format": "E4M3"}
+    yield Case("monitors-in-turn", turns, 6)
+
+
+def classifying_cases() -> Iterator[Case]:
+    """Documents and their labels, with validations and monitors on the way."""
+    for name, more in {
+        "float": {"rule": "fp32"},
+        "one-byte": {"rule": "stochastic", "model.format": "E4M3", "model.pooling": "last"},
+        "residual": {"rule": "residual8", "model.format": "E7M0", "shadow.enabled": True, "shadow.interval": 2},
+        "operands": {"model.formats": "{'*': {weight: E4M3, activation: E4M3, gradient: E5M2}, lm_head: none}"},
+        "head-only": {"rule": "stiffness", "model.formats": "{lm_head: E5M2}", "train.accumulation": 2},
+        "muon": {"rule": "muon-stochastic", "model.format": "E4M3"},
+        "bfloat16": {"rule": "bf16-pure"},
+    }.items():
+        yield Case(f"classify-{name}", {"task": "classify", **more})
+
+
 MASTER = [(policy, granularity) for policy in POLICIES for granularity in GRANULARITIES]
-OTHERS = [*continuous_cases(), global_case(), *baseline_cases()]
+OTHERS = [*continuous_cases(), global_case(), *baseline_cases(), *constrained_cases(), *watched_cases()]
+OTHERS += classifying_cases()
 FULL = [
     Case(case.name, case.settings, MANY) for case in (*all_own(), *(master_case(*pair) for pair in MASTER), *OTHERS)
 ]
@@ -149,6 +189,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "text.txt").write_text(text, encoding="utf-8")
     prepare_text(folder / "text.txt", folder / "prepared", "char")
+    documents = [LabelledText(f"{'a' * (number % 5 + 2)} {number % 3} dogs", [number % 3]) for number in range(60)]
+    splits = {"train": documents[:48], "val": documents[48:]}
+    write_corpus(folder / "labelled", splits, ByteTokenizer(), {"kind": "made"}, progress=False, labels=["a", "b", "c"])
     return folder / "prepared"
 
 
@@ -161,7 +204,7 @@ def counted(tally: Callable[..., None]) -> Iterator[dict[str, int]]:
 
 def settings_of(case: Case, corpus: Path) -> list[str]:
     settings = {
-        "data.dir": corpus,
+        "data.dir": corpus.parent / "labelled" if "task" in case.settings else corpus,
         "model.n_layer": 1,
         "model.n_head": 2,
         "model.n_embd": 32,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ OF_THE_STEP = (
 )
 #: those that are told of the largest layer; all others are means
 LARGEST = ("quant/kurtosis", "quant/amax/")
-MACHINE = ("time/", "memory/", "mfu", "shadow/overhead")
 
 
 def step_number(number: int, *, last: bool = False) -> Step:
@@ -146,26 +144,6 @@ def test_what_arrived_of_all_layers_is_of_the_latest_movement_of_each(tiny: Tiny
     assert all(math.isfinite(share) for share in shares)
     summary = json.loads((in_turn / "summary.json").read_text())
     assert summary["arrived"] == pytest.approx(sum(shares) / STEPS)
-
-
-@pytest.mark.parametrize("at", [2, 5])
-def test_a_resumed_run_goes_on_in_turn(tiny: Tiny, in_turn: Path, tmp_path: Path, at: int) -> None:
-    whole = [json.loads(line) for line in (in_turn / "metrics.jsonl").read_text().splitlines()]
-    shutil.copytree(in_turn, tmp_path / "r")
-    for folder in (tmp_path / "r/checkpoints").glob("step-*"):
-        if int(folder.name.removeprefix("step-")) > at:
-            shutil.rmtree(folder)
-    said: list[str] = []
-    config = watched(tiny, 3, checkpoint__every=1, checkpoint__keep=STEPS)
-    again = records_of(config, tmp_path / "r", resume=True, say=said.append)
-    assert [words.rsplit(" ", 4)[1:] for words in said] == [["on", "after", "step", str(at)]]
-    assert len(again) == len(whole)
-    for mine, theirs in zip(again, whole, strict=True):
-        assert timeless(mine) == timeless(theirs)
-
-
-def timeless(record: Record) -> Record:
-    return {key: value for key, value in record.items() if not key.startswith(MACHINE)}
 
 
 @pytest.mark.parametrize("rule", ["stochastic", "master"])

@@ -1,0 +1,222 @@
+"""Settings that exclude each other: each row of the tables refuses what it is for, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from types import GeneratorType
+
+import pytest
+
+from nanogpt_bench.config import conflicts
+from nanogpt_bench.config.keys import get
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.model.gpt import SIZES
+from nanogpt_bench.step import resolve as module
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.system.errors import BenchError
+
+E4M3 = "model.format=E4M3"
+FP8 = f"{E4M3} model.storage=fp8"
+MASTER = f"{E4M3} model.storage=master"
+LABELS = "task=classify"
+GIVEN = "model.pretrained=a/model"
+STIEFEL = "model.constraint=stiefel"
+WITHIN = f"rule=stochastic {E4M3} train.step_in_backward=true"
+
+#: of each setting: the settings that it is refused beside, and how the line goes on
+REFUSED: dict[str, dict[str, str]] = {
+    "model.pooling": {"model.pooling=last": "'last' needs task 'classify', not 'language'"},
+    "model.pretrained": {
+        f"{LABELS} {GIVEN}": "'a/model' can't be used with task 'classify', which brings a head",
+        f"{GIVEN} {STIEFEL}": "'a/model' can't be used with model.constraint 'stiefel'; leave one of them out",
+    },
+    "model.tie_weights": {f"{LABELS} model.tie_weights=true": "True can't be used with task 'classify', whose lm_head"},
+    "data.train_tokens": {f"{LABELS} data.train_tokens=500": "500 can't be used with task 'classify', which trains on"},
+    "eval.also": {f"{LABELS} eval.also=other": "'other' can't be used with task 'classify', whose labels another"},
+    "train.parallel": {f"{LABELS} train.parallel=ddp": "'ddp' can't be used with task 'classify', whose losses"},
+    "monitor.fisher": {f"{LABELS} monitor.fisher=true": "True can't be used with task 'classify', whose labels"},
+    "model.headroom": {"model.headroom=4": "4.0 needs model.storage grid, fp8 or continuous, not 'float32'"},
+    "optimizer.writeback": {
+        "optimizer.writeback=nearest": "'nearest' needs model.storage grid or fp8, not 'float32'",
+        f"optimizer.writeback=residual8 {MASTER}": "'residual8' needs model.storage grid or fp8, not 'master'",
+        f"optimizer.writeback=nearest {E4M3} model.storage=continuous": "'nearest' needs model.storage grid or fp8,",
+    },
+    "optimizer.writeback_end": {"rule=fp32 optimizer.writeback_end=residual8": "'residual8' needs model.storage grid"},
+    "optimizer.draws": {"rule=fp32 optimizer.draws=dither": "'dither' needs model.storage grid or fp8, not 'float32'"},
+    "optimizer.moments": {
+        "optimizer.moments=8bit": "'8bit' needs model.storage grid, fp8 or continuous, not 'float32'",
+        f"optimizer.moments=8bit {MASTER}": "'8bit' needs model.storage grid, fp8 or continuous, not 'master'",
+    },
+    "optimizer.compile": {"optimizer.compile=true": "True needs model.storage grid, fp8 or continuous, not 'float32'"},
+    "optimizer.momentum": {"optimizer.momentum=0.5": "0.5 is not an option of adamw; it belongs to sgd, stiffness_sgd"},
+    "optimizer.beta1": {
+        "rule=sgd optimizer.beta1=0.5": "0.5 is not an option of sgd; it belongs to adamw",
+        f"optimizer.name=StiffnessSGD {FP8} optimizer.beta1=0.5": "0.5 is not an option of stiffness_sgd",
+    },
+    "optimizer.eps": {f"optimizer.name=stiffness_lion {FP8} optimizer.eps=1": "1.0 is not an option of stiffness_lion"},
+    "optimizer.clip": {
+        f"{FP8} optimizer.clip=2": "2.0 is not an option of adamw; it belongs to stiffness_adamw",
+        f"{FP8} optimizer.name=sgd optimizer.clip=2": "2.0 is not an option of sgd; it belongs to stiffness_adamw",
+    },
+    "optimizer.refresh": {f"optimizer.name=madam {FP8} optimizer.refresh=5": "5 is not an option of madam; it belongs"},
+    "optimizer.float_lr": {"optimizer.float_lr=1": "1.0 is not an option of adamw; it belongs to stiffness_muon"},
+    "optimizer.stiffness": {"optimizer.stiffness=1": "1.0 is not an option of adamw; it belongs to stiffness_adamw"},
+    "model.outlier_sigma": {"model.outlier_sigma=3": "3.0 needs model.outliers clip_sigma"},
+    "model.tied": {
+        f"model.tied=leave {E4M3}": "'leave' needs model.tie_weights and a format; leave it out",
+        "model.tied=leave model.tie_weights=true": "'leave' needs model.tie_weights and a format; leave it out",
+    },
+    "model.formats": {
+        f"rule=fp32 {E4M3}": "{'*': 'E4M3'} can't be used with rule 'fp32', which keeps float weights; give another",
+        f"{E4M3} model.storage=float32": "{'*': 'E4M3'} can't be used with storage float32, which keeps float weights",
+    },
+    "model.granularity": {
+        "model.granularity=tensor": "'tensor' means nothing under storage float32, whose weights are floats; leave it",
+        "rule=sgd model.granularity=channel": "'channel' means nothing under rule 'sgd', whose weights are floats",
+    },
+    "rule": {"rule=nearest": "'nearest' needs a format for the weights; give --model.format E4M3 or model.formats"},
+    "model.storage": {"model.storage=master": "'master' needs a format for the weights; give --model.format E4M3"},
+    "train.precision": {
+        f"{E4M3} train.precision=bf16-pure": "'bf16-pure' can't be used with model.storage 'master'; allowed: float32,",
+        f"{STIEFEL} train.precision=bf16-pure": "'bf16-pure' can't be used with model.constraint 'stiefel'; leave one",
+    },
+    "model.torchao_float8": {
+        f"model.torchao_float8=rowwise {E4M3}": "'rowwise' can't be used with model.storage 'master'",
+        "model.torchao_float8=rowwise train.precision=bf16-pure": "'rowwise' can't be used with train.precision",
+        f"model.torchao_float8=rowwise {GIVEN}": "'rowwise' can't be used with model.pretrained; leave it out",
+        f"model.torchao_float8=rowwise {STIEFEL}": "'rowwise' can't be used with model.constraint 'stiefel'; leave one",
+    },
+    "optimizer.name": {
+        "optimizer.name=riemannian_adam": "'riemannian_adam' needs model.storage grid, fp8 or continuous, not "
+        "'float32'; allowed with 'float32': adamw, sgd, stiffness_muon",
+        f"optimizer.name=madam {MASTER}": "'madam' needs model.storage grid, fp8 or continuous, not 'master'",
+        f"optimizer.name=torchao_adamwfp8 {FP8}": "'torchao_adamwfp8' steps float weights; it can't be used with",
+        "optimizer.name=optimi_adamw": "'optimi_adamw' sums up bfloat16 weights; give train.precision bf16-pure",
+        f"{LABELS} optimizer.name=fisher {FP8}": "'fisher' can't be used with task 'classify', whose labels are not",
+        f"{STIEFEL} optimizer.name=adamw": "'adamw' can't keep weights on a manifold (model.constraint 'stiefel'); "
+        "allowed: riemannian_adam, riemannian_sgd",
+        f"{STIEFEL} rule=stiffness {E4M3}": "'stiffness_adamw' can't keep weights on a manifold",
+    },
+    "optimizer.weight_decay_schedule": {
+        "optimizer.weight_decay_schedule=step": "'step' needs optimizer.weight_decay_end, where it leads to"
+    },
+    "optimizer.stiffness_schedule": {
+        f"rule=stiffness {E4M3} optimizer.stiffness_schedule=cosine": "'cosine' needs optimizer.stiffness_end, where",
+        f"rule=stochastic {E4M3} optimizer.stiffness_schedule=cosine": "'cosine' is not an option of adamw",
+    },
+    "optimizer.weight_decay_end": {
+        "optimizer.weight_decay=0 optimizer.weight_decay_end=0.1": "0.1 needs optimizer.weight_decay above 0",
+        "optimizer.weight_decay=0 optimizer.weight_decay_end=0": "0.0 needs optimizer.weight_decay above 0",
+    },
+    "train.stop_on": {
+        f"monitor.trend=false train.stop_on=[{stops}]": f"{reason!r} needs monitor.trend, which is off; leave one of"
+        for stops, reason in (("divergence", "divergence"), ("nan, plateau", "plateau"))
+    },
+    "alerts.baseline": {"monitor.trend=false alerts.baseline=runs/b": "'runs/b' needs monitor.trend, which is off"},
+    "shadow.of": {
+        f"{FP8} shadow.enabled=true shadow.of=master": "'master' needs a master copy, which model.storage 'fp8' "
+        "does not have; allowed: dequantised"
+    },
+    "shadow.enabled": {
+        f"{GIVEN} shadow.enabled=true": "True can't be used with model.pretrained; leave it out",
+        f"{WITHIN} optimizer.grad_clip=0 shadow.enabled=true": "True can't be used with train.step_in_backward; give",
+    },
+    "runtime.compile": {f"{GIVEN} runtime.compile=true": "True can't be used with model.pretrained; leave it out"},
+    "model.dropout": {f"{GIVEN} model.dropout=0.5": "0.5 can't be used with model.pretrained; leave it out"},
+    "model.outliers": {
+        f"{GIVEN} model.outliers=clip_sigma": "'clip_sigma' can't be used with model.pretrained; leave it"
+    },
+    "model.lora_rank": {
+        "model.lora_rank=2": "2 needs model.pretrained, and adamw or sgd to step it",
+        f"{GIVEN} model.lora_rank=2 rule=stochastic {E4M3}": "2 can't be used with formats: what they round would be",
+        f"{GIVEN} model.lora_rank=2 rule=muon": "2 needs model.pretrained, and adamw or sgd to step it",
+    },
+    "train.recompute": {"train.recompute=true": "True needs model.pretrained; the GPT here keeps its activations"},
+    "train.step_in_backward": {
+        "rule=fp32 train.step_in_backward=true": "True needs an optimizer of the library that steps weights one by "
+        "one, not 'adamw' with model.storage 'float32'",
+        f"optimizer.name=fisher {FP8} train.step_in_backward=true": "True needs an optimizer of the library that steps",
+    },
+    "optimizer.grad_clip": {WITHIN: "1.0 can't be used with train.step_in_backward; give 0.0"},
+    "train.accumulation": {
+        f"{WITHIN} optimizer.grad_clip=0 train.accumulation=2": "2 can't be used with train.step_in_backward; give 1"
+    },
+    "model.constrained": {"model.constrained=[attn]": "['attn'] needs model.constraint stiefel or sphere"},
+    "optimizer.constrained_lr": {"optimizer.constrained_lr=0.5": "0.5 needs model.constraint stiefel or sphere"},
+    "model.n_embd": {
+        f"{STIEFEL} model.n_embd=1 model.n_head=1": "1 leaves nothing to turn under model.constraint 'stiefel'; give 2"
+    },
+    "optimizer.lr": {
+        f"{STIEFEL} optimizer.lr=1e-3 optimizer.float_lr=2e-3": "0.001 and optimizer.float_lr 0.002 are two rates for "
+        "the same weights: none is stepped by ULPs with model.storage 'float32'; give one of them"
+    },
+    "optimizer.weight_decay": {
+        f"{STIEFEL} optimizer.name=riemannian_sgd optimizer.weight_decay=0.1": "0.1 is of weights that riemannian_sgd "
+        "steps by ULPs: none with model.storage 'float32'; leave it out"
+    },
+}
+CASES = [(key, words, said) for key, cases in REFUSED.items() for words, said in cases.items()]
+
+
+@pytest.fixture(autouse=True)
+def _a_pretrained_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "outlined_shape", lambda name: SIZES["0.8M"])
+
+
+def resolved(words: str) -> Config:
+    """Resolve `key=value`s apart by spaces; the pair in brackets of a list holds one itself."""
+    pairs = words.replace(", ", ",").split()
+    return resolve(load_config(None, [f"--{pair}" for pair in pairs]))
+
+
+@pytest.mark.parametrize(("key", "words", "said"), CASES)
+def test_what_excludes_each_other_is_refused_by_name(key: str, words: str, said: str) -> None:
+    with pytest.raises(BenchError) as caught:
+        resolved(words)
+    assert str(caught.value).startswith(f"{key}: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_every_row_of_the_tables_refuses_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generic tables, of storages and of options, count as one row each."""
+    there: set[tuple[str, int]] = set()
+    fired: set[tuple[str, int]] = set()
+
+    def note(config: Config, rows: Iterable[conflicts.Row]) -> None:
+        name = rows.__name__ if isinstance(rows, GeneratorType) else "as given"
+        for place, (key, refused, _) in enumerate(rows):
+            row = (name, 0 if name in ("_storages", "_options") else place)
+            there.add(row)
+            if refused and conflicts._asks(get(config, key)):
+                fired.add(row)
+
+    monkeypatch.setattr(conflicts, "_refuse", note)
+    for _, words, _ in CASES:
+        if not words.startswith("monitor.trend"):  # the only row that raises by itself
+            with suppress(BenchError):
+                resolved(words)
+    assert there - fired - {("_watching", 0)} == set()
+    assert len(there) > 40
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "rule=fp32",
+            f"rule=stochastic {E4M3}",
+            f"rule=muon-stochastic {E4M3} optimizer.draws=dither",
+            GIVEN,
+            STIEFEL,
+        ),
+        f"{WITHIN} optimizer.grad_clip=0",
+        f"rule=nearest {E4M3} model.granularity=tensor",
+        f"{GIVEN} model.lora_rank=2 train.recompute=true",
+        f"{LABELS} model.pooling=last",
+        "optimizer.weight_decay_end=0 optimizer.weight_decay_schedule=step",
+    ],
+)
+def test_what_goes_together_is_not_refused(words: str) -> None:
+    resolved(words)
