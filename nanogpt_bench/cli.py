@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanogpt_bench.commands.arguments import Tokenizers, positive, refuse_repeated
+from nanogpt_bench.commands.evaluate import add_evaluate
+from nanogpt_bench.commands.profile import add_profile
 from nanogpt_bench.commands.studies import (
     add_compare,
-    add_evaluate,
     add_finetune,
-    add_profile,
     add_results,
     add_sample,
     add_sweep,

@@ -32,9 +32,9 @@ BENCH = (
     ("step", "failures"),
     ("observers", "report"),
     ("training",),
+    ("evaluation",),
     ("compare",),
     ("sweep",),
-    ("profile",),
     ("commands",),
 )
 FLOORS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.errors import BenchError
 
 
 class Tokenizers(tuple[str, ...]):
@@ -110,32 +110,3 @@ def refuse_repeated(words: Sequence[str]) -> None:
     for place, option in enumerate(options):
         if option.startswith("--") and option in options[:place]:
             raise BenchError(f"{option} is given twice; keep one")
-
-
-#: the options of `evaluate` that go with a report, and where they may be given
-OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
-ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "average", "weights")
-
-
-def wants_report(args: argparse.Namespace) -> bool:
-    """Whether what is asked of `evaluate` is a report of formats, maps and mixtures."""
-    return "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT)
-
-
-def check_evaluate(args: argparse.Namespace) -> None:
-    """Refuse options of `evaluate` that mean nothing together.
-
-    Raises:
-        BenchError: names the first of them.
-    """
-    for name in NOT_MODEL if args.model else ONLY_MODEL:
-        if (value := getattr(args, name)) is not None:
-            word = repr(value) if name == "config" else f"--{name}"
-            raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
-    if args.average is not None and wants_report(args):
-        raise BenchError("--average goes with --formats A,B alone: what a report measures is one checkpoint")
-    if not args.model and args.config is None:
-        raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
-    for scale in args.scales or ():
-        if scale not in ("tensor", "channel", "block"):
-            raise unknown("--scales", scale, ("tensor", "channel", "block"))

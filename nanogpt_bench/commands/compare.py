@@ -35,9 +35,10 @@ from nanogpt_bench.runs.earlier import (
     summary_of,
     why_again,
 )
-from nanogpt_bench.system.errors import BenchError, printable
+from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests
+from nanogpt_bench.system.words import say
 
 DEFAULTS = Demonstration()
 
@@ -105,7 +106,7 @@ def compare(
         )
 
     baseline = baseline_of(reference, plan(Path("corpus")))
-    length = check_given(given, plan(data_dir or Path("corpus")), _say) if overrides else None
+    length = check_given(given, plan(data_dir or Path("corpus")), say) if overrides else None
     if data_dir is not None:
         _check_corpus(data_dir, demonstration, length, given.get("task", "language"))
     elif given.get("task") == "classify":
@@ -126,10 +127,6 @@ def compare(
         with executor_of(executor, address, folder) as found:
             whole = _train(record, demonstration.workers, found)
         return _finish(record, whole)
-
-
-def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr)
 
 
 def _check_corpus(data_dir: Path, demonstration: Demonstration, block_size: int | None, task: str) -> None:

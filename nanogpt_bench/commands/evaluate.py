@@ -1,182 +1,203 @@
-"""`nanogpt-bench evaluate`: the validation loss of one set of weights in several formats, without training."""
+"""`nanogpt-bench evaluate`: one set of weights in several formats, without training: losses, or a report of them."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from nanogpt_bench.commands.arguments import names, positive
+from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.system.words import say
 
-from nanogpt_bench.commands.arguments import OF_REPORT
-from nanogpt_bench.commands.evaluate_run import evaluate_run
-from nanogpt_bench.commands.evaluate_trained import evaluate_trained
-from nanogpt_bench.commands.evaluation import Evaluation, measured
-from nanogpt_bench.commands.run import say
-from nanogpt_bench.config.metrics import OF_LABELS
-from nanogpt_bench.config.precedence import has_format
-from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
-from nanogpt_bench.config.settings import Resolved, find_config, load_config
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.data.default import prepare_default
-from nanogpt_bench.model.weights import load_weights, save_weights
-from nanogpt_bench.runs.trained import is_checkpoint, is_run, run_folder
-from nanogpt_bench.step.formats import format_name, format_summary
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import runtime, write_json
+if TYPE_CHECKING:
+    from rich.table import Table
 
+    from nanogpt_bench.evaluation.losses import Evaluation
+
+#: options that go with a report
+OF_REPORT = ("scales", "embeddings", "sensitivity", "budget", "calibrate")
+#: options that go with --model alone, and those that go without it
+ONLY_MODEL, NOT_MODEL = ("input", "windows"), ("config", "checkpoint", "average", "weights")
+SCALES = ("tensor", "channel", "block")
 #: columns of the table where no terminal says how wide it is
 _WIDTH = 120
 
 
-def evaluate(
-    config: Config, formats: Sequence[str] = (), *, weights: Path | None = None, save: Path | None = None
-) -> list[Evaluation]:
-    """Return the validation loss of a configuration's initial weights: in float, then in each format.
-
-    Args:
-        config: the model and where its weights come from (`model.init_from`, or a seed).
-        formats: each takes the place of `*` in `model.formats`; none: `model.formats` as it is.
-        weights: a file that `save_weights` wrote of this very configuration, whose loss is then the only row.
-        save: folder to write the weights of every row to, as FORMAT.safetensors.
-
-    Raises:
-        BenchError: settings, corpus, checkpoint or weights that can't be used, or nothing to compare.
-    """
-    resolved = _base(config, formats)
-    with runtime(resolved) as device:
-        corpus = open_corpus(resolved)
-        own = {format_summary(resolved): resolved}
-        rows: list[Evaluation] = []
-        for name, row in (own if weights else _rows(config, resolved, formats)).items():
-            trainer = Trainer(row, corpus, device)
-            if weights:
-                load_weights(trainer.model, weights)
-            if save:
-                save_weights(trainer.model, save / f"{name}.safetensors")
-            rows.append(measured(name, trainer, rows[0].val_loss if rows else None))
-        return rows
-
-
-def _rows(config: Config, resolved: Resolved, formats: Sequence[str]) -> dict[str, Resolved]:
-    """Return the configuration without formats, then in each format, by name."""
-    if not formats and not resolved.model.formats:
-        raise BenchError("nothing to compare with the float weights; give --formats E4M3,E5M2 or model.formats")
-    names = ["none", *(format_name(name, "--formats") for name in formats)]
-    rows = {name: _untrained(config, resolved, name) for name in names}
-    return rows if len(rows) > 1 else rows | {format_summary(resolved): resolved}
-
-
-def _untrained(config: Config, resolved: Resolved, fmt: str) -> Resolved:
-    """Return `config` in one format, and without the rule, which means nothing where no step is taken."""
-    row = copy.deepcopy(config)
-    row.rule, row.optimizer = None, OptimizerConfig()
-    row.train.precision = resolved.train.precision
-    if fmt == "none":
-        row.model.format, row.model.formats = None, {}
-        row.model.storage = row.model.headroom = None
-        return resolve(_without_formats(row))
-    row.model.format = fmt
-    # Under the other two storages nothing would be rounded.
-    row.model.storage = resolved.model.storage if resolved.model.storage in ("master", *ROUNDED) else None
-    return resolve(row)
-
-
-def _base(config: Config, formats: Sequence[str]) -> Resolved:
-    """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
-    if not formats:
-        return resolve(config)
-    base = copy.deepcopy(config)
-    rule = RULES.get(config.rule or "")
-    rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
-    if rounds and not (config.model.formats or config.model.format):
-        base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
-    has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})
-    return resolve(base if has_one else _without_formats(base))
-
-
-def _without_formats(config: Config) -> Config:
-    """Return a copy without what is said of the rows in a format."""
-    config = copy.deepcopy(config)
-    config.model.granularity = config.model.tied = None
-    return config
+def add_evaluate(commands: Any) -> Any:
+    """Add the command `evaluate` and return its parser."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="validation loss of one set of weights in several formats, without training",
+        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--average N] "
+        "[--formats A,B] [--section.key VALUE ...]\n"
+        "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
+        "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
+        "                              [--budget BYTES] [--save DIR] [--out DIR]",
+        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
+        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format. With\n"
+        "--scales, --calibrate, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
+        "those of any causal language model of transformers, with its own tokenizer.",
+        epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
+        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
+        "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
+        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
+        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
+        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --calibrate 16 --budget 1.5\n"
+        "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
+        "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
+    )
+    parser.add_argument(
+        "config", nargs="?", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration"
+    )
+    parser.add_argument(
+        "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
+    )
+    parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
+    parser.add_argument(
+        "--average", type=positive, metavar="N", help="of a run: the mean of the weights of its last N checkpoints, too"
+    )
+    parser.add_argument(
+        "--formats", type=names, metavar="A,B", help="formats of all weights, one row each; all: all of eight bits"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the table as JSON as well; of a report: its folder"
+    )
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
+    own = parser.add_argument_group("a report, of a RUN or with --model")
+    own.add_argument("--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file")
+    own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
+    own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block: rows for each")
+    own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
+    own.add_argument(
+        "--calibrate",
+        type=positive,
+        metavar="N",
+        help="choose each scale by the error of its layer's output on N windows of the training text",
+    )
+    own.add_argument(
+        "--sensitivity",
+        nargs="?",
+        const="kinds",
+        choices=("kinds", "blocks", "layers"),
+        metavar="BY",
+        help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
+    )
+    own.add_argument("--budget", type=float, metavar="X", help="the best mixture of the map in X bytes a parameter")
+    parser.set_defaults(handler=main_evaluate)
+    return parser
 
 
-def evaluate_command(
-    config_name: str,
-    formats: Sequence[str],
-    overrides: Sequence[str],
-    *,
-    out: Path | None = None,
-    weights: Path | None = None,
-    save: Path | None = None,
-    checkpoint: str | None = None,
-    average: int | None = None,
-) -> int:
-    """Print the table of `evaluate`, write it to `out` as JSON where one is given, and return 0.
-
-    A run's folder, or the config.yaml in it, stands for the weights that the run has trained; with `weights` for its
-    settings.
+def main_evaluate(args: argparse.Namespace) -> int:
+    """Measure losses, or write a report where its options are given.
 
     Raises:
-        BenchError: a configuration, weights or formats that don't go together.
+        BenchError: options that mean nothing together, and what can't be measured.
     """
-    run_dir = run_folder(config_name)
-    if run_dir is not None and weights is None:
-        rows = evaluate_run(run_dir, checkpoint or "last", formats, overrides, save=save, average=average or 1)
-        show_rows(rows, "gap to as trained", out)
-        return 0
-    if average is not None:
-        raise BenchError(
-            f"--average: {average} checkpoints are those of a run; {config_name!r} with what is given is none"
-        )
-    if checkpoint is not None:
-        what = "--weights says which weights; leave one out" if weights else f"{config_name!r} is no folder of a run"
-        raise BenchError(f"--checkpoint: {checkpoint!r}: {what}")
-    if run_dir is None and Path(config_name).is_dir():
-        raise BenchError(_no_run(Path(config_name)))
-    gave_way: list[str] = []
-    path = run_dir / "config.yaml" if run_dir else find_config(config_name)
-    config = load_config(path, overrides, gave_way.append)
-    if weights and formats:
-        raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
-    prepare_default(_base(config, formats).data.dir)
-    rows = evaluate(config, formats, weights=weights, save=save)
-    for line in gave_way:
-        say(line)
-    show_rows(rows, "gap to float", out)
-    return 0
+    _check(args)
+    if args.model is not None:
+        from nanogpt_bench.evaluation.report import report_model
+
+        return report_model(args)
+    return _report_run(args) if _wants_report(args) else _losses(args)
 
 
-def report_command(args: argparse.Namespace) -> int:
-    """Write the report of a run's weights in several formats, print its tables, and return 0.
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that mean nothing together."""
+    for name in NOT_MODEL if args.model else ONLY_MODEL:
+        if (value := getattr(args, name)) is not None:
+            word = repr(value) if name == "config" else f"--{name}"
+            raise BenchError(f"{word} goes {'without' if args.model else 'with'} --model; leave one of them out")
+    if args.average is not None and _wants_report(args):
+        raise BenchError("--average goes with --formats A,B alone: what a report measures is one checkpoint")
+    if not args.model and args.config is None:
+        raise BenchError("evaluate needs a run, a CONFIG.yaml, or --model PATH")
+    for scale in args.scales or ():
+        if scale not in SCALES:
+            raise unknown("--scales", scale, SCALES)
 
-    Raises:
-        BenchError: not the folder of a run, or options that can't be used.
-    """
+
+def _wants_report(args: argparse.Namespace) -> bool:
+    return "all" in (args.formats or ()) or any(getattr(args, name) not in (None, False) for name in OF_REPORT)
+
+
+def _report_run(args: argparse.Namespace) -> int:
+    from nanogpt_bench.evaluation.report import report_run
+    from nanogpt_bench.runs.trained import run_folder
+
     run_dir = run_folder(args.config)
     if run_dir is None or args.weights is not None:
         option = next((f"--{name}" for name in OF_REPORT if getattr(args, name)), "--formats all")
         what = "--weights says which weights" if run_dir else f"{args.config!r} is no folder of a run"
         raise BenchError(f"{option}: a report is of a run, or with --model PATH; {what}")
-    return evaluate_trained(run_dir, args)
+    return report_run(run_dir, args)
+
+
+def _losses(args: argparse.Namespace) -> int:
+    """Print the table of a run, or of a configuration, and write it to `--out` as JSON where that is given.
+
+    A run's folder, or the config.yaml in it, stands for the weights that the run has trained; with `--weights` for its
+    settings.
+    """
+    from nanogpt_bench.evaluation.losses import evaluate_run
+    from nanogpt_bench.runs.trained import run_folder
+
+    run_dir = run_folder(args.config)
+    if run_dir is not None and args.weights is None:
+        options = {"save": args.save, "average": args.average or 1}
+        rows = evaluate_run(run_dir, args.checkpoint or "last", args.formats or (), args.overrides, **options)
+        _show(rows, "gap to as trained", args.out)
+        return 0
+    if args.average is not None:
+        raise BenchError(
+            f"--average: {args.average} checkpoints are those of a run; {args.config!r} with what is given is none"
+        )
+    if args.checkpoint is not None:
+        no_run = f"{args.config!r} is no folder of a run"
+        what = "--weights says which weights; leave one out" if args.weights else no_run
+        raise BenchError(f"--checkpoint: {args.checkpoint!r}: {what}")
+    if run_dir is None and Path(args.config).is_dir():
+        raise BenchError(_no_run(Path(args.config)))
+    _show(_first_losses(args, run_dir), "gap to float", args.out)
+    return 0
+
+
+def _first_losses(args: argparse.Namespace, run_dir: Path | None) -> list[Evaluation]:
+    """The rows of a configuration's first weights, or of `--weights` in its place."""
+    from nanogpt_bench.config.settings import find_config, load_config
+    from nanogpt_bench.data.default import prepare_default
+    from nanogpt_bench.evaluation.losses import common_settings, evaluate
+
+    gave_way: list[str] = []
+    path = run_dir / "config.yaml" if run_dir else find_config(args.config)
+    config = load_config(path, args.overrides, gave_way.append)
+    if args.weights and args.formats:
+        raise BenchError("--weights holds weights in the formats of the config; leave --formats out")
+    prepare_default(common_settings(config, args.formats or ()).data.dir)
+    rows = evaluate(config, args.formats or (), weights=args.weights, save=args.save)
+    for line in gave_way:
+        say(line)
+    return rows
 
 
 def _no_run(path: Path) -> str:
-    """What to say of a folder that is none of a run."""
+    """The error of a folder that is none of a run."""
+    from nanogpt_bench.runs.trained import is_checkpoint, is_run
+
     if is_checkpoint(path):
         return f"{str(path)!r} is a checkpoint; give its run's folder and --checkpoint {path.name}"
     runs = [str(child) for child in sorted(path.iterdir()) if is_run(child)]
     return f"{str(path)!r} is no folder of a run" + (f"; it holds: {', '.join(runs)}" if runs else "")
 
 
-def show_rows(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
+def _show(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
     """Print the table, whose gaps are called `gap`, and write it to `out` as JSON where one is given."""
+    from rich.console import Console
+
+    from nanogpt_bench.system.files import write_json
+
     console = Console()
     console.width = console.width if console.is_terminal else _WIDTH
     console.print(_table(rows, gap))
@@ -186,6 +207,10 @@ def show_rows(rows: Sequence[Evaluation], gap: str, out: Path | None) -> None:
 
 
 def _table(rows: Sequence[Evaluation], gap_name: str) -> Table:
+    from rich.table import Table
+
+    from nanogpt_bench.config.metrics import OF_LABELS
+
     table = Table("format", "storage")
     of_labels = [metric for metric in OF_LABELS if any(row.of_labels for row in rows)]
     beside = [metric.title for metric in of_labels] or ["perplexity", "bits/byte"]

@@ -1,4 +1,4 @@
-"""`nanogpt-bench profile`: speed and memory over batch sizes, or the ranges of a model's tensors."""
+"""`nanogpt-bench profile`: speed and memory over batch sizes, or the ranges of a model's tensors, as a table."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import csv
 import io
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanogpt_bench.config.settings import find_config, load_settings, parse_overrides
-from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.commands.arguments import names, positive, positives, share
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.words import say
+
+if TYPE_CHECKING:
+    from nanogpt_bench.config.settings import Resolved
 
 RANGES = "ranges"
 BATCH_SIZES = (8, 16, 32, 64)
@@ -25,12 +26,40 @@ OVERFLOW, UNDERFLOW = 1e-4, 0.01
 Rows = list[dict[str, Any]]
 
 
+def add_profile(commands: Any) -> Any:
+    """Add the command `profile` and return its parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="tokens/s and memory over batch sizes; ranges: what a model's tensors need of a format",
+        usage="nanogpt-bench profile [ranges] CONFIG.yaml [--steps N] [--out DIR] [--section.key VALUE ...]",
+        description="Measure tokens/s and memory of a configuration over batch sizes. With the word ranges: train in\n"
+        "bfloat16 for some steps and tabulate what every weight, activation and gradient needs of a format.",
+        epilog="examples:\n  nanogpt-bench profile e4m3.yaml --batch-sizes 8,16,32,64\n"
+        "  nanogpt-bench profile ranges bf16_baseline.yaml --steps 50 --underflow 0.01",
+    )
+    parser.add_argument("words", nargs="+", metavar="[ranges] CONFIG.yaml", help="a file or a shipped configuration")
+    parser.add_argument("--batch-sizes", type=positives, metavar="A,B", help="sequences a batch (default: 8,16,32,64)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps measured (default: 5 a size; ranges: 50)")
+    parser.add_argument("--formats", type=names, metavar="A,B", help="ranges: formats to judge")
+    parser.add_argument("--overflow", type=share, metavar="S", help="ranges: share that may saturate (default: 1e-4)")
+    parser.add_argument("--underflow", type=share, metavar="S", help="ranges: share that may become 0 (default: 0.01)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
+    parser.set_defaults(handler=main_profile)
+    return parser
+
+
 def main_profile(args: argparse.Namespace) -> int:
-    """The command line's entry."""
+    """Measure batch sizes, or ranges, print the table and write it where a folder is given.
+
+    Raises:
+        BenchError: options that don't go together, and settings or a corpus that can't be used.
+    """
+    from nanogpt_bench.config.settings import find_config, load_settings
+
     name, ranges = _what(args.words)
     gave_way: list[str] = []
     settings = load_settings(find_config(name), args.overrides, gave_way.append)
-    check_out(args.out)
+    _check_out(args.out)
     _refuse_processes(settings)
     if ranges:
         _refuse(args, "goes with profile CONFIG.yaml, not with profile ranges", ("batch_sizes",))
@@ -39,7 +68,7 @@ def main_profile(args: argparse.Namespace) -> int:
         _refuse(args, "goes with profile ranges", ("formats", "overflow", "underflow"))
         code = _throughput(settings, args)
     for line in gave_way:
-        _say(line)
+        say(line)
     return code
 
 
@@ -64,50 +93,66 @@ def _refuse_processes(settings: Mapping[str, Any]) -> None:
     refuse_parallel(settings.get("train.parallel"), "profile")
 
 
-def check_out(out: Path | None) -> None:
+def _check_out(out: Path | None) -> None:
     """Refuse a folder for the tables that is a file, before any work is done."""
     if out is not None and out.exists() and not out.is_dir():
         raise BenchError(f"--out {str(out)!r} is a file; give a folder")
 
 
 def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
-    from nanogpt_bench.profile.throughput import COLUMNS, cells, profile_batch_sizes
+    from nanogpt_bench.config.settings import parse_overrides
+    from nanogpt_bench.training.profile import BATCH_COLUMNS, batch_cells, profile_batch_sizes
 
     if "train.batch_size" in parse_overrides(args.overrides):
         raise BenchError("--train.batch_size is what profile varies; give --batch-sizes")
     sizes = args.batch_sizes or BATCH_SIZES
     _prepare(settings)
-    rows = profile_batch_sizes(settings, sizes, args.steps or THROUGHPUT_STEPS, say=_say)
-    print(markdown(COLUMNS, [cells(row) for row in rows]), end="")
+    rows = profile_batch_sizes(settings, sizes, args.steps or THROUGHPUT_STEPS, say=say)
+    print(markdown(BATCH_COLUMNS, [batch_cells(row) for row in rows]), end="")
     write_tables(args.out, "profile", rows)
     return 0 if any(row["tokens_per_s"] is not None for row in rows) else 1
 
 
 def _ranges(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
-    from nanogpt_bench.profile.ranges import COLUMNS, Tolerance, cells, merged, profile_ranges, read_formats
+    from nanogpt_bench.training.profile import (
+        RANGE_COLUMNS,
+        Tolerance,
+        merged,
+        profile_ranges,
+        range_cells,
+        read_formats,
+    )
 
     formats = read_formats(args.formats)
     tolerance = Tolerance(
         OVERFLOW if args.overflow is None else args.overflow, UNDERFLOW if args.underflow is None else args.underflow
     )
     _prepare(settings)
-    rows = profile_ranges(settings, formats, tolerance, args.steps or RANGE_STEPS, say=_say)
-    print(markdown(COLUMNS, [cells(row) for row in merged(rows)]), end="")
+    rows = profile_ranges(float_config(settings), formats, tolerance, args.steps or RANGE_STEPS, say=say)
+    print(markdown(RANGE_COLUMNS, [range_cells(row) for row in merged(rows)]), end="")
     write_tables(args.out, "ranges", rows)
     return 0
 
 
+def float_config(settings: Mapping[str, Any]) -> Resolved:
+    """Return the configuration with float weights: as it is, or AdamW under autocast (in float32 if asked for)."""
+    from nanogpt_bench.config.rules import float_rule, reference_settings
+    from nanogpt_bench.config.settings import build_config
+    from nanogpt_bench.step.resolve import resolve
+    from nanogpt_bench.sweep.axes import assemble
+
+    given = assemble({}, settings)
+    config = resolve(build_config(given))
+    if config.model.storage == "float32":
+        return config
+    return resolve(build_config(reference_settings(given, {"rule": float_rule(config.train.precision)})))
+
+
 def _prepare(settings: Mapping[str, Any]) -> None:
     from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
+    from nanogpt_bench.data.default import prepare_default
 
     prepare_default(str(settings.get("data.dir", DEFAULT_DATA_DIR)))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-Say = Callable[[str], None]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -134,6 +179,8 @@ def write_tables(out: Path | None, name: str, rows: Rows) -> None:
     """Write NAME.json and NAME.csv into `out`, if there is one; mappings and lists are one column each entry."""
     if out is None:
         return
+    from nanogpt_bench.system.files import write_text
+
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / f"{name}.json", json.dumps({"rows": rows}, indent=1) + "\n")
     flat = [_flat(row) for row in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,8 +21,9 @@ from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.ranks import Ranks
 from nanogpt_bench.system.signals import RESUMABLE, SIGNALS, stop_requests, stop_requests_once
 from nanogpt_bench.system.torchrun import is_worker, joined
-from nanogpt_bench.system.words import counted
-from nanogpt_bench.training.train import Progress, run
+from nanogpt_bench.system.words import counted, say
+from nanogpt_bench.training.outcome import Progress
+from nanogpt_bench.training.train import run
 
 RUNS = Path("runs")
 
@@ -146,11 +146,6 @@ def latest_name(stem: str) -> Path:
     while (following := RUNS / f"{stem}-{number}").exists():
         path, number = following, number + 1
     return path
-
-
-def say(line: str) -> None:
-    """Print a line beside the results."""
-    print(printable(line), file=sys.stderr)
 
 
 @contextmanager

@@ -13,16 +13,15 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from nanogpt_bench.data.batches import Corpus, open_corpus
-from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.data.tokenizers import Tokenizer, tokenizer_from_meta
+from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.runs.trained import choose, load, run_folder
 from nanogpt_bench.step.formats import format_summary
 from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_json
-from nanogpt_bench.training.rounded import Rounded, checked_overrides, folder_of, named_formats
 
 #: columns that a text needs to stand beside another one
 _COLUMN = 36
@@ -74,10 +73,8 @@ def sample_run(
             f"{folder_of(trained.folder)} is of task {trained.config.task!r}: such weights write no text; "
             f"nanogpt-bench evaluate {run_dir} measures them"
         )
-    weights = Rounded(trained, checked_overrides(overrides))
-    prepare_default(weights.own.data.dir)
-    corpus = open_corpus(weights.own)
-    weights.check_text(corpus)
+    weights = RunWeights(trained, checked_overrides(overrides))
+    corpus = weights.open_text()
     tokenizer = tokenizer_from_meta(corpus.meta)
     prompt = _encoded(draw.prompt, tokenizer, corpus)
     with runtime(weights.own) as device, _progress() as progress:
@@ -96,7 +93,7 @@ def sample_run(
 
 
 def _rows(
-    weights: Rounded, names: Sequence[str], corpus: Corpus, device: torch.device
+    weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
 ) -> Iterator[tuple[str, Trainer]]:
     yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
     for name in names:

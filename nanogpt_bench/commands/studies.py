@@ -8,79 +8,11 @@ from typing import Any
 
 from nanogpt_bench.commands.arguments import (
     at_least_0,
-    check_evaluate,
     names,
     natural,
     positive,
     positives,
-    share,
-    wants_report,
 )
-
-
-def add_evaluate(commands: Any) -> Any:
-    """Add the command `evaluate` and return its parser."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="validation loss of one set of weights in several formats, without training",
-        usage="nanogpt-bench evaluate RUN|CONFIG.yaml [--checkpoint best|last|step-N] [--average N] "
-        "[--formats A,B] [--section.key VALUE ...]\n"
-        "       nanogpt-bench evaluate RUN|--model PATH [--input FILE|--data.dir DIR] [--formats A,B|all]\n"
-        "                              [--scales A,B] [--calibrate N] [--sensitivity [kinds|blocks|layers]]\n"
-        "                              [--budget BYTES] [--save DIR] [--out DIR]",
-        description="Measure the loss of the weights that a run has trained, as they are and rounded to each format;\n"
-        "or of those that CONFIG.yaml starts from (model.init_from, say), in float and in each format. With\n"
-        "--scales, --calibrate, --sensitivity, --budget or --formats all a run's weights get a report; with --model\n"
-        "those of any causal language model of transformers, with its own tokenizer.",
-        epilog="examples:\n  nanogpt-bench evaluate runs/bf16_baseline --formats E4M3,E5M2,E3M4\n"
-        "  nanogpt-bench evaluate runs/e4m3 --checkpoint best --formats E7M0 --model.formats.lm_head none\n"
-        "  nanogpt-bench evaluate gpt2.yaml --formats E4M3,E5M2,E3M4,E1M6,E7M0\n"
-        "  nanogpt-bench evaluate my.yaml --model.init_from models/gpt2 --formats E4M3 --save weights\n"
-        "  nanogpt-bench evaluate my.yaml --model.format E4M3 --weights weights/E4M3.safetensors\n"
-        "  nanogpt-bench evaluate runs/fp32 --formats all --scales channel,block --calibrate 16 --budget 1.5\n"
-        "  nanogpt-bench evaluate --model SmolLM2-135M.gguf --input law.txt --scales tensor,channel,block\n"
-        "  nanogpt-bench evaluate --model models/smollm2 --data.dir data/law --sensitivity --budget 1.2",
-    )
-    parser.add_argument(
-        "config", nargs="?", metavar="RUN|CONFIG.yaml", help="a run's folder, a file, or a shipped configuration"
-    )
-    parser.add_argument(
-        "--model", metavar="PATH", help="a folder of save_pretrained, a .gguf file, or an id on the hub"
-    )
-    parser.add_argument("--checkpoint", metavar="WHICH", help="of a run: best, last (the default) or step-N")
-    parser.add_argument(
-        "--average", type=positive, metavar="N", help="of a run: the mean of the weights of its last N checkpoints, too"
-    )
-    parser.add_argument(
-        "--formats", type=names, metavar="A,B", help="formats of all weights, one row each; all: all of eight bits"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the table as JSON as well; of a report: its folder"
-    )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write every row's weights to DIR/FORMAT.safetensors")
-    parser.add_argument("--weights", type=Path, metavar="FILE", help="weights of this very config that --save wrote")
-    own = parser.add_argument_group("a report, of a RUN or with --model")
-    own.add_argument("--input", type=Path, metavar="FILE", help="--model: text to measure on: any UTF-8 file")
-    own.add_argument("--windows", type=positive, metavar="N", help="--model: windows of the text (default: 24)")
-    own.add_argument("--scales", type=names, metavar="A,B", help="tensor, channel, block: rows for each")
-    own.add_argument("--embeddings", action="store_true", help="round the embeddings, too, in the format of each row")
-    own.add_argument(
-        "--calibrate",
-        type=positive,
-        metavar="N",
-        help="choose each scale by the error of its layer's output on N windows of the training text",
-    )
-    own.add_argument(
-        "--sensitivity",
-        nargs="?",
-        const="kinds",
-        choices=("kinds", "blocks", "layers"),
-        metavar="BY",
-        help="each kind of layer (default), block or layer, and the embeddings, alone in each format: a map of gaps",
-    )
-    own.add_argument("--budget", type=float, metavar="X", help="the best mixture of the map in X bytes a parameter")
-    parser.set_defaults(handler=_evaluate)
-    return parser
 
 
 def add_sample(commands: Any) -> Any:
@@ -236,28 +168,6 @@ def _add_executor(parser: Any) -> None:
     parser.add_argument("--address", metavar="HOST:PORT", help="ray: a running cluster (default: one of these cores)")
 
 
-def add_profile(commands: Any) -> Any:
-    """Add the command `profile` and return its parser."""
-    parser = commands.add_parser(
-        "profile",
-        help="tokens/s and memory over batch sizes; ranges: what a model's tensors need of a format",
-        usage="nanogpt-bench profile [ranges] CONFIG.yaml [--steps N] [--out DIR] [--section.key VALUE ...]",
-        description="Measure tokens/s and memory of a configuration over batch sizes. With the word ranges: train in\n"
-        "bfloat16 for some steps and tabulate what every weight, activation and gradient needs of a format.",
-        epilog="examples:\n  nanogpt-bench profile e4m3.yaml --batch-sizes 8,16,32,64\n"
-        "  nanogpt-bench profile ranges bf16_baseline.yaml --steps 50 --underflow 0.01",
-    )
-    parser.add_argument("words", nargs="+", metavar="[ranges] CONFIG.yaml", help="a file or a shipped configuration")
-    parser.add_argument("--batch-sizes", type=positives, metavar="A,B", help="sequences a batch (default: 8,16,32,64)")
-    parser.add_argument("--steps", type=positive, metavar="N", help="steps measured (default: 5 a size; ranges: 50)")
-    parser.add_argument("--formats", type=names, metavar="A,B", help="ranges: formats to judge")
-    parser.add_argument("--overflow", type=share, metavar="S", help="ranges: share that may saturate (default: 1e-4)")
-    parser.add_argument("--underflow", type=share, metavar="S", help="ranges: share that may become 0 (default: 0.01)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the table as CSV and JSON (default: none)")
-    parser.set_defaults(handler=_profile)
-    return parser
-
-
 def add_results(commands: Any) -> Any:
     """Add the command `results` and return its parser."""
     parser = commands.add_parser(
@@ -303,20 +213,6 @@ def _results(args: argparse.Namespace) -> int:
     return main_results(args)
 
 
-def _evaluate(args: argparse.Namespace) -> int:
-    check_evaluate(args)
-    if args.model is not None:
-        from nanogpt_bench.commands.evaluate_model import main_evaluate_model
-
-        return main_evaluate_model(args)
-    from nanogpt_bench.commands.evaluate import evaluate_command, report_command
-
-    if wants_report(args):
-        return report_command(args)
-    files = {"out": args.out, "weights": args.weights, "save": args.save, "checkpoint": args.checkpoint}
-    return evaluate_command(args.config, args.formats or (), args.overrides, **files, average=args.average)
-
-
 def _sample(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.sample import Draw, sample_command
 
@@ -341,9 +237,3 @@ def _sweep(args: argparse.Namespace) -> int:
     from nanogpt_bench.commands.sweep import main_sweep
 
     return main_sweep(args)
-
-
-def _profile(args: argparse.Namespace) -> int:
-    from nanogpt_bench.commands.profile import main_profile
-
-    return main_profile(args)

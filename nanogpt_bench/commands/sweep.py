@@ -18,12 +18,13 @@ from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.config.schema import DEFAULT_DATA_DIR
 from nanogpt_bench.config.settings import parse_overrides
 from nanogpt_bench.data.default import prepare_default
+from nanogpt_bench.evaluation.sensitivity import gaps_table
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.sweep.file import SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.lr_limits import Searches, limits_table
 from nanogpt_bench.sweep.plan import PlannedPoint, check_inputs, left_out_of_reference, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.sweep.sensitivity import gaps_table, measure_gaps, plan_study, write_gaps
+from nanogpt_bench.sweep.sensitivity import measure_gaps, plan_study, write_gaps
 from nanogpt_bench.sweep.session import Session, threads_set
 from nanogpt_bench.sweep.tuning import Tuning
 from nanogpt_bench.system.errors import BenchError, printable
@@ -38,9 +39,9 @@ def main_sweep(args: argparse.Namespace) -> int:
         BenchError: options that don't go together, or no file where one is needed.
     """
     if args.of is not None:
-        from nanogpt_bench.sweep.sensitivity_of import main_sensitivity_of  # brings torch along
+        from nanogpt_bench.sweep.sensitivity import sensitivity_of
 
-        return main_sensitivity_of(args)
+        return sensitivity_of(args)
     if args.file is None:
         raise BenchError("FILE.yaml is missing: a sweep file, or the name of a shipped one")
     sweep = read_sweep(find_sweep(args.file), args.overrides, smoke=args.smoke)

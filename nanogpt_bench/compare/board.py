@@ -16,9 +16,9 @@ from rich.text import Text
 
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.compare.pool import Event
-from nanogpt_bench.compare.remaining import Work, in_words, seconds_left
+from nanogpt_bench.compare.remaining import Work, seconds_left
 from nanogpt_bench.system.errors import printable
-from nanogpt_bench.system.words import counted
+from nanogpt_bench.system.words import counted, rough_time
 
 #: of a list that is said line by line
 MOST_LINES = 10
@@ -106,7 +106,7 @@ class Board:
         """The time left in words, "" while nothing is known of it."""
         runs = [*map(_work, self.entries), *map(Work, self.to_come())]
         seconds = seconds_left(runs, self.workers)
-        return "" if seconds is None else f"{in_words(seconds)} left"
+        return "" if seconds is None else f"{rough_time(seconds)} left"
 
     def _say_left_if_due(self) -> None:
         elapsed = self.elapsed()

@@ -46,17 +46,3 @@ def seconds_left(runs: Sequence[Work], workers: int) -> float | None:
 
 def _rest(run: Work, pace: float) -> float:
     return run.seconds / run.done * (1.0 - run.done) if run.done > 0.0 else run.size * pace
-
-
-def in_words(seconds: float) -> str:
-    """Return a time that is not known better than this.
-
-    >>> [in_words(seconds) for seconds in (4, 42, 100, 1800, 9000)]
-    ['some seconds', 'about 40 s', 'about 2 min', 'about 30 min', 'about 2 h 30 min']
-    """
-    if seconds < 10:
-        return "some seconds"
-    if seconds < 90:
-        return f"about {round(seconds, -1):.0f} s"
-    minutes = round(seconds / 60)
-    return f"about {minutes} min" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min"

@@ -1,9 +1,9 @@
-"""`sweep --sensitivity`: one layer pattern, or one block, quantised at a time, in every format: the loss gaps."""
+"""`sweep --sensitivity`: one layer pattern, or block, quantised at a time: trained, or (`--of`) of a run's weights."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,24 +12,34 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import check_count
 from nanogpt_bench.config.rules import float_rule, reference_settings
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.evaluation.sensitivity import FILE, gaps_table
+from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of
+from nanogpt_bench.report.build import report
 from nanogpt_bench.runs.read import finite
+from nanogpt_bench.runs.trained import choose, is_checkpoint, load, run_folder
 from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.rounding import EMBEDDINGS
-from nanogpt_bench.sweep.file import Sensitivity, SweepFile
+from nanogpt_bench.step.runtime import runtime
+from nanogpt_bench.sweep.axes import Axis
+from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point
 from nanogpt_bench.sweep.record import SweepRecord
-from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_text
+from nanogpt_bench.system.lock import is_unused, locked
+from nanogpt_bench.system.untrusted import read_json
+from nanogpt_bench.system.words import say
 
-FILE = "sensitivity.json"
 AXES = ("model.format", "seed")
+#: `--of` without a file
+SHIPPED = "sensitivity.yaml"
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is trained: the reference at every seed, and every pattern x format at every seed."""
+    """The runs of a table: the reference at every seed, and every pattern x format at every seed."""
 
     patterns: tuple[str, ...]
     formats: tuple[str, ...]
@@ -56,18 +66,14 @@ def plan_study(sweep: SweepFile) -> Study:
                 f"--sensitivity takes the axes {' and '.join(AXES)}; "
                 f"give {axis.key} in the settings of {sweep.path.name}"
             )
-    formats = sweep.axis("model.format")
-    if formats is None:
-        raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
+    formats = _format_axis(sweep)
     seeds = sweep.axis("seed")
     repeats = seeds.size if seeds is not None else 1
     check_count(formats.size * repeats, f"{sweep.path.name} (--sensitivity)")
-    names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
-    if "none" in names:
-        raise BenchError("axes.model.format: 'none' is what the gaps are measured against; leave it out")
+    names = _names(formats)
     points = [{"seed": seed} for seed in seeds.grid()] if seeds is not None else [{}]
     base = {key: value for key, value in sweep.base.items() if key not in ("model.format", "model.formats")}
-    patterns = _patterns(sweep, base, names[0])
+    patterns = _patterns(sweep.sensitivity, resolve(build_config({**base, "model.format": names[0]})))
     check_count(len(patterns) * len(names) * len(points), f"{sweep.path.name} (--sensitivity)")
     cells = {
         (pattern, name): tuple(_cell_run(base, sweep.sensitivity, pattern, name, point) for point in points)
@@ -77,11 +83,28 @@ def plan_study(sweep: SweepFile) -> Study:
     return Study(patterns, names, sweep.sensitivity.operand, _references(sweep, base, names[0], points), cells)
 
 
-def _patterns(sweep: SweepFile, base: Mapping[str, Any], fmt: str) -> tuple[str, ...]:
+def _format_axis(sweep: SweepFile) -> Axis:
+    if (axis := sweep.axis("model.format")) is None:
+        raise BenchError(f"--sensitivity needs the axis model.format in {sweep.path.name}, such as [E4M3, E7M0]")
+    return axis
+
+
+def _names(formats: Axis) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(format_name(name, "axes.model.format") for name in formats.grid()))
+    if "none" in names:
+        raise BenchError("axes.model.format: 'none' is what the gaps are measured against; leave it out")
+    return names
+
+
+def _patterns(options: Sensitivity, config: Config) -> tuple[str, ...]:
     """The patterns asked for and, unless turned off, every block of the model."""
-    config = resolve(build_config({**base, "model.format": fmt}))
-    blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if sweep.sensitivity.blocks else []
-    return tuple(dict.fromkeys([*sweep.sensitivity.patterns, *blocks]))
+    blocks = [f"blocks.{index}" for index in range(config.model.n_layer or 0)] if options.blocks else []
+    return tuple(dict.fromkeys([*options.patterns, *blocks]))
+
+
+def _quantised_alone(pattern: str, fmt: str, operand: str) -> dict[str, Any]:
+    """`model.formats` of a cell."""
+    return {pattern: fmt if operand == "weight" else {operand: fmt}}
 
 
 def _references(
@@ -100,8 +123,7 @@ def _references(
 def _cell_run(
     base: Mapping[str, Any], options: Sensitivity, pattern: str, fmt: str, point: Mapping[str, Any]
 ) -> PlannedPoint:
-    value = fmt if options.operand == "weight" else {options.operand: fmt}
-    settings = {**base, "model.formats": {pattern: value}}
+    settings = {**base, "model.formats": _quantised_alone(pattern, fmt, options.operand)}
     where = {"pattern": pattern, "model.format": fmt}
     run = plan_point(settings, point, f"{fmt} {pattern}")
     return replace(run, format=fmt, axes={**where, **run.axes})
@@ -163,38 +185,108 @@ def write_gaps(study: Study, record: SweepRecord) -> Path:
     return write_text(record.folder / FILE, json.dumps(measure_gaps(study, record), indent=1) + "\n")
 
 
-def gaps_table(content: Mapping[str, Any]) -> str:
-    """Return the gaps as a Markdown table, and below it the settings of the mixture that they foretell."""
-    lines = [f"| quantised alone | {' | '.join(content['formats'])} |", "|---|" + "---:|" * len(content["formats"])]
-    for pattern, gaps, ends in zip(content["patterns"], content["gap"], content["status"], strict=True):
-        cells = [end or "-" if gap is None else f"{gap:+.3f}" for gap, end in zip(gaps, ends, strict=True)]
-        lines.append(f"| {'all layers' if pattern == '*' else pattern} | {' | '.join(cells)} |")
-    told = shlex.join(_settings(content)) if content["operand"] == "weight" else ""
-    return "\n".join(lines) + "\n" + (f"\nlowest gaps: {told}\n" if told else "")
+# Of the weights of a run
 
 
-def _settings(content: Mapping[str, Any]) -> list[str]:
-    """The words of the mixture, as commands take them: with what the table was measured under, or they refuse some."""
-    found, keys = mixture(content), content.get("keys", {})
-    formats = {key: name for pattern, name in found.items() for key in keys.get(pattern, (pattern,))}
-    if not formats:
-        return []
-    formats |= {pattern: value for pattern, value in content.get("given", {}).items() if pattern != EMBEDDINGS}
-    values = [(pattern, value if isinstance(value, str) else json.dumps(value)) for pattern, value in formats.items()]
-    tied = ["--model.tied", content["tied"]] if content.get("tied") else []
-    return [*(word for pattern, value in values for word in (f"--model.formats.{pattern}", value)), *tied]
+def sensitivity_of(args: argparse.Namespace) -> int:
+    """Round, measure, print the table and the report's path.
 
-
-def mixture(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the format of the lowest gap by layer pattern; single blocks and all layers at once are left out.
-
-    So are embeddings, which no setting of a run rounds.
+    Raises:
+        BenchError: no such run, options that mean nothing here, or a text, file or folder that can't be used.
     """
-    left_out = ("*", EMBEDDINGS)
-    patterns = [name for name in content["patterns"] if name not in left_out and not name.startswith("blocks.")]
-    rows = dict(zip(content["patterns"], content["gap"], strict=True))
-    known = {
-        pattern: [(gap, name) for gap, name in zip(rows[pattern], content["formats"], strict=True) if gap is not None]
-        for pattern in patterns
+    if not args.sensitivity:
+        raise BenchError("--of: the weights of a run can be rounded one layer at a time, with --sensitivity")
+    if args.workers:
+        raise BenchError("--workers: with --of nothing is trained, one table is measured by one process; leave it out")
+    if args.known:
+        raise BenchError("--from: with --of nothing is trained, so no run need be taken from a file; leave it out")
+    run_dir, folder = _checkpoint(args.of)
+    sweep = read_sweep(find_sweep(args.file or SHIPPED))
+    formats = _formats_to_round(sweep)
+    if sweep.base:
+        say(f"of {sweep.path.name} only formats and patterns are taken: all else is as in {run_dir}")
+    weights = RunWeights(load(folder), _given(args.overrides))
+    out = args.out or Path("runs") / f"sensitivity-of-{run_dir.resolve().name}"
+    with locked(out, "--out"):
+        _check_folder(out)
+        content = measure_of(weights, sweep.sensitivity, formats)
+        write_text(out / FILE, json.dumps(content, indent=1) + "\n")
+        page = report([run_dir], out=out)
+    print("".join(f"{printable(line)}\n" for line in gaps_table(content).splitlines()))
+    print(page, flush=True)
+    return 0
+
+
+def _checkpoint(path: Path) -> tuple[Path, Path]:
+    """A run's folder, and its newest checkpoint or the one that is named."""
+    run_dir = run_folder(str(path))
+    if run_dir is not None:
+        return run_dir, choose(run_dir)
+    if is_checkpoint(path):
+        above = path.parent.parent
+        return above.parent if above.name == "best" else above, path
+    raise BenchError(f"--of: {str(path)!r} is no folder of a run; give runs/NAME, or one of its checkpoints")
+
+
+def _given(overrides: Sequence[str]) -> dict[str, Any]:
+    given = checked_overrides(overrides)
+    if "model.formats" in given:
+        raise BenchError("--model.formats: what is rounded is said by sensitivity.patterns of the sweep file")
+    return given
+
+
+def _formats_to_round(sweep: SweepFile) -> tuple[str, ...]:
+    for other in sweep.axes:
+        if other.key != "model.format":
+            raise BenchError(f"--of takes the axis model.format alone: {other.key} can't vary once weights are trained")
+    names = _names(_format_axis(sweep))
+    if sweep.sensitivity.operand == "gradient":
+        raise BenchError("sensitivity.operand: 'gradient' means nothing without training; allowed: weight, activation")
+    return names
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder of something else; a table of this kind is replaced."""
+    if is_unused(out):
+        return
+    try:
+        before = read_json(out / FILE)
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict) or not before.get("of"):
+        raise BenchError(f"--out {str(out)!r} is in use and holds no table of trained weights; give a new folder")
+
+
+def measure_of(weights: RunWeights, options: Sensitivity, formats: Sequence[str]) -> dict[str, Any]:
+    """Return the content of sensitivity.json: the gaps to the weights as floats, in nats, pattern by format.
+
+    Raises:
+        BenchError: a text that is not the run's, a pattern that matches no layer, or a tied lm_head undecided on.
+    """
+    corpus = weights.open_text()
+    patterns = _patterns(options, weights.own)
+    cells = [[_quantised_alone(pattern, fmt, options.operand) for fmt in formats] for pattern in patterns]
+    rounded = [bool(weights.config(row[0]).layers) for row in cells]  # a tied lm_head may be left alone
+    with runtime(weights.own) as device:
+        reference = weights.rounded({}, corpus, device).validate()
+        gaps: list[list[float | None]] = []
+        for number, (pattern, row, rounds) in enumerate(zip(patterns, cells, rounded, strict=True), 1):
+            say(f"{number} of {len(patterns)}: {pattern}")
+            losses = [weights.rounded(cell, corpus, device).validate() if rounds else None for cell in row]
+            gaps.append([None if loss is None else loss - reference for loss in losses])
+    return {
+        "patterns": list(patterns),
+        "tied": weights.given.get("model.tied", weights.own.model.tied),
+        "formats": list(formats),
+        "operand": options.operand,
+        "seeds": [weights.own.seed],
+        "rule": "",
+        "reference": "the same weights as floats",
+        "reference_loss": reference,
+        "of": folder_of(weights.trained.folder),
+        "step": weights.trained.step,
+        "trained_loss": weights.trained.val_loss,
+        "gap": gaps,
+        "spread": [[None] * len(formats) for _ in patterns],
+        "status": [[None if rounds else "left in float"] * len(formats) for rounds in rounded],
     }
-    return {pattern: min(cells)[1] for pattern, cells in known.items() if cells}

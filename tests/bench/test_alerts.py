@@ -18,7 +18,8 @@ from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import Progress, run
+from nanogpt_bench.training.outcome import Progress
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 NAN = math.nan

@@ -19,10 +19,10 @@ import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.own_tokenizer import own_tokenizer
+from nanogpt_bench.evaluation.rounding import EMBEDDINGS, rounded
+from nanogpt_bench.evaluation.sensitivity import best_mixture
 from nanogpt_bench.model import causal
 from nanogpt_bench.model.causal import load_causal, outline, reading, window_losses
-from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
-from nanogpt_bench.sweep.mixture import best_mixture
 from nanogpt_bench.system import memory
 from nanogpt_bench.system.errors import BenchError
 

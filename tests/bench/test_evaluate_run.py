@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.commands.evaluate import evaluate
-from nanogpt_bench.commands.evaluate_run import evaluate_run
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.evaluation.losses import evaluate, evaluate_run
+from nanogpt_bench.evaluation.weights import RunWeights
 from nanogpt_bench.runs.trained import choose, float_weights, load
 from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.training.rounded import Rounded
 from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
@@ -92,7 +91,7 @@ def test_the_mean_of_the_last_checkpoints_is_measured_too(
     assert own.val_loss == summary(tmp_path / "a")["final_val_loss"] != floats.val_loss
     states = [float_weights(load(choose(tmp_path / "a", f"step-{step}"))) for step in (2, 3)]
     mean = {name: (states[0][name].double() + states[1][name].double()).div(2).float() for name in states[0]}
-    fresh = Rounded(load(choose(tmp_path / "a")), {})
+    fresh = RunWeights(load(choose(tmp_path / "a")), {})
     corpus = open_corpus(fresh.own)
     with runtime(fresh.own) as device:
         trainer = fresh.rounded({}, corpus, device)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
-from nanogpt_bench.commands.post_training import ALL
-from nanogpt_bench.step.calibration import SHIFTS, calibrate, mean_squares
-from nanogpt_bench.step.rounding import rounded
+from nanogpt_bench.evaluation.report import ALL
+from nanogpt_bench.evaluation.rounding import SHIFTS, calibrate, mean_squares, rounded
 
 
 def report_of(run_dir: Path, out: Path, *more: str) -> dict[str, Any]:

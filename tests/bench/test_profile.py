@@ -15,9 +15,13 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.cli import main
+from nanogpt_bench.commands.profile import float_config
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.profile.ranges import (
+from nanogpt_bench.step.points import Step
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
     RESIDUAL,
@@ -25,16 +29,12 @@ from nanogpt_bench.profile.ranges import (
     WEIGHT_GRADIENT,
     Range,
     RangeObserver,
+    SavedBytes,
     Tolerance,
-    float_config,
     look,
     merged,
     read_formats,
 )
-from nanogpt_bench.profile.throughput import SavedBytes
-from nanogpt_bench.step.points import Step
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
 
 E4M3, E5M2, E1M6 = read_formats(["E4M3", "E5M2", "E1M6"])
 

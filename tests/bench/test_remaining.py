@@ -10,7 +10,8 @@ from rich.console import Console
 from nanogpt_bench.compare import board as board_module
 from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.pool import Event
-from nanogpt_bench.compare.remaining import Work, in_words, seconds_left
+from nanogpt_bench.compare.remaining import Work, seconds_left
+from nanogpt_bench.system.words import rough_time
 
 DONE = Work(done=1.0, seconds=60.0, ended=True)
 
@@ -56,7 +57,7 @@ def test_a_steady_session_is_foreseen_from_its_first_steps() -> None:
 
 def test_times_are_said_no_better_than_they_are_known() -> None:
     words = ["some seconds", "about 20 s", "about 2 min", "about 89 min", "about 1 h 30 min", "about 30 h 0 min"]
-    assert [in_words(seconds) for seconds in (0, 17, 90, 5340, 5400, 108000)] == words
+    assert [rough_time(seconds) for seconds in (0, 17, 90, 5340, 5400, 108000)] == words
 
 
 def progress(step: int, seconds: float) -> dict[str, object]:

@@ -14,7 +14,8 @@ import yaml
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import Progress, run
+from nanogpt_bench.training.outcome import Progress
+from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 #: figures of the clock, which no two runs share

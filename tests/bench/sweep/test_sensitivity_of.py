@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.commands.evaluate_run import evaluate_run
+from nanogpt_bench.evaluation.losses import evaluate_run
 from nanogpt_bench.report import build
-from nanogpt_bench.sweep import sensitivity_of
+from nanogpt_bench.sweep import sensitivity
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_a_cell_is_the_evaluation_of_that_layer_in_that_format(
 def test_the_shipped_formats_and_the_newest_checkpoint_are_the_default(
     trained: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sensitivity_of, "report", lambda runs, *, out: out / "report.html")
+    monkeypatch.setattr(sensitivity, "report", lambda runs, *, out: out / "report.html")
     checkpoint = trained["tied"] / "checkpoints" / "step-3"
     command = ["sweep", "--sensitivity", "--of", str(checkpoint)]
     assert main(command) == 2

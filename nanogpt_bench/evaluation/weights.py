@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, as they were trained and rounded to formats: a `Trainer` each, none of which trains."""
+"""The weights of a run's checkpoint, as they were trained and rounded to formats: a `Trainer` each, for its loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
-from nanogpt_bench.data.batches import Corpus
+from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import Trained, fill_floats, trained_shape
@@ -25,15 +26,15 @@ from nanogpt_bench.system.errors import BenchError
 #: settings that may differ from the run's: of the measurement, and of the rows in a format
 OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")
 OF_FORMATS = ("model.storage", "model.granularity", "model.headroom", "model.tied", "model.formats")
-#: what `fill` and `fill_floats` call a checkpoint
+#: the checkpoint's name in the errors of `fill` and `fill_floats`
 _CALLED = "the checkpoint"
 
 
 def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the settings given on the command line, as they are given.
+    """Return the settings of a command line by dotted key.
 
     Raises:
-        BenchError: one that means nothing for weights that have been trained.
+        BenchError: one that means nothing for trained weights.
     """
     given = parse_overrides(overrides)
     for key in given:
@@ -47,14 +48,14 @@ def checked_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-class Rounded:
-    """A checkpoint's weights on a text, from which trainers are made.
+class RunWeights:
+    """A checkpoint's weights, from which trainers are made.
 
-    `given` are settings as `checked_overrides` returns them. With `earlier` checkpoints of the same run all models but
-    that of the weights as they were trained have the mean of all.
+    `given` are settings as `checked_overrides` returns them. With `earlier` checkpoints of the same run, every model
+    but that of the weights as trained has the mean of all.
 
     Raises:
-        BenchError: a text that is not the run's, or settings that can't be used.
+        BenchError: settings that can't be used.
     """
 
     def __init__(self, trained: Trained, given: Mapping[str, Any], earlier: Sequence[Trained] = ()) -> None:
@@ -62,42 +63,43 @@ class Rounded:
         self.formats: dict[str, Any] = dict(given.get("model.formats") or {})
         self._shape = trained_shape(trained.folder)
         measure = {key: value for key, value in given.items() if key not in OF_FORMATS}
-        # As many as the run had: sums in another order would have other last bits.
+        # As many as the run had: sums in another order have other last bits.
         measure["runtime.threads"] = given.get("runtime.threads") or _threads(trained)
         self._given = build_config({**trained.settings, "model.init_from": None, **measure})
-        #: the run's own settings, and how it is measured now
+        #: the run's own settings, and those of the measurement
         self.own = resolve(self._given)
         self._start: GPT | None = None
 
-    def check_text(self, corpus: Corpus) -> None:
-        """Refuse a text whose tokens mean something else, and one that nobody asked for in place of the run's.
+    def open_text(self) -> Corpus:
+        """Return the run's text, or the one given; prepare the default one.
 
         Raises:
-            BenchError: says which.
+            BenchError: a text that is not the run's, or whose tokens mean something else.
         """
-        called = str(self.trained.folder)
+        prepare_default(self.own.data.dir)
+        corpus, called = open_corpus(self.own), str(self.trained.folder)
         if "data.dir" not in self.given and not same_text(self.trained, corpus):
             raise BenchError(
                 f"{str(corpus.folder)!r} is not the text that {called!r} was trained on (its sha256 differs); give "
                 "that text, or this one, as --data.dir"
             )
         check_text(self.trained, corpus, called)
+        return corpus
 
     def as_trained(self, corpus: Corpus, device: torch.device) -> Trainer:
         """Return the run's own model with its weights as they were stored."""
-        shape = model_shape(self.own, corpus)
-        trainer = Trainer(self.own, corpus, device, start=build_model(shape, 0))
+        trainer = Trainer(self.own, corpus, device, start=build_model(model_shape(self.own, corpus), 0))
         fill(trainer.model, self.trained.tensors, self.trained.metadata, _CALLED)
         return trainer
 
     @property
     def is_plain(self) -> bool:
-        """Whether the run computed with float weights, so that nothing is to be learnt from its weights as floats."""
+        """Whether the run computed with float weights: as floats they then have the same loss."""
         own = self.own
         return own.model.storage == "float32" and own.train.precision != "bf16-pure" and not own.model.torchao_float8
 
     def rounded(self, formats: Mapping[str, Any], corpus: Corpus, device: torch.device) -> Trainer:
-        """Return a model of the weights, as floats, rounded to the formats of layer patterns; without any, floats.
+        """Return a model of the weights rounded to the formats of layer patterns; of the floats without any.
 
         Raises:
             BenchError: formats that can't be used with this model.
@@ -115,7 +117,7 @@ class Rounded:
     def requantised(self, fmt: str) -> dict[str, Any]:
         """Return `model.formats` that round every weight to `fmt`, but of layers that the run, or the user, left out.
 
-        What the run does with activations stays.
+        Formats of activations stay the run's.
         """
         own = {pattern: _with_weight(value, fmt) for pattern, value in self.own.model.formats.items()}
         return {"*": fmt, **own, **self.formats}
@@ -157,13 +159,13 @@ class Rounded:
 
 
 def _threads(trained: Trained) -> int | None:
-    """The threads that the run had, None where this machine has fewer cores or nobody knows."""
+    """The run's threads, None where this machine has fewer cores or nobody knows."""
     threads = trained.settings.get("runtime.threads") or trained.environment.get("threads")
     return threads if isinstance(threads, int) and 1 <= threads <= (os.cpu_count() or 1) else None
 
 
 def _with_weight(value: Any, fmt: str) -> Any:
-    """Return a layer's format or specification with another format for its weight; `none` stays."""
+    """A layer's format or specification with another format for its weight; `none` stays."""
     if not isinstance(value, dict):
         return value if value == "none" else fmt
     weight = value.get("weight")

@@ -1,36 +1,166 @@
-"""What the tensors of a float training need of a format: their ranges, and which formats hold them."""
+"""What a training step costs over batch sizes, and what the tensors of a float training need of a format."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import fp8manifold as fm
-from nanogpt_bench.config.rules import float_rule, reference_settings
+from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved, build_config
-from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.layers import forward_weight, linear_layers
+from nanogpt_bench.step.memory import held_bytes, plain_tensors
 from nanogpt_bench.step.points import Observer, Step
 from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.sweep.axes import assemble
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import counted
-from nanogpt_bench.training.train import runtime
 
+WARMUP_STEPS = 2
+BATCH_COLUMNS = ("batch size", "tokens/step", "ms/step", "tokens/s", "weights+state", "gradients", "saved", "peak")
+MIB = 2**20
 FORMATS = ("E4M3", "E5M2", "E3M4", "E2M5", "E1M6", "E6M1", "E7M0")
 #: how often the tensors are looked at, first and last step included
 LOOKS = 5
 WEIGHT, ACTIVATION, RESIDUAL = "weight", "activation", "residual"
 WEIGHT_GRADIENT, ACTIVATION_GRADIENT = "weight gradient", "activation gradient"
 OPERANDS = (WEIGHT, ACTIVATION, RESIDUAL, WEIGHT_GRADIENT, ACTIVATION_GRADIENT)
-COLUMNS = ("tensor", "amax", "min nonzero", "binades", "kurtosis", "held by")
+RANGE_COLUMNS = ("tensor", "amax", "min nonzero", "binades", "kurtosis", "held by")
+
+
+# Batch sizes
+
+
+def profile_batch_sizes(
+    settings: Mapping[str, Any], sizes: Sequence[int], steps: int, *, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return a row a batch size: median seconds of a step over `steps`, and the bytes it needs.
+
+    A size that does not fit into the device's memory has a row without figures, and the larger ones are not tried.
+
+    Raises:
+        BenchError: settings or a corpus that can't be used.
+    """
+    configs = [resolve(build_config({**settings, "train.batch_size": size})) for size in sizes]
+    rows: list[dict[str, Any]] = []
+    for config in configs:
+        say(f"batch size {config.train.batch_size}: {WARMUP_STEPS + steps} steps")
+        with runtime(config) as device:
+            corpus = open_corpus(config)
+            try:
+                rows.append(_measure(config, corpus, device, steps))
+            except torch.OutOfMemoryError:
+                rows.append(_out_of_memory(config))
+                return rows
+    return rows
+
+
+def _measure(config: Resolved, corpus: Corpus, device: torch.device, steps: int) -> dict[str, Any]:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    trainer = Trainer(config, corpus, device)
+    # The first step makes the optimizer's state and what the library compiles or looks up once.
+    _take_step(trainer, 1)
+    saved = SavedBytes(trainer.model)
+    _take_step(trainer, 2, saved)
+    gradients = sum(_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
+    seconds = [_timed(trainer, WARMUP_STEPS + number) for number in range(1, steps + 1)]
+    return {
+        **_facts(config),
+        "seconds_per_step": statistics.median(seconds),
+        "tokens_per_s": _facts(config)["tokens_per_step"] / statistics.median(seconds),
+        "held_bytes": held_bytes(trainer.model, trainer.optimizer),
+        "gradient_bytes": gradients,
+        "saved_bytes": saved.most,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "steps": steps,
+        "device": str(device),
+    }
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    train = config.train
+    tokens = train.batch_size * train.accumulation * (config.model.block_size or 0)
+    return {"batch_size": train.batch_size, "tokens_per_step": tokens}
+
+
+def _out_of_memory(config: Config) -> dict[str, Any]:
+    figures = ("seconds_per_step", "tokens_per_s", "held_bytes", "gradient_bytes", "saved_bytes", "peak_bytes")
+    return {**_facts(config), **dict.fromkeys(figures), "steps": 0, "device": "out of memory"}
+
+
+def _take_step(trainer: Trainer, number: int, *observers: Observer) -> None:
+    trainer.train_step(trainer.new_step(number, last=False), observers)
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+
+
+def _timed(trainer: Trainer, number: int) -> float:
+    begun = perf_counter()
+    _take_step(trainer, number)
+    return perf_counter() - begun
+
+
+class SavedBytes(Observer):
+    """Measures what a forward pass keeps for its backward pass, parameters apart; `most` of all micro-batches.
+
+    Memory that several operations keep counts once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        held = [inner for parameter in model.parameters() for inner in plain_tensors(parameter)]
+        self._own = {inner.untyped_storage().data_ptr() for inner in held}
+        self._sizes: dict[int, int] = {}
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self.most = 0
+
+    def before_forward(self, step: Step) -> None:
+        self._sizes = {}
+        self._hooks.__enter__()
+
+    def after_forward(self, step: Step) -> None:
+        self._hooks.__exit__(None, None, None)
+        self.most = max(self.most, sum(self._sizes.values()))
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        for inner in plain_tensors(tensor):
+            storage = inner.untyped_storage()
+            if storage.data_ptr() not in self._own:
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(inner.untyped_storage().nbytes() for inner in plain_tensors(tensor))
+
+
+def batch_cells(row: Mapping[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    seconds, speed = row["seconds_per_step"], row["tokens_per_s"]
+    if seconds is None:
+        return [str(row["batch_size"]), f"{row['tokens_per_step']:,}", "out of memory", *["-"] * 5]
+    sizes = [row[key] for key in ("held_bytes", "gradient_bytes", "saved_bytes", "peak_bytes")]
+    return [
+        str(row["batch_size"]),
+        f"{row['tokens_per_step']:,}",
+        f"{1e3 * seconds:.1f}",
+        f"{speed:,.0f}",
+        *("-" if size is None else f"{size / MIB:,.1f} MiB" for size in sizes),
+    ]
+
+
+# Ranges
 
 
 @dataclass(frozen=True)
@@ -164,29 +294,19 @@ def read_formats(names: Sequence[str] | None) -> list[fm.FloatFormat]:
     return [fm.FloatFormat.from_string(name) for name in canonical]
 
 
-def float_config(settings: Mapping[str, Any]) -> Resolved:
-    """Return the configuration with float weights: as it is, or AdamW under autocast (in float32 if asked for)."""
-    given = assemble({}, settings)
-    config = resolve(build_config(given))
-    if config.model.storage == "float32":
-        return config
-    return resolve(build_config(reference_settings(given, {"rule": float_rule(config.train.precision)})))
-
-
 def profile_ranges(
-    settings: Mapping[str, Any],
+    config: Resolved,
     formats: Sequence[fm.FloatFormat],
     tolerance: Tolerance,
     steps: int,
     *,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Train the first `steps` of a configuration in float and return a row a tensor, layer by layer.
+    """Train the first `steps` of a float configuration and return a row a tensor, layer by layer.
 
     Raises:
-        BenchError: settings or a corpus that can't be used.
+        BenchError: a corpus that can't be used.
     """
-    config = float_config(settings)
     moments = sorted({1 + round(place * (steps - 1) / (LOOKS - 1)) for place in range(LOOKS)})
     say(f"{counted(steps, 'step')} in {config.train.precision}, looking at {', '.join(map(str, moments))}")
     with runtime(config) as device:
@@ -232,7 +352,7 @@ def _merge(operand: str, layer: str, rows: Sequence[Mapping[str, Any]]) -> dict[
     return {**asdict(whole), "min_nonzero": least, "binades": whole.binades, "held_by": held}
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
+def range_cells(row: Mapping[str, Any]) -> list[str]:
     """Return a row of the table."""
     least, kurtosis = row["min_nonzero"], row["kurtosis"]
     return [

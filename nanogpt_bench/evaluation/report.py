@@ -1,4 +1,4 @@
-"""A model's weights in several formats, and which layer bears which: rows, map, mixture, and a report of them."""
+"""The report of a model's weights in several formats: rows, the map of which layer bears which, and a mixture."""
 
 from __future__ import annotations
 
@@ -22,32 +22,150 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.commands.run import say
-from nanogpt_bench.compare.remaining import in_words
-from nanogpt_bench.model.causal import is_linear, window_losses
+from nanogpt_bench.config.settings import build_config, parse_overrides
+from nanogpt_bench.data.batches import Corpus, load_corpus
+from nanogpt_bench.data.own_tokenizer import check_tokens, own_tokenizer
+from nanogpt_bench.data.text import read_text
+from nanogpt_bench.evaluation.rounding import EMBEDDINGS, mean_squares, rounded
+from nanogpt_bench.evaluation.sensitivity import FILE, best_mixture, gaps_table
+from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
+from nanogpt_bench.model.causal import Outline, is_linear, load_causal, outline, window_losses
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.results import group_rows
+from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.step.calibration import mean_squares
-from nanogpt_bench.step.formats import format_name
-from nanogpt_bench.step.rounding import EMBEDDINGS, rounded
+from nanogpt_bench.runs.trained import choose, load
+from nanogpt_bench.step.runtime import runtime
 from nanogpt_bench.step.trainer import mean_and_error
-from nanogpt_bench.sweep.mixture import best_mixture
-from nanogpt_bench.sweep.sensitivity import FILE, gaps_table
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.files import write_json
-from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.system.lock import is_unused, locked
+from nanogpt_bench.system.words import rough_time, say
 
 ROWS = "evaluation.json"
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")
-#: what `--formats all` stands for
+#: `--formats all`
 ALL = ("E1M6", "E2M5", "E3M4", "E4M3", "E5M2", "E6M1", "E7M0")
+#: settings of `run` that mean something to a pretrained model
+SETTINGS = (
+    *("data.dir", "model.block_size", "model.formats", "model.tied", "model.headroom"),
+    *("train.batch_size", "runtime.threads", "runtime.device"),
+)
+#: of a pretrained model: tokens of a window, windows, and windows at a time, where nobody gives them
+BLOCK, WINDOWS, BATCH = 256, 24, 4
+#: settings that mean nothing in a report of a run, and why
+_SET_OTHERWISE = {
+    "model.granularity": "give --scales",
+    "model.storage": "every row is stored in one byte a weight",
+}
 #: a layer's block and its name there
 _IN_BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")
 #: seconds between two lines of progress
 _EVERY = 15.0
 _WIDTH = 130
+
+
+def report_model(args: argparse.Namespace) -> int:
+    """Measure a causal language model of transformers, print the tables, write the folder and print its page's path.
+
+    Raises:
+        BenchError: a model, a text or options that can't be used.
+    """
+    given = parse_overrides(args.overrides)
+    for key in given:
+        if key not in SETTINGS:
+            raise BenchError(f"--{key} means nothing to a pretrained model; allowed: {', '.join(SETTINGS)}")
+    config = build_config({key: value for key, value in given.items() if key != "model.formats"})
+    out = args.out or Path("runs") / f"evaluate-{Path(args.model).resolve().stem}"
+    with locked(out, "--out"), runtime(config) as device, torch.no_grad():
+        _check_folder(out)
+        found = outline(args.model)
+        corpus = _text(args, config.data.dir if "data.dir" in given else None, found, config.model.block_size)
+        block = config.model.block_size or min(BLOCK, found.positions, len(corpus.val) - 1)
+        model = load_causal(args.model).to(device)
+        windows = spread(corpus.val, args.windows or WINDOWS, block).to(device)
+        batch = config.train.batch_size if "train.batch_size" in given else BATCH
+        options = {"tied": config.model.tied or "leave", "headroom": config.model.headroom, "seed": config.seed}
+        calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
+        say(f"{args.model}: {found.kind}, {found.parameters:,} parameters; {len(windows)} windows of {block} tokens")
+        at = Measurement(args.model, model, windows, corpus.val_tokens_per_byte, batch, options, calibration, args.save)
+        _report(at, args, dict(given.get("model.formats") or {}), out, environment(corpus, config.runtime.threads))
+    return 0
+
+
+def report_run(run_dir: Path, args: argparse.Namespace) -> int:
+    """Measure the float weights of a run, then rounded, on the run's validation batches; print and write as above.
+
+    In float32, whatever the run computed in.
+
+    Raises:
+        BenchError: no such checkpoint, another text, or options that can't be used.
+    """
+    given = checked_overrides(args.overrides)
+    for key, instead in _SET_OTHERWISE.items():
+        if key in given:
+            raise BenchError(f"--{key} means nothing with a report of formats: {instead}")
+    trained = load(choose(run_dir, args.checkpoint or "last"))
+    where = folder_of(trained.folder)
+    if trained.config.task != "language":
+        raise BenchError(
+            f"{where} is of task {trained.config.task!r}, and a report of formats measures windows of a text; "
+            f"nanogpt-bench evaluate {run_dir} --formats A,B rounds its weights to formats"
+        )
+    weights = RunWeights(trained, given)
+    config, corpus = weights.own, weights.open_text()
+    out = args.out or Path("runs") / f"evaluate-{run_dir.resolve().name}"
+    with locked(out, "--out"), runtime(config) as device, torch.no_grad():
+        _check_folder(out)
+        trainer = weights.rounded({}, corpus, device)
+        windows, batch = trainer.validation_windows(), config.train.batch_size
+        block = windows.shape[1] - 1
+        calibration = spread(corpus.train, args.calibrate, block).to(device) if args.calibrate else None
+        tied, headroom = given.get("model.tied") or "leave", given.get("model.headroom")
+        options = {"tied": tied, "headroom": headroom, "seed": config.seed or 0}
+        say(f"weights of {where}; {len(windows)} windows of {block} tokens, in float32")
+        per_byte = corpus.val_tokens_per_byte
+        at = Measurement(str(run_dir), trainer.model, windows, per_byte, batch, options, calibration, args.save)
+        _report(at, args, weights.formats, out, environment(corpus, config.runtime.threads))
+    return 0
+
+
+def _text(args: argparse.Namespace, folder: str | None, found: Outline, block: int | None) -> Corpus:
+    """The text to measure a pretrained model on, as tokens of its own."""
+    if (args.input is None) == (folder is None):
+        raise BenchError(
+            "--model needs a text: --input FILE, or --data.dir DIR, prepared with --tokenizer and the model"
+        )
+    if args.calibrate and folder is None:
+        raise BenchError("--calibrate needs a training text: --data.dir DIR, prepared with --tokenizer and the model")
+    if block is not None and block > found.positions:
+        raise BenchError(f"model.block_size: {block} is more than the {found.positions} positions of {args.model!r}")
+    if folder is not None:
+        corpus = load_corpus(Path(folder), block or 1)
+        check_tokens(str(corpus.meta["tokenizer"]), args.model, found.vocab_size, folder, int(corpus.val.max()))
+        return corpus
+    text, tokenizer = read_text(args.input), own_tokenizer(args.model)
+    tokens = tokenizer.encode(text)
+    check_tokens(tokenizer.name, args.model, found.vocab_size, str(args.input), int(tokens.max(initial=0)))
+    if len(tokens) <= (block or 1):
+        raise BenchError(f"--input {str(args.input)!r} has {len(tokens)} tokens, a window needs {(block or 1) + 1}")
+    counts = {"tokens": len(tokens), "bytes": len(text.encode("utf-8"))}
+    meta = {**tokenizer.meta(), "source": {"kind": "text", "file": args.input.name}, "splits": {"val": counts}}
+    return Corpus(args.input, tokens, tokens, meta)
+
+
+def spread(tokens: Any, count: int, block: int) -> Tensor:
+    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short.
+
+    Raises:
+        BenchError: it is shorter than one.
+    """
+    if len(tokens) <= block:
+        raise BenchError(f"the text has {len(tokens)} tokens, a window of {block} needs {block + 1}")
+    count = max(1, min(count, (len(tokens) - 1) // block))
+    starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
+    return torch.from_numpy(np.asarray(tokens)[starts[:, None] + np.arange(block + 1)].astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -91,7 +209,7 @@ class Measurement:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Take from the model what is asked for in every row."""
+        """Find the layers, the size and the energies, which all rows share."""
         owners = Counter(id(each) for _, each in self.model.named_parameters(remove_duplicate=False))
         #: the linear layers with a weight of their own
         self.layers = [
@@ -153,12 +271,8 @@ class Measurement:
         )
 
 
-def report(
-    at: Measurement,
-    args: argparse.Namespace,
-    own: Mapping[str, Any],
-    out: Path,
-    facts: Mapping[str, Any],
+def _report(
+    at: Measurement, args: argparse.Namespace, own: Mapping[str, Any], out: Path, facts: Mapping[str, Any]
 ) -> None:
     """Measure, write the folder, print the tables and the path of its page.
 
@@ -166,13 +280,13 @@ def report(
         at: the model and its windows.
         args: `formats`, `scales`, `embeddings`, `sensitivity` and `budget` of the command line.
         own: format by layer pattern, in every row.
-        out: folder of the report, which `check_folder` has seen.
+        out: the folder, checked.
         facts: the environment.
 
     Raises:
         BenchError: formats that can't be used with this model.
     """
-    formats = named(args.formats or ())
+    formats = named_formats([each for name in args.formats or () for each in (ALL if name == "all" else (name,))])
     if "none" in formats:
         raise BenchError("--formats: 'none' is what the gaps are measured against; leave it out")
     if args.budget is not None and not args.sensitivity:
@@ -185,37 +299,10 @@ def report(
     print(page)
 
 
-def named(names: Sequence[str]) -> list[str]:
-    """Return the canonical names of formats, each once; `all` is all of eight bits.
-
-    >>> named(["e4m3", "E4M3", "all"])[:3]
-    ['E4M3', 'E1M6', 'E2M5']
-    """
-    spelt = [each for name in names for each in (ALL if name == "all" else (name,))]
-    return list(dict.fromkeys(format_name(name, "--formats") for name in spelt))
-
-
-def check_folder(out: Path) -> None:
-    """Refuse a folder of something else.
-
-    Raises:
-        BenchError: says so.
-    """
+def _check_folder(out: Path) -> None:
+    """Refuse a folder of something else."""
     if not is_unused(out) and not (out / ROWS).is_file():
         raise BenchError(f"--out {str(out)!r} is in use and holds no evaluation of a model; give a new folder")
-
-
-def spread(tokens: Any, count: int, block: int) -> Tensor:
-    """Return windows spread evenly over a text, (N, T + 1); as many as there are without overlap where it is short.
-
-    Raises:
-        BenchError: it is shorter than one.
-    """
-    if len(tokens) <= block:
-        raise BenchError(f"the text has {len(tokens)} tokens, a window of {block} needs {block + 1}")
-    count = max(1, min(count, (len(tokens) - 1) // block))
-    starts = np.linspace(0, len(tokens) - block - 1, count).astype(np.int64)
-    return torch.from_numpy(np.asarray(tokens)[starts[:, None] + np.arange(block + 1)].astype(np.int64))
 
 
 def _measure(
@@ -344,7 +431,7 @@ def _progress(count: int) -> Iterator[Callable[[str], None]]:
             bar.update(task, completed=done, description=printable(what))
             if not console.is_terminal and now - told >= _EVERY:
                 told = now
-                left = in_words((now - begun) / done * (count - done))
+                left = rough_time((now - begun) / done * (count - done))
                 say(f"{done} of {count}: {what}" + (f"; {left} left" if done < count else ""))
 
         yield tick

@@ -1,0 +1,1 @@
+"""Weights as they are and rounded to formats, measured without training."""

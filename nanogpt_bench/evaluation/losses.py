@@ -1,0 +1,239 @@
+"""The validation loss of one set of weights in several formats, without training: a configuration's, or a run's."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
+from nanogpt_bench.config.precedence import has_format
+from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
+from nanogpt_bench.config.settings import Resolved
+from nanogpt_bench.data.batches import Corpus, open_corpus
+from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
+from nanogpt_bench.model.weights import load_weights, save_weights
+from nanogpt_bench.runs.environment import environment
+from nanogpt_bench.runs.trained import choose, choose_last, load
+from nanogpt_bench.step.formats import format_name, format_summary
+from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.step.runtime import runtime
+from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.words import say
+from nanogpt_bench.training.summary import count
+
+#: of the environment, what changes the last bits of a loss
+_OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One set of weights in one format; loss and gap to the first row in nats a token, or a label."""
+
+    format: str
+    storage: str
+    val_loss: float
+    gap: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
+    quantized_parameters: int
+    #: of a run
+    checkpoint: str | None = None
+    #: of the task classify, by `config.metric.Metric.figure`
+    of_labels: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The row as it is written to a file."""
+        facts = asdict(self)
+        return {**facts, **facts.pop("of_labels")}
+
+
+def _measured(name: str, trainer: Trainer, before: Sequence[Evaluation], checkpoint: str | None = None) -> Evaluation:
+    """The row of a model called `name`; its gap is to the first of the rows before."""
+    loss = trainer.validate()
+    figures = trainer.figures(loss)
+    return Evaluation(
+        format=name,
+        storage=trainer.config.model.storage or "",
+        val_loss=loss,
+        gap=loss - before[0].val_loss if before else None,
+        perplexity=figures.get(VAL_PERPLEXITY.name),
+        bits_per_byte=trainer.bits_per_byte(loss),
+        quantized_parameters=count(layer.weight for layer in quantized_layers(trainer.model).values()),
+        checkpoint=checkpoint,
+        of_labels={metric.figure: figures[metric.name] for metric in OF_LABELS if metric.name in figures},
+    )
+
+
+# A configuration's first weights
+
+
+def evaluate(
+    config: Config, formats: Sequence[str] = (), *, weights: Path | None = None, save: Path | None = None
+) -> list[Evaluation]:
+    """Return the validation loss of a configuration's initial weights: in float, then in each format.
+
+    Args:
+        config: the model and where its weights come from (`model.init_from`, or a seed).
+        formats: each takes the place of `*` in `model.formats`; none: `model.formats` as it is.
+        weights: a file that `save_weights` wrote of this very configuration, whose loss is then the only row.
+        save: folder to write the weights of every row to, as FORMAT.safetensors.
+
+    Raises:
+        BenchError: settings, corpus, checkpoint or weights that can't be used, or nothing to compare.
+    """
+    resolved = common_settings(config, formats)
+    rows: list[Evaluation] = []
+    with runtime(resolved) as device:
+        corpus = open_corpus(resolved)
+        own = {format_summary(resolved): resolved}
+        for name, row in (own if weights else _rows(config, resolved, formats)).items():
+            trainer = Trainer(row, corpus, device)
+            if weights:
+                load_weights(trainer.model, weights)
+            if save:
+                save_weights(trainer.model, save / f"{name}.safetensors")
+            rows.append(_measured(name, trainer, rows))
+    return rows
+
+
+def common_settings(config: Config, formats: Sequence[str]) -> Resolved:
+    """Return what all rows have in common, resolved: of a configuration that may have no format of its own."""
+    if not formats:
+        return resolve(config)
+    base = copy.deepcopy(config)
+    rule = RULES.get(config.rule or "")
+    rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
+    if rounds and not (config.model.formats or config.model.format):
+        base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
+    has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})
+    return resolve(base if has_one else _without_formats(base))
+
+
+def _rows(config: Config, resolved: Resolved, formats: Sequence[str]) -> dict[str, Resolved]:
+    """The configuration without formats, then in each format, by name."""
+    if not formats and not resolved.model.formats:
+        raise BenchError("nothing to compare with the float weights; give --formats E4M3,E5M2 or model.formats")
+    rows = {name: _untrained(config, resolved, name) for name in ["none", *named_formats(formats)]}
+    return rows if len(rows) > 1 else rows | {format_summary(resolved): resolved}
+
+
+def _untrained(config: Config, resolved: Resolved, fmt: str) -> Resolved:
+    """`config` in one format, and without the rule, which means nothing where no step is taken."""
+    row = copy.deepcopy(config)
+    row.rule, row.optimizer = None, OptimizerConfig()
+    row.train.precision = resolved.train.precision
+    if fmt == "none":
+        row.model.format, row.model.formats = None, {}
+        row.model.storage = row.model.headroom = None
+        return resolve(_without_formats(row))
+    row.model.format = fmt
+    # Under the other two storages nothing would be rounded.
+    row.model.storage = resolved.model.storage if resolved.model.storage in ("master", *ROUNDED) else None
+    return resolve(row)
+
+
+def _without_formats(config: Config) -> Config:
+    """A copy without the settings of rows in a format."""
+    config = copy.deepcopy(config)
+    config.model.granularity = config.model.tied = None
+    return config
+
+
+# A run's weights
+
+
+def evaluate_run(
+    run_dir: Path,
+    checkpoint: str = "last",
+    formats: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    *,
+    save: Path | None = None,
+    average: int = 1,
+) -> list[Evaluation]:
+    """Return the validation losses of a run's weights: as trained, as floats where that differs, and in each format.
+
+    Standard error gets the text that they are measured on, and whether the first row is the loss that the run recorded.
+
+    Args:
+        run_dir: the run's folder.
+        checkpoint: last, best or step-N.
+        formats: each is that of every weight, in place of the run's.
+        overrides: settings of the measurement, and of the rows in a format.
+        save: folder to write the weights of every row to.
+        average: all rows but the first are of the mean of the weights of that many checkpoints, the last of them the
+            one named.
+
+    Raises:
+        BenchError: no such checkpoint, fewer than are to be averaged, another text, or formats that don't go with the
+            model.
+    """
+    names, given = named_formats(formats), checked_overrides(overrides)
+    folders = choose_last(run_dir, checkpoint, average) if average > 1 else [choose(run_dir, checkpoint)]
+    trained, *earlier = map(load, folders)
+    weights = RunWeights(trained, given, earlier)
+    corpus = weights.open_text()
+    say(f"weights of {folder_of(trained.folder)}; text {corpus.folder}, tokenizer {corpus.meta['tokenizer']}")
+    rows: list[Evaluation] = []
+    with runtime(weights.own) as device:
+        for name, trainer in _trainers(weights, names, corpus, device):
+            if save:
+                save_weights(trainer.model, save / f"{_file_name(name)}.safetensors")
+            rows.append(_measured(name, trainer, rows, str(trained.folder)))
+        say(_comparison(weights, rows[0].val_loss, environment(corpus, weights.own.runtime.threads)))
+    return rows
+
+
+def _file_name(row: str) -> str:
+    """A row's name as that of a file.
+
+    >>> _file_name("E4M3 (as trained)"), _file_name("none, mean of 3")
+    ('E4M3-as-trained', 'none-mean-of-3')
+    """
+    return re.sub(r"[ (),]+", "-", row).strip("-")
+
+
+def _trainers(
+    weights: RunWeights, names: Sequence[str], corpus: Corpus, device: torch.device
+) -> Iterator[tuple[str, Trainer]]:
+    """Yield name and model of every row."""
+    yield f"{format_summary(weights.own)} (as trained)", weights.as_trained(corpus, device)
+    of = f", mean of {1 + len(weights.earlier)}" if weights.earlier else ""
+    if not weights.is_plain or "none" in names or of:
+        yield f"none{of}", weights.rounded({}, corpus, device)
+    for name in names:
+        if name != "none":
+            yield f"{name}{of}", weights.rounded(weights.requantised(name), corpus, device)
+    if not names and any(key in weights.given for key in OF_FORMATS):
+        yield f"given{of}", weights.rounded({**weights.own.model.formats, **weights.formats}, corpus, device)
+
+
+def _comparison(weights: RunWeights, loss: float, now: Mapping[str, Any]) -> str:
+    """A sentence on whether the loss is the recorded one, to the bit, and what differs if it is not."""
+    trained = weights.trained
+    recorded, where = trained.val_loss, f"the run at step {trained.step}"
+    if recorded is None:
+        return f"{where} did not validate: there is nothing to compare the first row with"
+    if loss == recorded:
+        return f"{where} had the val loss of the first row, to the bit"
+    differing = [f"--{key}" for key in weights.given if key not in OF_FORMATS]
+    for key in _OF_BITS:
+        then, here = (_at(facts, key) for facts in (trained.environment, now))
+        differing += [f"{key} was {then!r}, is {here!r}"] if then != here else []
+    return f"{where} had val loss {recorded!r}, here it is {loss!r}: {', '.join(differing) or 'nothing known differs'}"
+
+
+def _at(facts: Any, key: str) -> Any:
+    for name in key.split("."):
+        facts = facts.get(name) if isinstance(facts, Mapping) else None
+    return facts
