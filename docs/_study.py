@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported, read_export
-from nanogpt_bench.report.paired import in_words
+from nanogpt_bench.report.paired import difference_text
 from nanogpt_bench.report.results import (
     Result,
     find_reference,
@@ -140,7 +140,7 @@ def rates(result: Result) -> str:
 
 
 def _difference(result: Result) -> str:
-    return "-" if result.reference or result.difference is None else in_words(result.difference)
+    return "-" if result.reference or result.difference is None else difference_text(result.difference)
 
 
 def source(file: Exported) -> str:

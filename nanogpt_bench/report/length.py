@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from nanogpt_bench.report.chart import Chart, curves, limit_line, of_row, over, quantity
-from nanogpt_bench.report.paired import in_words
+from nanogpt_bench.report.paired import difference_text
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Result, loss_unit, reference_name
 from nanogpt_bench.report.section import Section, figures, legend
@@ -106,7 +106,7 @@ def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
     every = [result for row in found.values() for result in row.values()]
     lines = [[run_heading(every), *(f"{number:,} {ladder.unit}" for number in numbers)]]
     for label, row in found.items():
-        cells = (in_words(row[number].difference) if number in row else "-" for number in numbers)
+        cells = (difference_text(row[number].difference) if number in row else "-" for number in numbers)
         lines.append([one_line(label), *cells])
     if ladder.appears:
         firsts = [ladder.appears, *(appearance(row) for row in found.values())]
@@ -133,7 +133,9 @@ def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, 
         points = [(x, number, each) for x, number, each in known if each is not None]
         xs, ys = [x for x, _, _ in points], [each.mean for _, _, each in points]
         values.append({"row": label, "name": label, "line": at, "few": True, "x": xs, "y": ys})
-        said = [{"row": label, "text": f"{label}, {n:,} {ladder.unit}: {in_words(each)}"} for _, n, each in points]
+        said = [
+            {"row": label, "text": f"{label}, {n:,} {ladder.unit}: {difference_text(each)}"} for _, n, each in points
+        ]
         bars += [
             {**words, "x": x, "low": each.low, "high": each.high}
             for words, (x, _, each) in zip(said, points, strict=True)

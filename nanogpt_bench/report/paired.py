@@ -77,16 +77,16 @@ def adjusted(found: Sequence[Difference | None]) -> list[Difference | None]:
     return [each if each is None or each.p is None else replace(each, holm=next(left)) for each in found]
 
 
-def in_words(found: Difference | None, digits: int = 3) -> str:
+def difference_text(found: Difference | None, digits: int = 3) -> str:
     """Return a difference as tables show it; a dash where there is none.
 
-    >>> in_words(Difference(-0.02, 5, -0.03, -0.01, 0.001, 0.004))
+    >>> difference_text(Difference(-0.02, 5, -0.03, -0.01, 0.001, 0.004))
     '-0.020 [-0.030, -0.010], p 0.004'
-    >>> in_words(Difference(-0.02, 5, -0.03, -0.01, 0.02, 0.06))
+    >>> difference_text(Difference(-0.02, 5, -0.03, -0.01, 0.02, 0.06))
     '-0.020 [-0.030, -0.010], p 0.06 (not after Holm)'
-    >>> in_words(Difference(-0.02, 5, -0.05, 0.01, 0.2, 0.4))
+    >>> difference_text(Difference(-0.02, 5, -0.05, 0.01, 0.2, 0.4))
     'no difference found [-0.050, +0.010]'
-    >>> in_words(Difference(-0.02, 1)), in_words(None)
+    >>> difference_text(Difference(-0.02, 1)), difference_text(None)
     ('-0.020, one seed: a lead', '-')
     """
     if found is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
-from nanogpt_bench.report.paired import in_words
+from nanogpt_bench.report.paired import difference_text
 from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, reference_name, shortfall
 from nanogpt_bench.system.csv_cells import cell
@@ -53,9 +53,9 @@ COLUMNS = (
     Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
     Column(BEST, lambda r: format_figure(r.best_val_loss)),
     *(Column(metric.title, partial(_beside, metric.figure), optional=True) for metric in BESIDE_LOSS),
-    Column("its difference (95%)", lambda r: in_words(r.also_difference), optional=True),
+    Column("its difference (95%)", lambda r: difference_text(r.also_difference), optional=True),
     Column(GAP, lambda r: format_gap(r)),
-    Column(PAIRED, lambda r: in_words(r.difference), optional=True),
+    Column(PAIRED, lambda r: difference_text(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
