@@ -7,7 +7,8 @@ from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.length import LADDERS, Ladder, cells_of, climbed, ladder_chart, looks_of
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import figure
-from nanogpt_bench.report.results import Result, find_reference, measure, references_of
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.rows import find_reference, references_of
 
 
 def ladder_of(file: Exported) -> Ladder | None:

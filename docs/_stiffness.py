@@ -5,7 +5,7 @@ from _tables import markdown
 from _weights import data_of
 
 from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.paired import adjusted, difference, difference_text
+from nanogpt_bench.report.results import adjusted, difference, difference_text
 
 PLAIN, ANNEALED = "stochastic", "stiffness-anneal"
 

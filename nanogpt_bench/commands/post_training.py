@@ -27,7 +27,7 @@ from nanogpt_bench.compare.remaining import in_words
 from nanogpt_bench.model.causal import is_linear, window_losses
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.report.build import facts_of, write_report
-from nanogpt_bench.report.results import group_rows
+from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.step.calibration import mean_squares
 from nanogpt_bench.step.formats import format_name

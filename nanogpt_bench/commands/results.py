@@ -12,7 +12,8 @@ from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.exported import Exported, export, read_export, to_json
 from nanogpt_bench.report.foretelling import FEWEST, Point, foretelling_table, foretold, points
 from nanogpt_bench.report.length import LADDERS, cells_of, climbed
-from nanogpt_bench.report.results import Result, Row, find_reference, measure
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.tuned import tuning_table
 from nanogpt_bench.runs.looks import TENTH

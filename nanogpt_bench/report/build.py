@@ -14,9 +14,9 @@ from nanogpt_bench.report.merged import merged, with_given_up
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import write_figures
-from nanogpt_bench.report.results import Result, Row, counted_once, find_reference, measure, shortfall
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.seeds import left_aside
 from nanogpt_bench.report.studies import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds

@@ -12,7 +12,7 @@ from nanogpt_bench.report.chart import Chart, ink, limit_line, lines, quantity
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row, loss_unit, reference_beside
+from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
 from nanogpt_bench.report.planned import PlannedRow, planned_rows, planned_trials
-from nanogpt_bench.report.results import Row
-from nanogpt_bench.report.seeds import SEED_KEYS
+from nanogpt_bench.report.rows import SEED_KEYS, Row
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.find import SWEEP
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run

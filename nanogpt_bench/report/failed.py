@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanogpt_bench.report.results import Result, flat
-from nanogpt_bench.report.seeds import SEED_KEYS
+from nanogpt_bench.report.results import Result
+from nanogpt_bench.report.rows import setting_without
 from nanogpt_bench.runs.load import Run
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def failed_runs(results: Sequence[Result]) -> list[Failed]:
         Failed(
             result.row.label,
             run,
-            diagnose(run, siblings=[other for other in series[_setting(run)] if other is not run]),
+            diagnose(run, siblings=[other for other in series[setting_without(run, BATCH_KEYS)] if other is not run]),
         )
         for result in results
         for run in result.row.runs
@@ -58,15 +57,8 @@ def _batch_series(runs: Sequence[Run]) -> Mapping[str, list[Run]]:
     """Runs that differ in batch size and seeds only: together they tell noise that averages out from a floor."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_setting(run), []).append(run)
+        groups.setdefault(setting_without(run, BATCH_KEYS), []).append(run)
     return groups
-
-
-def _setting(run: Run) -> str:
-    if not run.config:
-        return f"path:{run.path}"
-    fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS | BATCH_KEYS}
-    return json.dumps(fixed, sort_keys=True, default=str)
 
 
 def predicted_runs(results: Sequence[Result]) -> list[Predicted]:

@@ -11,7 +11,7 @@ from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import DOTTED, Chart, Spec, ink, lines, over, quantity
 from nanogpt_bench.report.failed import Failed
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row, loss_unit, reference_beside
+from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import class_name, describe_ending
 

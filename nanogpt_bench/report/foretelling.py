@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
-from nanogpt_bench.report.merged import identity
-from nanogpt_bench.report.results import Row, references_of, setting_of
-from nanogpt_bench.report.seeds import seed_of
+from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of

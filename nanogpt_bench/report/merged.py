@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.planned import given_up
-from nanogpt_bench.report.results import Row, group_rows, setting_of
-from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.report.rows import Row, distinct, group_rows, identity
 from nanogpt_bench.runs.load import Run
 
 
@@ -39,24 +37,6 @@ def merged(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
             labels[row.label] = len(rows)
             rows.append(replace(row, missing=missing))
     return rows
-
-
-def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Return every run once, in order of first appearance; of several records of one that which tells most."""
-    kept: dict[Hashable, Run] = {}
-    for run in runs:
-        key = identity(run)
-        kept[key] = max(kept.get(key, run), run, key=lambda each: (has_ended(each.summary), each.last_step or 0))
-    return list(kept.values())
-
-
-def identity(run: Run) -> Hashable:
-    """Return what two records of one run have in common, and no two runs: settings, name, seed, first validation.
-
-    When that was, to the last bit of the time elapsed, tells runs of the same settings apart.
-    """
-    times, losses = run.curve(VAL_LOSS.name, ELAPSED.name)
-    return (setting_of(run), run.name, run.seed, times[0], losses[0]) if times else str(run.path)
 
 
 def with_given_up(

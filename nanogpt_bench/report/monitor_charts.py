@@ -10,7 +10,7 @@ from nanogpt_bench.report.chart import SHARE as PERCENT
 from nanogpt_bench.report.chart import Chart, limit_line, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.rows import Row
 
 #: titles of the namespaces that are not called by their own names
 TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.rows import Row
 
 # Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
 COLOURS = (

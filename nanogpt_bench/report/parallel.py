@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.report.results import Row, flat, mean_cosine
+from nanogpt_bench.report.results import mean_cosine
+from nanogpt_bench.report.rows import Row, flat
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 

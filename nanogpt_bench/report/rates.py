@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nanogpt_bench.report.results import Row, flat, row_label
-from nanogpt_bench.report.seeds import SEED_KEYS
+from nanogpt_bench.report.rows import Row, row_label, setting_without
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 
@@ -41,7 +39,7 @@ def rate_curves(rows: Sequence[Row]) -> list[RateCurve]:
         for run in row.runs:
             rate = learning_rate(run)
             if rate is not None and run.config:
-                groups.setdefault(_setting(run), []).append((row, run, rate))
+                groups.setdefault(setting_without(run, RATE_KEYS), []).append((row, run, rate))
     several = [group for group in groups.values() if len({rate for _, _, rate in group}) > 1]
     labels = _labels([group[0][0] for group in several])
     return [_curve(label, group) for label, group in zip(labels, several, strict=True)]
@@ -53,11 +51,6 @@ def learning_rate(run: Run) -> float | None:
     configured = optimizer.get("lr") if isinstance(optimizer, Mapping) else None
     rate = finite(run.summary.get("lr", configured))
     return rate if rate is not None and rate > 0 else None
-
-
-def _setting(run: Run) -> str:
-    fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS | RATE_KEYS}
-    return json.dumps(fixed, sort_keys=True, default=str)
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

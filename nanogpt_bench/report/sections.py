@@ -19,9 +19,9 @@ from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.length import LADDERS, ladder_section
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.processes import processes_section
-from nanogpt_bench.report.results import Result, Row, findings, loss_unit
+from nanogpt_bench.report.results import Result, findings
+from nanogpt_bench.report.rows import Row, left_aside, loss_unit
 from nanogpt_bench.report.section import Section, css_class, figures, legend
-from nanogpt_bench.report.seeds import left_aside
 from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.tuned import tuned_section

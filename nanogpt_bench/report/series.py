@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanogpt_bench.config.metrics import ELAPSED
-from nanogpt_bench.report.results import Result, Row
+from nanogpt_bench.report.results import Result
+from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
 from nanogpt_bench.runs.load import Run
 

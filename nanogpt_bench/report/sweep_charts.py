@@ -9,7 +9,7 @@ from nanogpt_bench.report.chart import Chart, Spec, category, curves, ink, names
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.parallel import NOTHING, Parallel, parallel
 from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
-from nanogpt_bench.report.results import Row, loss_unit, row_label
+from nanogpt_bench.report.rows import Row, loss_unit, row_label
 from nanogpt_bench.report.studies import LearningRateLimit, Sensitivity
 
 LONGEST_MARK = 18

@@ -15,7 +15,8 @@ from nanogpt_bench.config.settings import flatten
 from nanogpt_bench.report.length import LADDERS, cells_of, climbed, ladder_chart
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import chosen
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
 

@@ -13,7 +13,8 @@ from run_folders import write_run
 
 from nanogpt_bench.compare.board import Board, Entry
 from nanogpt_bench.compare.closing import print_results
-from nanogpt_bench.report.results import Figure, Result, Row, find_reference, group_rows, measure
+from nanogpt_bench.report.results import Figure, Result, measure
+from nanogpt_bench.report.rows import Row, find_reference, group_rows
 from nanogpt_bench.report.tables import CSV_FIELDS, WIDEST, shown_columns, to_csv, to_markdown, to_text
 from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, Verdict, judge
 from nanogpt_bench.runs.load import Run, load_run

@@ -8,7 +8,8 @@ from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.palette import looks
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.series import lines, marks
 from nanogpt_bench.runs.load import load_run
 

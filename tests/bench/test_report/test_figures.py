@@ -13,7 +13,8 @@ from nanogpt_bench.report.loss_charts import loss_charts
 from nanogpt_bench.report.palette import COLOURS, looks
 from nanogpt_bench.report.pictures import chosen as chosen_charts
 from nanogpt_bench.report.pictures import write_figures
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.series import close_range, grid_histograms, lines, loss_range
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth

@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.paired import Difference, adjusted, difference, difference_text
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text
 from nanogpt_bench.runs.load import load_run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanogpt_bench.report.processes import HEADINGS, processes_section
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run
 
 FACTS = {"parallel": "fsdp", "count": 2, "held_bytes": [1000, 2000], "peak_bytes": [1, 3], "sent_bytes": 4567}

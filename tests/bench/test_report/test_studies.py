@@ -12,7 +12,8 @@ from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stif
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.parallel import NOTHING, parallel
 from nanogpt_bench.report.rates import rate_curves, rate_ticks
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.sweep_charts import limit_chart, parallel_chart, rate_chart, sensitivity_charts
 from nanogpt_bench.runs.load import load_run

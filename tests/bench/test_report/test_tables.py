@@ -9,7 +9,8 @@ import re
 import pytest
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import find_reference, findings, group_rows, measure
+from nanogpt_bench.report.results import findings, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import COLUMNS, shown_columns, to_csv, to_latex, to_markdown, to_text
 from nanogpt_bench.runs.load import load_run
 

@@ -8,8 +8,8 @@ import pytest
 
 from nanogpt_bench.cli import build_parser
 from nanogpt_bench.report.build import THRESHOLDS
-from nanogpt_bench.report.gap import tokens_to_gap
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import measure, tokens_to_gap
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.verdict import Evidence, Outcome, Thresholds, judge
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.errors import BenchError
