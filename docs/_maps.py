@@ -7,9 +7,9 @@ from _paired import losses_of
 from _tables import markdown
 
 from nanogpt_bench.report import engine
-from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.foretelling import Foretold, foretold, points
 from nanogpt_bench.report.pictures import figure
+from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.studies import Sensitivity
 from nanogpt_bench.report.sweep_charts import sensitivity_charts

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from _tables import markdown
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.foretelling import LEVEL, TRIVIAL, Foretold, Point, foretold, points
+from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference, setting_of
 
 #: every run's final gap is that to this row of its file, or to the file's own reference where it has no such row

@@ -11,8 +11,8 @@ from PIL import Image
 from scipy.stats import spearmanr
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import read_export
 from nanogpt_bench.report.foretelling import points
+from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import find_reference, setting_of
 from nanogpt_bench.sweep.file import shipped_sweeps
 

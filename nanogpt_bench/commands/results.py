@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import Exported, export, read_export, to_json
 from nanogpt_bench.report.foretelling import FEWEST, Point, foretelling_table, foretold, points
 from nanogpt_bench.report.length import LADDERS, cells_of, climbed
 from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.tuned import tuning_table
-from nanogpt_bench.runs.looks import TENTH
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.words import counted

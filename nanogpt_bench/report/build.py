@@ -8,13 +8,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.exported import is_export, read_export
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed, looks_of
-from nanogpt_bench.report.merged import merged, with_given_up
+from nanogpt_bench.report.length import LADDERS, cells_of, climbed, line_looks
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import write_figures
 from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.studies import Studies, read_studies
@@ -60,7 +59,7 @@ def report(
     # What a sweep found lies beside its runs.
     studies = read_studies([*given, *(folder.parent for folder in folders), out])
     rows = with_given_up(
-        merged(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
+        merged_rows(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
     )
     for line in (line for row in rows for line in left_aside(row.label, row.runs, row.aside)):
         if say is not None:
@@ -123,7 +122,7 @@ def write_report(
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     for ladder in LADDERS:
-        chosen |= looks_of(ladder, results, chosen)
+        chosen |= line_looks(ladder, results, chosen)
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
     page = write_text(out / PAGE, render(shown, sections))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
+from nanogpt_bench.report.results_file import MONITORED, TENTH, monitored_figures
 from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
 
 #: a run is behind when its final loss exceeds the reference's by more than this share
 BEHIND = 0.01
@@ -105,8 +105,8 @@ def _point(run: Run, twin: Run, at: float) -> Point | None:
 def _figures(run: Run, at: float) -> dict[str, float]:
     """The figures of the last look within that share of the run's steps; {} where there was none."""
     limit = at * (run.number("steps_planned") or 0)
-    step = max((step for step in looks_of(run) if step <= limit), default=None)
-    return {} if step is None else dict(looks_of(run)[step])
+    step = max((step for step in monitored_figures(run) if step <= limit), default=None)
+    return {} if step is None else dict(monitored_figures(run)[step])
 
 
 def _loss(figures: Mapping[str, float]) -> float | None:
@@ -115,7 +115,7 @@ def _loss(figures: Mapping[str, float]) -> float | None:
 
 def foretold(found: Sequence[Point]) -> list[Foretold]:
     """Return what each figure tells that enough runs have: first the loss itself, then the others, best first."""
-    names = (name for name in FIGURES if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
+    names = (name for name in MONITORED if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
     told = [_foretold(name, found) for name in (*TRIVIAL, *names)]
     kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
     trivial = [each for each in kept if each.name in TRIVIAL]

@@ -115,14 +115,14 @@ def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
     return lines
 
 
-def looks_of(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
+def line_looks(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
     """Return the look of every line of the chart by its label: that of the row of its first number."""
     return {label: looks[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
 
 
 def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
     """The paired difference by the number, its 95% interval as a bar; None where no row has several."""
-    found, places = climbed(ladder, results), looks_of(ladder, results, looks)
+    found, places = climbed(ladder, results), line_looks(ladder, results, looks)
     if not found:
         return None
     values, bars, firsts = [], [], []
@@ -181,7 +181,7 @@ def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str
     )
     body = "".join(f"<tr>{_line('td', line)}</tr>" for line in lines)
     table = f"<table><thead><tr>{_line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-    drawn = legend(list(found), looks_of(ladder, results, looks), [chart]) + figures([chart])
+    drawn = legend(list(found), line_looks(ladder, results, looks), [chart]) + figures([chart])
     shown = f'<p class="muted">{words}</p><div class="scroll">{table}</div>{drawn}'
     return Section(ladder.name, ladder.title, shown, [chart])
 
