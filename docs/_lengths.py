@@ -3,8 +3,8 @@
 from _tables import markdown
 
 from nanogpt_bench.report import engine
+from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.length import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_looks
-from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.pictures import figure
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import Exported

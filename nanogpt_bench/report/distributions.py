@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.config.metric import LOG, Metric, Spread
 from nanogpt_bench.config.metrics import SPREADS
-from nanogpt_bench.report.chart import SHARE, Chart, lines, quantity
+from nanogpt_bench.report.chart import SHARE, Chart, Line, Look, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
-from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.report.series import Line
 from nanogpt_bench.runs.watched import Distribution
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from nanogpt_bench.config.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
 from nanogpt_bench.report import series
-from nanogpt_bench.report.chart import Chart, ink, limit_line, lines, quantity
+from nanogpt_bench.report.chart import Chart, Look, ink, limit_line, lines, quantity
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
-from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.config.metrics import TRAIN_LOSS
 from nanogpt_bench.report import series
-from nanogpt_bench.report.chart import DOTTED, Chart, Spec, ink, lines, over, quantity
+from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, lines, over, quantity
 from nanogpt_bench.report.failed import Failed
-from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import class_name, describe_ending

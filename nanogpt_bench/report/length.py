@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, curves, limit_line, of_row, over, quantity
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import Chart, Look, curves, limit_line, of_row, over, quantity
 from nanogpt_bench.report.results import Result, difference_text, reference_name
 from nanogpt_bench.report.rows import loss_unit
 from nanogpt_bench.report.section import Section, figures, legend

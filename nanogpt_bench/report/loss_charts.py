@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.config.metrics import TRAIN_LOSS, VAL_LOSS
 from nanogpt_bench.report import series
-from nanogpt_bench.report.chart import Chart, Spec, category, ink, lines, names, of_row, over, quantity
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import Chart, Look, Spec, category, ink, lines, names, of_row, over, quantity
 from nanogpt_bench.report.results import Result, reference_name
 from nanogpt_bench.report.rows import Row, loss_unit
 from nanogpt_bench.report.tables import format_gap

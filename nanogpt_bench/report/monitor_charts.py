@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from nanogpt_bench.config.metric import LOG, SHARE, Metric
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import SHARE as PERCENT
-from nanogpt_bench.report.chart import Chart, limit_line, lines, quantity
+from nanogpt_bench.report.chart import Chart, Look, limit_line, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
-from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.rows import Row
 
 #: titles of the namespaces that are not called by their own names

@@ -9,8 +9,7 @@ from html import escape
 from importlib import resources
 
 from nanogpt_bench.report import engine
-from nanogpt_bench.report.chart import Chart, Spec
-from nanogpt_bench.report.drawing import CONFIG, THEMES, short, theme_colours
+from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Spec, short, theme_colours
 from nanogpt_bench.report.section import Section
 from nanogpt_bench.report.sections import Page
 

@@ -10,9 +10,7 @@ from pathlib import Path
 import vl_convert
 
 from nanogpt_bench.report import engine
-from nanogpt_bench.report.chart import Chart, Spec, ink, of_row
-from nanogpt_bench.report.drawing import CONFIG, coloured, short, theme_colours
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import CONFIG, Chart, Look, Spec, coloured, ink, of_row, short, theme_colours
 from nanogpt_bench.system.files import replacing
 
 # Which charts each file shows, by their names; of several the numbers are left out.

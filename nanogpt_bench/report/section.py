@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from nanogpt_bench.report.chart import Chart
-from nanogpt_bench.report.palette import DASHES, Look
+from nanogpt_bench.report.chart import DASHES, Chart, Look
 
 SHORT_LEGEND = 16  # a legend of more rows begins closed
 

@@ -11,13 +11,12 @@ import yaml
 
 from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
 from nanogpt_bench.report import fields, loss_charts, monitor_charts, sweep_charts, weight_charts
-from nanogpt_bench.report.chart import Chart
+from nanogpt_bench.report.chart import Chart, Look
 from nanogpt_bench.report.distributions import distribution_charts
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.length import LADDERS, ladder_section
-from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.processes import processes_section
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit

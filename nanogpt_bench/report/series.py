@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanogpt_bench.config.metrics import ELAPSED
+from nanogpt_bench.report.chart import Line
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
@@ -16,16 +17,6 @@ from nanogpt_bench.runs.load import Run
 BY_STEP, BY_TIME = "step", ELAPSED.name
 FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
 EARLY_DIVERGENCE = "early_divergence"
-
-
-@dataclass(frozen=True)
-class Line:
-    """One run's curve, under its row's label; None in `ys` is a gap."""
-
-    label: str
-    seed: int | None
-    xs: list[float]
-    ys: list[float | None]
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, Spec, category, curves, ink, names, of_row, over, quantity
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import Chart, Look, Spec, category, curves, ink, names, of_row, over, quantity
 from nanogpt_bench.report.parallel import NOTHING, Parallel, parallel
 from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
 from nanogpt_bench.report.rows import Row, loss_unit, row_label

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nanogpt_bench.report import fields, series
-from nanogpt_bench.report.chart import Chart, category, ink, labelled, names, quantity
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import Chart, Look, category, ink, labelled, names, quantity
 from nanogpt_bench.report.results import Result
 
 ROW_HEIGHT, FRAME_HEIGHT = 22, 70

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.palette import looks
+from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows, reference_beside
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text

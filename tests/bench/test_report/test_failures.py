@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
-from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.series import lines, marks

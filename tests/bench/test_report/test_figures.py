@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from PIL import Image
 
+from nanogpt_bench.report.chart import COLOURS, looks
 from nanogpt_bench.report.loss_charts import loss_charts
-from nanogpt_bench.report.palette import COLOURS, looks
 from nanogpt_bench.report.pictures import chosen as chosen_charts
 from nanogpt_bench.report.pictures import write_figures
 from nanogpt_bench.report.results import measure

@@ -11,7 +11,7 @@ from expressions import expressions
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import report, write_report
-from nanogpt_bench.report.drawing import short
+from nanogpt_bench.report.chart import short
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.system.errors import BenchError

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
+from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.distributions import distribution_charts, merged
 from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
-from nanogpt_bench.report.palette import looks
 from nanogpt_bench.report.parallel import NOTHING, parallel
 from nanogpt_bench.report.rates import rate_curves, rate_ticks
 from nanogpt_bench.report.results import measure
