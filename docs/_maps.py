@@ -6,9 +6,8 @@ from statistics import fmean
 from _paired import losses_of
 from _tables import markdown
 
-from nanogpt_bench.report import engine
+from nanogpt_bench.report.figures import figure, svg
 from nanogpt_bench.report.foretelling import Foretold, foretold, points
-from nanogpt_bench.report.pictures import figure
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.studies import Sensitivity
@@ -47,7 +46,7 @@ def map_of(file: Exported) -> Sensitivity:
 
 def drawn_map(file: Exported) -> str:
     """The map as an SVG, as the report draws it."""
-    return engine.svg(figure(sensitivity_charts([map_of(file)]), {}))
+    return svg(figure(sensitivity_charts([map_of(file)]), {}))
 
 
 def warps(file: Exported) -> str:

@@ -8,7 +8,7 @@ from functools import cache
 from html import escape
 from importlib import resources
 
-from nanogpt_bench.report import engine
+from nanogpt_bench.report import figures
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Spec, short, theme_colours
 from nanogpt_bench.report.section import Section
 from nanogpt_bench.report.sections import Page
@@ -46,7 +46,7 @@ def _asset(name: str) -> str:
 @cache
 def _vega() -> str:
     """The code that draws the charts; putting it together takes seconds."""
-    return engine.javascript(VEGA)
+    return figures.javascript(VEGA)
 
 
 def _packed(charts: Sequence[Chart]) -> str:

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from nanogpt_bench.report.chart import COLOURS, looks
+from nanogpt_bench.report.figures import chosen as chosen_charts
+from nanogpt_bench.report.figures import write_figures
 from nanogpt_bench.report.loss_charts import loss_charts
-from nanogpt_bench.report.pictures import chosen as chosen_charts
-from nanogpt_bench.report.pictures import write_figures
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.sections import Page, all_sections

@@ -4,18 +4,18 @@ import os
 
 import pytest
 
-from nanogpt_bench.report import engine
+from nanogpt_bench.report import figures
 from nanogpt_bench.system.errors import BenchError
 
 
-@pytest.mark.parametrize("call", [lambda: engine.svg({}), lambda: engine.javascript("")], ids=["svg", "javascript"])
+@pytest.mark.parametrize("call", [lambda: figures.svg({}), lambda: figures.javascript("")], ids=["svg", "javascript"])
 def test_a_forked_process_is_refused(call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_process", [os.getpid() + 1])
+    monkeypatch.setattr(figures, "_process", [os.getpid() + 1])
     with pytest.raises(BenchError, match="forked from one that drew"):
         call()
 
 
 def test_a_description_that_can_not_be_drawn_is_one_line() -> None:
     with pytest.raises(BenchError, match="a figure can't be drawn: ") as caught:
-        engine.svg({"mark": "none", "data": {"values": []}})
+        figures.svg({"mark": "none", "data": {"values": []}})
     assert "\n" not in str(caught.value)
