@@ -119,7 +119,7 @@ class Line:
 
 Spec = dict[str, Any]
 MARKED_POINTS = 60  # a curve with at most this many points shows them
-SHARE = ".3~p"
+PERCENT = ".3~p"
 NUMBER = re.compile(r"[-+0-9.^e]+|-?inf|nan")
 DOTTED = {"strokeDash": [2, 3], "strokeWidth": 1.5}
 

@@ -7,8 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from nanogpt_bench.config.metrics import TRAIN_LOSS, UPDATE_LOST, ZERO_GRADIENT_ZONE
-from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import Chart, Look, ink, limit_line, lines, quantity
+from nanogpt_bench.report.curve_charts import first_lines, lines_of
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
@@ -70,7 +70,7 @@ def _first_steps(place: int, entry: Predicted, references: Sequence[Row], looks:
     """The training loss of the first steps, as recorded, beside the reference's."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
     other = reference_beside(entry.run, references)
-    drawn = series.first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
+    drawn = first_lines([own, *other], TRAIN_LOSS.name, FIRST_STEPS)
     if not drawn:
         return None
     x, y = quantity("x", "step"), quantity("y", loss_unit([own]))
@@ -83,7 +83,7 @@ def _first_steps(place: int, entry: Predicted, references: Sequence[Row], looks:
 def _shares(place: int, entry: Predicted) -> Chart | None:
     """The share of weights that lost their update, and of those in a zero-gradient zone, over the steps."""
     own = Row(entry.label, entry.run.rule, entry.run.format, (entry.run,))
-    found = [(line, words) for metric, words, _ in SHARES for line in series.lines([own], metric.name)]
+    found = [(line, words) for metric, words, _ in SHARES for line in lines_of([own], metric.name)]
     if not found:
         return None
     values = [{"name": words, "x": line.xs, "y": line.ys} for line, words in found]

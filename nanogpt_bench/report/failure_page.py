@@ -7,8 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.config.metrics import TRAIN_LOSS
-from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, lines, over, quantity
+from nanogpt_bench.report.curve_charts import lines_of, loss_range
 from nanogpt_bench.report.failed import Failed
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
 from nanogpt_bench.report.section import Section, figures
@@ -130,11 +130,11 @@ def _loss_chart(place: int, failed: Failed, references: Sequence[Row], looks: Ma
     """The run's training loss and the reference's, with a line at every class of failure."""
     own = Row(failed.label, failed.run.rule, failed.run.format, (failed.run,))
     other = reference_beside(failed.run, references)
-    drawn = series.lines([own, *other], TRAIN_LOSS.name, smoothed=True, points=POINTS)
+    drawn = lines_of([own, *other], TRAIN_LOSS.name, smoothed=True, points=POINTS)
     if failed.label not in {line.label for line in drawn}:
         return None
     found = [finding for finding in failed.diagnosis.found if finding.step is not None]
-    x, y = quantity("x", "step"), quantity("y", loss_unit([own]), series.loss_range(drawn))
+    x, y = quantity("x", "step"), quantity("y", loss_unit([own]), loss_range(drawn))
     spec = lines(drawn, looks, x, y, marked=False)
     spec["layer"] += _moments(found, x) if found else []
     caption = "Smoothed; the reference in ink. Dotted: the first step of each class of failure."

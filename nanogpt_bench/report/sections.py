@@ -10,9 +10,16 @@ from typing import Any
 import yaml
 
 from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
-from nanogpt_bench.report import fields, loss_charts, monitor_charts, sweep_charts, weight_charts
+from nanogpt_bench.report import fields, sweep_charts, weight_charts
 from nanogpt_bench.report.chart import Chart, Look
-from nanogpt_bench.report.distributions import distribution_charts
+from nanogpt_bench.report.curve_charts import (
+    TITLES,
+    distribution_charts,
+    gap_chart,
+    loss_charts,
+    stall_chart,
+    watched_charts,
+)
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
@@ -84,7 +91,7 @@ def _what(page: Page) -> Section:
 
 def _results(page: Page) -> Section:
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(page.results))
-    gap = loss_charts.gap_chart(page.results, page.looks)
+    gap = gap_chart(page.results, page.looks)
     drawn = [gap] if gap else []
     body = (
         (f'<ul class="findings">{sentences}</ul>' if sentences else "")
@@ -151,7 +158,7 @@ def _verdict_note(limits: Thresholds) -> str:
 
 def _loss(page: Page) -> Section | None:
     label = page.references[0].label if page.references else None
-    drawn = loss_charts.loss_charts(page.rows, page.looks, label)
+    drawn = loss_charts(page.rows, page.looks, label)
     if not drawn:
         return None
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
@@ -176,8 +183,8 @@ def _studies(page: Page) -> Section | None:
 
 
 def _stall(page: Page) -> Section | None:
-    chart = loss_charts.stall_chart(page.rows, page.looks)
-    watched = monitor_charts.watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
+    chart = stall_chart(page.rows, page.looks)
+    watched = watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
     drawn = [*([chart] if chart else []), *watched]
     words = (
         "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
@@ -191,10 +198,8 @@ def _stall(page: Page) -> Section | None:
 
 
 def _watched(page: Page, namespace: str) -> Section | None:
-    title = monitor_charts.TITLES.get(namespace, namespace.capitalize())
-    drawn = monitor_charts.watched_charts(
-        page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine}
-    )
+    title = TITLES.get(namespace, namespace.capitalize())
+    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine})
     return Section(title.lower(), title, f"{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.curve_charts import lines_of, marks
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.report.series import lines, marks
 from nanogpt_bench.runs.load import load_run
 
 
@@ -133,7 +133,7 @@ def test_early_divergence_and_failure_are_marked_on_the_curve(tmp_path, write_ru
     folder = write_run(tmp_path / "a", status="failed", failure=failure)
     write_alerts(folder, ("early_divergence", 110), ("early_divergence", 150))
     rows = group_rows([load_run(folder)])
-    drawn = lines(rows, "val/loss")
+    drawn = lines_of(rows, "val/loss")
     early, end = marks(rows, drawn)
     assert (early.x, early.text) == (110.0, "early divergence at step 110")
     assert early.y == drawn[0].ys[5]  # the validation at step 100, the last before it

@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from nanogpt_bench.report.chart import COLOURS, looks
+from nanogpt_bench.report.curve_charts import close_range, lines_of, loss_charts, loss_range
 from nanogpt_bench.report.figures import chosen as chosen_charts
 from nanogpt_bench.report.figures import write_figures
-from nanogpt_bench.report.loss_charts import loss_charts
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.series import close_range, grid_histograms, lines, loss_range
+from nanogpt_bench.report.series import grid_histograms
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
 from nanogpt_bench.runs.load import load_run
 
@@ -91,7 +91,7 @@ def test_a_run_without_records_is_left_out(tmp_path, write_run):
 
 def test_curves_keep_their_ends_and_stay_small(tmp_path, write_run):
     (result,), _ = prepared([write_run(tmp_path / "a", steps=3000)])
-    (line,) = lines([result.row], "train/loss")
+    (line,) = lines_of([result.row], "train/loss")
     assert len(line.xs) == MAX_POINTS
     assert (line.xs[0], line.xs[-1]) == (0, 3000)
     assert decimate(10_000, 500)[-1] == 9_999
@@ -108,13 +108,13 @@ def test_smoothing_is_unbiased_and_keeps_gaps():
 
 def test_the_loss_axis_leaves_out_the_first_descent(tmp_path, write_run):
     (result,), _ = prepared([write_run(tmp_path / "a")])
-    low, high = loss_range(lines([result.row], "val/loss"))
+    low, high = loss_range(lines_of([result.row], "val/loss"))
     assert low < 2.1 < high < math.log(256)
 
 
 def test_the_magnified_axis_holds_the_end_of_the_reference_and_not_of_a_row_far_off(tmp_path, write_run):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="nearest", fmt="E7M0", final=4.5)]
-    drawn = lines(group_rows([load_run(path) for path in runs]), "val/loss")
+    drawn = lines_of(group_rows([load_run(path) for path in runs]), "val/loss")
     low, high = close_range(drawn, "bf16-mixed")
     assert low < 2.1 < high < 4.5
     assert close_range(drawn, None) is None

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.distributions import distribution_charts, merged
+from nanogpt_bench.report.curve_charts import distribution_charts, merged_shares
 from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
 from nanogpt_bench.report.parallel import NOTHING, parallel
 from nanogpt_bench.report.rates import rate_curves, rate_ticks
@@ -86,8 +86,8 @@ def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, writ
     (chart,) = distribution_charts(rows, looks(rows, None))
     (line,) = chart.values
     assert (chart.title, line["x"], line["y"]) == ("Gradient magnitudes", [1.0, 2.0], [0.125, 0.625])
-    assert merged([]) == {}
-    assert merged([Distribution(1, (0.0,), values=(1.0,))]) == {}
+    assert merged_shares([]) == {}
+    assert merged_shares([Distribution(1, (0.0,), values=(1.0,))]) == {}
 
 
 def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):
