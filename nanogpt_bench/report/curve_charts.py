@@ -160,14 +160,14 @@ def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str |
                 spec = lines(drawn, looks, x, y, marked=not smoothed)
                 spec["layer"] += _marks(marks(rows, drawn, against), looks, x, y)
                 charts.append(
-                    Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, spec, 380, rows=rows_drawn(drawn))
+                    Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, spec, 380, rows=rows_of(drawn))
                 )
         if metric is VAL_LOSS:
             charts += _close_chart(rows, looks, reference)
     return charts
 
 
-def rows_drawn(drawn: Sequence[Line]) -> tuple[str, ...]:
+def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
     """Return the rows of curves, each once."""
     return tuple(dict.fromkeys(line.label for line in drawn))
 
@@ -191,7 +191,7 @@ def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str 
     spec = lines(drawn, looks, quantity("x", "step"), quantity("y", loss_unit(rows), limits))
     caption = "Magnified: the scale ends where the reference was after a third of its steps."
     return [
-        Chart("val-close", "Validation loss near the reference", caption, spec, 380, wide=True, rows=rows_drawn(drawn))
+        Chart("val-close", "Validation loss near the reference", caption, spec, 380, wide=True, rows=rows_of(drawn))
     ]
 
 
@@ -202,7 +202,7 @@ def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
         return None
     spec = lines(drawn, looks, quantity("x", "step"), quantity("y", "share of weights", (-0.02, 1.04), format=".0%"))
     return Chart(
-        "stall", "Stall: weights a requested update did not move", "", spec, 380, wide=True, rows=rows_drawn(drawn)
+        "stall", "Stall: weights a requested update did not move", "", spec, 380, wide=True, rows=rows_of(drawn)
     )
 
 
@@ -264,7 +264,7 @@ def _watched_chart(rows: Sequence[Row], looks: Mapping[str, Look], figure: Metri
     y = quantity("y", figure.unit, _flat_range(drawn, share=bool(share)), **(share | bent))
     spec = lines(drawn, looks, quantity("x", "step"), y)
     spec["layer"] += [] if limit is None else [limit_line(limit, y=y)]
-    return Chart(f"watch-{figure.name.replace('/', '-')}", figure.title, figure.meaning, spec, rows=rows_drawn(drawn))
+    return Chart(f"watch-{figure.name.replace('/', '-')}", figure.title, figure.meaning, spec, rows=rows_of(drawn))
 
 
 def _flat_range(drawn: Sequence[Line], *, share: bool) -> tuple[float, float] | None:
@@ -295,7 +295,7 @@ def _distribution_chart(spread: Spread, rows: Sequence[Row], looks: Mapping[str,
     y = quantity("y", "share", zero=True, format=PERCENT)
     spec = lines(drawn, looks, quantity("x", spread.unit, **bent), y, step=True)
     name = _drawn(spread).name.replace("/", "-")
-    return Chart(f"spread-{name}", spread.title, spread.meaning, spec, rows=rows_drawn(drawn))
+    return Chart(f"spread-{name}", spread.title, spread.meaning, spec, rows=rows_of(drawn))
 
 
 def _drawn(spread: Spread) -> Metric:

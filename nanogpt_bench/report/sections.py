@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
-from nanogpt_bench.report import fields, sweep_charts, weight_charts
+from nanogpt_bench.report import sweep_charts, weight_charts
 from nanogpt_bench.report.chart import Chart, Look
 from nanogpt_bench.report.curve_charts import (
     TITLES,
@@ -220,12 +220,12 @@ def _weights(page: Page) -> Section | None:
     drawn = [chart for _, found, _ in parts for chart in found]
     if not drawn:
         return None
-    left_out = fields.fields_left_out(page.results)
+    left_out = weight_charts.maps_left_out(page.results)
     words = (
         "Where the quantised weights lay at the end of each row's first run. The axis counts grid values (codes) "
         "and is labelled with the values at some of them. The stiffness S is the distance between neighbouring values."
         + (
-            f" The heat maps show the first {fields.MOST_PANELS} rows of {fields.MOST_PANELS + left_out}."
+            f" The heat maps show the first {weight_charts.MOST_PANELS} rows of {weight_charts.MOST_PANELS + left_out}."
             * bool(left_out)
         )
     )

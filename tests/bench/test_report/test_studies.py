@@ -9,13 +9,13 @@ import pytest
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.curve_charts import distribution_charts, merged_shares
-from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
 from nanogpt_bench.report.parallel import NOTHING, parallel
 from nanogpt_bench.report.rates import rate_curves, rate_ticks
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.sweep_charts import limit_chart, parallel_chart, rate_chart, sensitivity_charts
+from nanogpt_bench.report.weight_charts import code_use, operand_code_use, spread_columns, stiffness, stiffness_of
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.runs.watched import Distribution
 
@@ -72,8 +72,8 @@ def test_the_codes_of_activations_come_from_what_was_recorded_last(tmp_path, wri
 
 
 def test_labelled_columns_are_spread_evenly_around_zero():
-    assert spread([float(i) for i in range(-6, 7)], 4) == [-4.0, 0.0, 4.0]
-    assert spread([3.0, 4.0], 4) == [3.0, 4.0]
+    assert spread_columns([float(i) for i in range(-6, 7)], 4) == [-4.0, 0.0, 4.0]
+    assert spread_columns([3.0, 4.0], 4) == [3.0, 4.0]
 
 
 def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, write_distributions):
