@@ -10,8 +10,7 @@ from nanogpt_bench.report.figures import figure, svg
 from nanogpt_bench.report.foretelling import Foretold, foretold, points
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.studies import Sensitivity
-from nanogpt_bench.report.sweep_charts import sensitivity_charts
+from nanogpt_bench.report.sweep_charts import Sensitivity, sensitivity_charts
 
 END = 1.0
 """Share of a run's steps at which it is looked at."""

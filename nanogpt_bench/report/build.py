@@ -16,7 +16,7 @@ from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
 from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.studies import Studies, read_studies
+from nanogpt_bench.report.sweep_charts import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside

@@ -12,6 +12,7 @@ from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.runs.ends import has_ended
 from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.errors import printable, shortened
 
 REFERENCE_RULE = "bf16-mixed"
@@ -141,6 +142,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return found
+
+
+def learning_rate(run: Run) -> float | None:
+    """Return the peak learning rate on a run's record; None without one above 0."""
+    optimizer = run.config.get("optimizer")
+    configured = optimizer.get("lr") if isinstance(optimizer, Mapping) else None
+    rate = finite(run.summary.get("lr", configured))
+    return rate if rate is not None and rate > 0 else None
 
 
 def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:

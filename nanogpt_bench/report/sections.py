@@ -28,7 +28,7 @@ from nanogpt_bench.report.processes import processes_section
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
 from nanogpt_bench.report.section import Section, css_class, figures, legend
-from nanogpt_bench.report.studies import Studies
+from nanogpt_bench.report.sweep_charts import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.tuned import tuned_section
 from nanogpt_bench.report.verdict import Thresholds, describe_ending

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
-from nanogpt_bench.report.rates import learning_rate
 from nanogpt_bench.report.results import Figure, Result, difference_text, reference_name
-from nanogpt_bench.report.rows import shortfall
+from nanogpt_bench.report.rows import learning_rate, shortfall
 from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
 

@@ -9,12 +9,19 @@ import pytest
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.curve_charts import distribution_charts, merged_shares
-from nanogpt_bench.report.parallel import NOTHING, parallel
-from nanogpt_bench.report.rates import rate_curves, rate_ticks
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.report.studies import read_studies
-from nanogpt_bench.report.sweep_charts import limit_chart, parallel_chart, rate_chart, sensitivity_charts
+from nanogpt_bench.report.sweep_charts import (
+    NOTHING,
+    limit_chart,
+    parallel,
+    parallel_chart,
+    rate_chart,
+    rate_curves,
+    rate_ticks,
+    read_studies,
+    sensitivity_charts,
+)
 from nanogpt_bench.report.weight_charts import code_use, operand_code_use, spread_columns, stiffness, stiffness_of
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.runs.watched import Distribution
