@@ -25,8 +25,7 @@ from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.results import Result, difference_text, measure
 from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.rows import find_reference, references_of, row_label, shortfall
-from nanogpt_bench.report.tables import format_figure, format_rates
-from nanogpt_bench.report.tuned import tuning_table
+from nanogpt_bench.report.tables import format_figure, format_rates, tuning_table
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`

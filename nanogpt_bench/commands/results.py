@@ -14,8 +14,7 @@ from nanogpt_bench.report.length import LADDERS, cells_of, climbed
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
-from nanogpt_bench.report.tuned import tuning_table
+from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.words import counted
