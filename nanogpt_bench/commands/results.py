@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.foretelling import FEWEST, Point, foretelling_table, foretold, points
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
 from nanogpt_bench.report.rows import Row, find_reference

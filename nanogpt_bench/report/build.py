@@ -10,7 +10,7 @@ from typing import Any
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.figures import write_figures
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed, line_looks
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, line_looks
 from nanogpt_bench.report.page import render
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up

@@ -11,8 +11,8 @@ from nanogpt_bench.report.chart import Chart, Look, ink, limit_line, lines, quan
 from nanogpt_bench.report.curve_charts import first_lines, lines_of
 from nanogpt_bench.report.failed import Predicted
 from nanogpt_bench.report.failure_page import sentence
+from nanogpt_bench.report.markup import Section, chart_places
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
-from nanogpt_bench.report.section import Section, figures
 
 if TYPE_CHECKING:
     from nanogpt_bench.failures import Prediction
@@ -54,7 +54,7 @@ def _page(
     charts = [chart for chart in drawn if chart is not None]
     answers = "".join(_answer(prediction) for prediction in entry.predictions)
     title = f"<h3>{escape(entry.label)} · {escape(entry.run.name)}</h3>"
-    return f'{title}<div class="answers">{answers}</div>{figures(charts)}', charts
+    return f'{title}<div class="answers">{answers}</div>{chart_places(charts)}', charts
 
 
 def _answer(prediction: Prediction) -> str:

@@ -10,8 +10,8 @@ from nanogpt_bench.config.metrics import TRAIN_LOSS
 from nanogpt_bench.report.chart import DOTTED, Chart, Look, Spec, ink, lines, over, quantity
 from nanogpt_bench.report.curve_charts import lines_of, loss_range
 from nanogpt_bench.report.failed import Failed
+from nanogpt_bench.report.markup import Section, chart_places
 from nanogpt_bench.report.rows import Row, loss_unit, reference_beside
-from nanogpt_bench.report.section import Section, figures
 from nanogpt_bench.report.verdict import class_name, describe_ending
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _page(
     body = (
         f'<details class="page" id="failure-{place}"{" open" if opened else ""}>'
         f"<summary><h3>{escape(_title(failed))}</h3><span>{escape(_how(failed))}</span></summary>"
-        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{_lead(failed)}{figures(charts)}</details>"
+        f"{_ending(failed)}{_timeline(failed)}{_evidence(failed.diagnosis)}{_lead(failed)}{chart_places(charts)}</details>"
     )
     return body, charts
 

@@ -10,7 +10,7 @@ from importlib import resources
 
 from nanogpt_bench.report import figures
 from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Spec, short, theme_colours
-from nanogpt_bench.report.section import Section
+from nanogpt_bench.report.markup import Section
 from nanogpt_bench.report.sections import Page
 
 RELOAD_SECONDS = 15

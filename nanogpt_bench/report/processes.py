@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from nanogpt_bench.report.markup import Section
 from nanogpt_bench.report.rows import Row
-from nanogpt_bench.report.section import Section
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 

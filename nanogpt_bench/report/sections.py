@@ -23,11 +23,11 @@ from nanogpt_bench.report.curve_charts import (
 from nanogpt_bench.report.e7m0_page import e7m0_section
 from nanogpt_bench.report.failed import failed_runs, predicted_runs
 from nanogpt_bench.report.failure_page import failure_section
-from nanogpt_bench.report.length import LADDERS, ladder_section
+from nanogpt_bench.report.ladders import LADDERS, ladder_section
+from nanogpt_bench.report.markup import Section, chart_places, css_class, legend
 from nanogpt_bench.report.processes import processes_section
 from nanogpt_bench.report.results import Result, findings
 from nanogpt_bench.report.rows import Row, left_aside, loss_unit
-from nanogpt_bench.report.section import Section, css_class, figures, legend
 from nanogpt_bench.report.sweep_charts import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.tuned import tuned_section
@@ -97,7 +97,7 @@ def _results(page: Page) -> Section:
         (f'<ul class="findings">{sentences}</ul>' if sentences else "")
         + f'<div class="scroll">{_table(page.results)}</div>'
         + f'<p class="muted">{escape(_table_note(page))}</p>'
-        + figures(drawn)
+        + chart_places(drawn)
     )
     return Section("results", "Results", body, drawn)
 
@@ -163,7 +163,7 @@ def _loss(page: Page) -> Section | None:
         return None
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an early-divergence alert, or the end of a run that failed.</p>'
-    return Section("loss", "Loss curves", f"{page.legend(drawn)}{words if marked else ''}{figures(drawn)}", drawn)
+    return Section("loss", "Loss curves", f"{page.legend(drawn)}{words if marked else ''}{chart_places(drawn)}", drawn)
 
 
 def _studies(page: Page) -> Section | None:
@@ -178,7 +178,7 @@ def _studies(page: Page) -> Section | None:
     notes = "".join(f"<li>{escape(note)}</li>" for note in page.studies.notes)
     if not drawn and not notes:
         return None
-    body = (f"<ul>{notes}</ul>" if notes else "") + page.legend(drawn) + figures(drawn)
+    body = (f"<ul>{notes}</ul>" if notes else "") + page.legend(drawn) + chart_places(drawn)
     return Section("settings", "Across settings", body, drawn)
 
 
@@ -194,19 +194,23 @@ def _stall(page: Page) -> Section | None:
     )
     if not drawn:
         return None
-    return Section("stall", "Stall", f'<p class="muted">{words}</p>{page.legend(drawn)}{figures(drawn)}', drawn)
+    return Section("stall", "Stall", f'<p class="muted">{words}</p>{page.legend(drawn)}{chart_places(drawn)}', drawn)
 
 
 def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
     drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine})
-    return Section(title.lower(), title, f"{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
+    return Section(title.lower(), title, f"{page.legend(drawn)}{chart_places(drawn)}", drawn) if drawn else None
 
 
 def _spreads(page: Page) -> Section | None:
     drawn = distribution_charts(page.rows, page.looks)
     words = '<p class="muted">As last recorded in each row\'s first run, over all layers.</p>'
-    return Section("spreads", "Distributions", f"{words}{page.legend(drawn)}{figures(drawn)}", drawn) if drawn else None
+    return (
+        Section("spreads", "Distributions", f"{words}{page.legend(drawn)}{chart_places(drawn)}", drawn)
+        if drawn
+        else None
+    )
 
 
 def _weights(page: Page) -> Section | None:
@@ -229,7 +233,7 @@ def _weights(page: Page) -> Section | None:
             * bool(left_out)
         )
     )
-    blocks = [_part(title) + figures(found, small=small) for title, found, small in parts if found]
+    blocks = [_part(title) + chart_places(found, small=small) for title, found, small in parts if found]
     return Section("weights", "Weights on the grid", f'<p class="muted">{words}</p>{"".join(blocks)}', drawn)
 
 

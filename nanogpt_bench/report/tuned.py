@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from nanogpt_bench.report.section import Section
+from nanogpt_bench.report.markup import Section
 from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, tuning_cells
 
 

@@ -13,7 +13,7 @@ from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report.chart import looks
-from nanogpt_bench.report.length import LADDERS, appearance, cells_of, climbed, ladder_chart
+from nanogpt_bench.report.ladders import LADDERS, appearance, cells_of, climbed, ladder_chart
 from nanogpt_bench.report.results import Difference, measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs

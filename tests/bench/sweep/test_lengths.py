@@ -14,7 +14,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import flatten
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.figures import chosen
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed, ladder_chart
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, ladder_chart
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs
