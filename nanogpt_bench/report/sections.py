@@ -20,9 +20,7 @@ from nanogpt_bench.report.curve_charts import (
     stall_chart,
     watched_charts,
 )
-from nanogpt_bench.report.e7m0_page import e7m0_section
-from nanogpt_bench.report.failed import failed_runs, predicted_runs
-from nanogpt_bench.report.failure_page import failure_section
+from nanogpt_bench.report.failure_pages import e7m0_section, failed_runs, failure_section, predicted_runs
 from nanogpt_bench.report.ladders import LADDERS, ladder_section
 from nanogpt_bench.report.markup import Section, chart_places, css_class, legend
 from nanogpt_bench.report.processes import processes_section

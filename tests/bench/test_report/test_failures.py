@@ -6,9 +6,7 @@ import pytest
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.curve_charts import lines_of, marks
-from nanogpt_bench.report.e7m0_page import e7m0_section
-from nanogpt_bench.report.failed import failed_runs, predicted_runs
-from nanogpt_bench.report.failure_page import failure_section
+from nanogpt_bench.report.failure_pages import e7m0_section, failed_runs, failure_section, predicted_runs
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.load import load_run
