@@ -11,11 +11,10 @@ from typing import Any
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.figures import write_figures
 from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, line_looks
-from nanogpt_bench.report.page import render
+from nanogpt_bench.report.page import Page, all_sections, render
 from nanogpt_bench.report.results import Result, measure
 from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
 from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
-from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.sweep_charts import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds

@@ -246,9 +246,9 @@ def _e7m0_page(
 
 
 def _answer(prediction: Prediction) -> str:
-    answer = ANSWERS[prediction.confirmed]
+    answer, title = ANSWERS[prediction.confirmed], PREDICTION_TITLES.get(prediction.name, prediction.name)
     return (
-        f'<div class="answer {answer.replace(" ", "-")}"><b>{escape(PREDICTION_TITLES.get(prediction.name, prediction.name))}</b>'
+        f'<div class="answer {answer.replace(" ", "-")}"><b>{escape(title)}</b>'
         f'<span class="badge">{answer}</span><p class="muted">Predicted: {escape(prediction.statement)}.</p>'
         f"<p>{escape(sentence(prediction.text))}</p></div>"
     )

@@ -13,9 +13,9 @@ from nanogpt_bench.report.chart import COLOURS, looks
 from nanogpt_bench.report.curve_charts import close_range, lines_of, loss_charts, loss_range
 from nanogpt_bench.report.figures import chosen as chosen_charts
 from nanogpt_bench.report.figures import write_figures
+from nanogpt_bench.report.page import Page, all_sections
 from nanogpt_bench.report.results import measure
 from nanogpt_bench.report.rows import find_reference, group_rows
-from nanogpt_bench.report.sections import Page, all_sections
 from nanogpt_bench.report.weight_charts import grid_histograms
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
 from nanogpt_bench.runs.load import load_run

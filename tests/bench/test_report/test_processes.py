@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanogpt_bench.report.processes import HEADINGS, processes_section
+from nanogpt_bench.report.page import PROCESS_HEADINGS, processes_section
 from nanogpt_bench.report.rows import Row
 from nanogpt_bench.runs.load import Run
 
@@ -28,7 +28,7 @@ def cells(facts: Any) -> list[str] | None:
 def test_the_process_with_most_of_it_counts() -> None:
     found = cells(FACTS)
     assert found == ["two · a", "fsdp", "2", "2,000 bytes", "3 bytes", "4,567 bytes", "1,234"]
-    assert len(found) == len(HEADINGS)
+    assert len(found) == len(PROCESS_HEADINGS)
 
 
 @pytest.mark.parametrize("facts", [None, {}, [], "x", 3])
