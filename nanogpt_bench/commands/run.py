@@ -16,7 +16,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.config.shipped import find_config
 from nanogpt_bench.data.default import prepare_default
-from nanogpt_bench.report.follow import followed
+from nanogpt_bench.report.build import followed
 from nanogpt_bench.step.older import resolve_for
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError, printable
