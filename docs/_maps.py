@@ -1,4 +1,4 @@
-"""The map of a file whose runs have one layer pattern in one format each, and what its warp foretells."""
+"""The map of a file whose runs have one layer pattern in one format each, and what its warp predicts."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -7,7 +7,7 @@ from _paired import losses_of
 from _tables import markdown
 
 from nanogpt_bench.report.figures import figure, svg
-from nanogpt_bench.report.foretelling import Foretold, foretold, points
+from nanogpt_bench.report.predictors import Predictor, early_points, rank_predictors
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import Sensitivity, sensitivity_charts
@@ -50,11 +50,13 @@ def drawn_map(file: Exported) -> str:
 
 def warps(file: Exported) -> str:
     """What the warp figures at the end tell of the gap, over layers and formats, with intervals over formats."""
-    told = foretold(list(points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values()))
+    told = rank_predictors(
+        list(early_points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values())
+    )
     lines = [_line(each) for each in told if each.name.startswith("geometry/warp_")]
     return markdown(("figure", "runs", "rank correlation with the gap", "95%, over formats"), lines)
 
 
-def _line(told: Foretold) -> tuple[str, ...]:
+def _line(told: Predictor) -> tuple[str, ...]:
     ends = "-" if told.low is None or told.high is None else f"[{told.low:+.2f}, {told.high:+.2f}]"
     return f"`{told.name}`", str(told.runs), "-" if told.spearman is None else f"{told.spearman:+.2f}", ends
