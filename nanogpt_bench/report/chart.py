@@ -41,18 +41,8 @@ SCALES = {
 }
 # The order in which rules take colours, so that a rule keeps its colour from report to report.
 RULE_ORDER = (
-    "nearest",
-    "stochastic",
-    "riemannian",
-    "stiffness-anneal",
-    "master",
-    "fp32",
-    "muon-stochastic",
-    "muon",
-    "muon-residual8",
-    "stiffness",
-    "bf16-pure",
-    "sgd",
+    *("nearest", "stochastic", "riemannian", "stiffness-anneal", "master", "fp32", "muon-stochastic", "muon"),
+    *("muon-residual8", "stiffness", "bf16-pure", "sgd"),
 )
 DASHES = {"solid": [1, 0], "dash": [7, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3], "longdash": [11, 4]}
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")

@@ -36,13 +36,7 @@ from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.read import finite
 
 PROCESS_HEADINGS = (
-    "run",
-    "parallel",
-    "processes",
-    "held by a process",
-    "peak of a process",
-    "sent in a step",
-    "tokens/s",
+    *("run", "parallel", "processes", "held by a process", "peak of a process", "sent in a step", "tokens/s"),
 )
 PROCESS_NOTE = (
     "Held: weights and optimizer state after the training, of the process with most of it. Peak: of its memory, all "
@@ -173,11 +167,16 @@ def _verdict_note(limits: Thresholds) -> str:
 def _loss(page: Page) -> Section | None:
     label = page.references[0].label if page.references else None
     drawn = loss_charts(page.rows, page.looks, label)
-    if not drawn:
-        return None
     marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
     words = '<p class="muted">Open diamonds: an early-divergence alert, or the end of a run that failed.</p>'
-    return Section("loss", "Loss curves", f"{page.legend(drawn)}{words if marked else ''}{chart_places(drawn)}", drawn)
+    return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
+
+
+def _curves(
+    page: Page, name: str, title: str, drawn: Sequence[Chart], *, above: str = "", below: str = ""
+) -> Section | None:
+    """Return a section of curves, with text above and below their legend; None without any."""
+    return Section(name, title, f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}", drawn) if drawn else None
 
 
 def _studies(page: Page) -> Section | None:
@@ -206,25 +205,18 @@ def _stall(page: Page) -> Section | None:
         "in float32. With stochastic rounding a weight moves with probability |update| / ULP, so that standing still "
         "at most steps and arriving on average go together: there what counts is the movement that arrived."
     )
-    if not drawn:
-        return None
-    return Section("stall", "Stall", f'<p class="muted">{words}</p>{page.legend(drawn)}{chart_places(drawn)}', drawn)
+    return _curves(page, "stall", "Stall", drawn, above=f'<p class="muted">{words}</p>')
 
 
 def _watched(page: Page, namespace: str) -> Section | None:
     title = TITLES.get(namespace, namespace.capitalize())
     drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine})
-    return Section(title.lower(), title, f"{page.legend(drawn)}{chart_places(drawn)}", drawn) if drawn else None
+    return _curves(page, title.lower(), title, drawn)
 
 
 def _spreads(page: Page) -> Section | None:
-    drawn = distribution_charts(page.rows, page.looks)
     words = '<p class="muted">As last recorded in each row\'s first run, over all layers.</p>'
-    return (
-        Section("spreads", "Distributions", f"{words}{page.legend(drawn)}{chart_places(drawn)}", drawn)
-        if drawn
-        else None
-    )
+    return _curves(page, "spreads", "Distributions", distribution_charts(page.rows, page.looks), above=words)
 
 
 def _weights(page: Page) -> Section | None:

@@ -1,4 +1,4 @@
-"""Which monitored figure early in training predicts the final gap: rank correlation, AUC, and gain over the loss."""
+"""Predictors of the final gap among figures monitored early: rank correlation, AUC, and gain over the loss."""
 
 from __future__ import annotations
 
@@ -23,16 +23,7 @@ RESAMPLES = 999
 LEVEL = 0.05
 #: the trivial predictors: the loss at that time, and its distance from the reference's at that step
 LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss less the reference's")
-HEADINGS = (
-    "runs",
-    "Spearman",
-    "95%",
-    "loss's",
-    "AUC, > 1% behind",
-    "loss's",
-    "beyond the loss",
-    "p (Holm)",
-)
+HEADINGS = (*("runs", "Spearman", "95%", "loss's", "AUC, > 1% behind", "loss's", "beyond the loss", "p (Holm)"),)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a sweep finds: the files beside its runs, and charts of formats by layer, learning rates and all settings."""
+"""Files that a sweep leaves beside its runs, and charts of formats by layer, learning rates and all settings."""
 
 from __future__ import annotations
 
