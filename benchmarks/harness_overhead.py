@@ -42,7 +42,8 @@ from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.step.anomalies import Sentry
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer, initial_model
-from nanogpt_bench.training.train import Progress, run
+from nanogpt_bench.training.outcome import Progress
+from nanogpt_bench.training.train import run
 
 Step = Callable[[], object]
 #: steps left out: first allocations

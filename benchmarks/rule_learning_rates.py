@@ -26,7 +26,7 @@ from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.data import prepare_stdlib
-from nanogpt_bench.report.results import row_label
+from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.system.errors import BenchError
 

@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from nanogpt_bench.config.metrics import VAL_LOSS
-from nanogpt_bench.report.paired import Difference, difference, in_words
+from nanogpt_bench.report.results import Difference, difference, difference_text
 from nanogpt_bench.runs.load import Run
 
 Course = Mapping[int, Difference]
@@ -40,7 +40,7 @@ def table_along(courses: Mapping[str, Course]) -> str:
     """A line a rule, a column a step."""
     steps = sorted({step for each in courses.values() for step in each})
     lines = [
-        [f"`{label}`", *(in_words(each[step]) if step in each else "-" for step in steps)]
+        [f"`{label}`", *(difference_text(each[step]) if step in each else "-" for step in steps)]
         for label, each in courses.items()
     ]
     return markdown(("rule", *(f"{step:,} steps" for step in steps)), lines)

@@ -5,8 +5,8 @@ from statistics import fmean
 
 from _tables import markdown
 
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import Row
 
 
 def failures_table(file: Exported) -> str:

@@ -12,9 +12,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanogpt_bench.report.exported import Exported, read_export
-from nanogpt_bench.report.paired import Difference
-from nanogpt_bench.report.results import Result
+from nanogpt_bench.report.results import Difference, Result
+from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.tables import format_figure
 
 FOLDER = Path(__file__).parent / "measured" / "finetune"

@@ -2,12 +2,12 @@
 
 from _tables import markdown
 
-from nanogpt_bench.report import engine
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.length import LADDERS, Ladder, cells_of, climbed, ladder_chart, looks_of
-from nanogpt_bench.report.palette import looks
-from nanogpt_bench.report.pictures import figure
-from nanogpt_bench.report.results import Result, find_reference, measure, references_of
+from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.figures import figure, svg
+from nanogpt_bench.report.ladders import LADDERS, Ladder, cells_of, climbed, ladder_chart, line_looks
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import find_reference, references_of
 
 
 def ladder_of(file: Exported) -> Ladder | None:
@@ -29,7 +29,7 @@ def drawn_by(ladder: Ladder, file: Exported) -> str:
     every = looks(rows, *against)
     chart = ladder_chart(ladder, results, every)
     assert chart is not None
-    return engine.svg(figure([chart], looks_of(ladder, results, every)))
+    return svg(figure([chart], line_looks(ladder, results, every)))
 
 
 def _measured(file: Exported) -> list[Result]:

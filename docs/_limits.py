@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from _tables import markdown
 
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import Row
 from nanogpt_bench.sweep.file import LrLimits
 from nanogpt_bench.sweep.lr_limits import is_stable, limits
 

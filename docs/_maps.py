@@ -1,4 +1,4 @@
-"""The map of a file whose runs have one layer pattern in one format each, and what its warp foretells."""
+"""The map of a file whose runs have one layer pattern in one format each, and what its warp predicts."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -6,13 +6,11 @@ from statistics import fmean
 from _paired import losses_of
 from _tables import markdown
 
-from nanogpt_bench.report import engine
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.foretelling import Foretold, foretold, points
-from nanogpt_bench.report.pictures import figure
-from nanogpt_bench.report.results import Row, find_reference
-from nanogpt_bench.report.studies import Sensitivity
-from nanogpt_bench.report.sweep_charts import sensitivity_charts
+from nanogpt_bench.report.figures import figure, svg
+from nanogpt_bench.report.predictors import Predictor, early_points, rank_predictors
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.sweep_charts import Sensitivity, sensitivity_charts
 
 END = 1.0
 """Share of a run's steps at which it is looked at."""
@@ -47,16 +45,18 @@ def map_of(file: Exported) -> Sensitivity:
 
 def drawn_map(file: Exported) -> str:
     """The map as an SVG, as the report draws it."""
-    return engine.svg(figure(sensitivity_charts([map_of(file)]), {}))
+    return svg(figure(sensitivity_charts([map_of(file)]), {}))
 
 
 def warps(file: Exported) -> str:
     """What the warp figures at the end tell of the gap, over layers and formats, with intervals over formats."""
-    told = foretold(list(points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values()))
+    told = rank_predictors(
+        list(early_points(file.rows, find_reference(file.rows, file.baseline), at=END, over="format").values())
+    )
     lines = [_line(each) for each in told if each.name.startswith("geometry/warp_")]
     return markdown(("figure", "runs", "rank correlation with the gap", "95%, over formats"), lines)
 
 
-def _line(told: Foretold) -> tuple[str, ...]:
+def _line(told: Predictor) -> tuple[str, ...]:
     ends = "-" if told.low is None or told.high is None else f"[{told.low:+.2f}, {told.high:+.2f}]"
     return f"`{told.name}`", str(told.runs), "-" if told.spearman is None else f"{told.spearman:+.2f}", ends

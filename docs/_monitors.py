@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from _tables import markdown
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.foretelling import LEVEL, TRIVIAL, Foretold, Point, foretold, points
-from nanogpt_bench.report.results import Row, find_reference, setting_of
+from nanogpt_bench.report.predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import Row, find_reference, setting_of
 
 #: every run's final gap is that to this row of its file, or to the file's own reference where it has no such row
 REFERENCE = "fp32"
@@ -19,8 +19,8 @@ def monitors(*files: Exported) -> str:
     Over all runs most figures tell Muon from AdamW. Runs of several files are told together, each against float32
     AdamW; one that two hold counts once.
     """
-    of_all = {each.name: each for each in foretold(_points(files, lambda row: True))}
-    alone = foretold(_points(files, lambda row: not row.rule.startswith("muon")))
+    of_all = {each.name: each for each in rank_predictors(_points(files, lambda row: True))}
+    alone = rank_predictors(_points(files, lambda row: not row.rule.startswith("muon")))
     shown = [each for each in alone if each.name in TRIVIAL]
     shown += sorted(filter(found, alone), key=lambda each: -abs(each.spearman or 0.0))
     lines = [
@@ -46,23 +46,23 @@ def _points(files: Sequence[Exported], kept: Callable[[Row], bool]) -> list[Poin
     for file in files:
         shown = {setting_of(run) for row in file.rows if kept(row) for run in row.runs}
         name = baseline_of(REFERENCE, file.rows) if _has_reference(file) else file.baseline
-        measured = points(file.rows, find_reference(file.rows, name))
+        measured = early_points(file.rows, find_reference(file.rows, name))
         every |= {key: point for key, point in measured.items() if point.of in shown}
     return list(every.values())
 
 
-def found(told: Foretold) -> bool:
+def found(told: Predictor) -> bool:
     """Whether the interval of the rank correlation leaves 0 out, and the figure adds to the loss of that time."""
     if told.low is None or told.high is None or told.holm is None:
         return False
     return not told.low <= 0 <= told.high and told.holm < LEVEL
 
 
-def _named(told: Foretold) -> str:
+def _named(told: Predictor) -> str:
     return told.name if told.name in TRIVIAL else f"`{told.name}`"
 
 
-def _cells(told: Foretold | None) -> tuple[str, str]:
+def _cells(told: Predictor | None) -> tuple[str, str]:
     if told is None or told.spearman is None:
         return "-", "-"
     ends = "" if told.low is None or told.high is None else f" [{told.low:+.2f}, {told.high:+.2f}]"

@@ -1,7 +1,7 @@
 """What is paired by seed: final losses, and a difference in figures."""
 
-from nanogpt_bench.report.paired import Difference
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results import Difference
+from nanogpt_bench.report.rows import Row
 
 
 def losses_of(row: Row) -> dict[int, float]:

@@ -4,9 +4,9 @@ from _paired import losses_of
 from _tables import markdown
 from _weights import data_of
 
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.paired import Difference, difference
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results import Difference, difference
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import Row
 
 
 def recovered(file: Exported) -> str:

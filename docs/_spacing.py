@@ -13,9 +13,9 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from scipy.stats import linregress, spearmanr
 
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.paired import Difference
-from nanogpt_bench.report.results import find_reference, measure
+from nanogpt_bench.report.results import Difference, measure
+from nanogpt_bench.report.results_file import Exported
+from nanogpt_bench.report.rows import find_reference
 
 MEAN_ULP = "geometry/stiffness_mean"
 FORMATS = 3

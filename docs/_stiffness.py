@@ -4,8 +4,8 @@ from _paired import losses_of
 from _tables import markdown
 from _weights import data_of
 
-from nanogpt_bench.report.exported import Exported
-from nanogpt_bench.report.paired import adjusted, difference, in_words
+from nanogpt_bench.report.results import adjusted, difference, difference_text
+from nanogpt_bench.report.results_file import Exported
 
 PLAIN, ANNEALED = "stochastic", "stiffness-anneal"
 
@@ -21,5 +21,5 @@ def stiffness_table(file: Exported) -> str:
     if len({row.format for row, _ in pairs}) < 2:
         return ""
     found = adjusted([difference(losses_of(row), losses_of(other)) for row, other in pairs])
-    lines = [(f"`{row.format}`", in_words(each)) for (row, _), each in zip(pairs, found, strict=True)]
+    lines = [(f"`{row.format}`", difference_text(each)) for (row, _), each in zip(pairs, found, strict=True)]
     return markdown(("format", "k from 1 to 0, less k = 0"), lines)

@@ -22,18 +22,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import Exported, read_export
-from nanogpt_bench.report.paired import in_words
-from nanogpt_bench.report.results import (
-    Result,
-    find_reference,
-    measure,
-    references_of,
-    row_label,
-    shortfall,
-)
-from nanogpt_bench.report.tables import format_figure, format_rates
-from nanogpt_bench.report.tuned import tuning_table
+from nanogpt_bench.report.results import Result, difference_text, measure
+from nanogpt_bench.report.results_file import Exported, read_export
+from nanogpt_bench.report.rows import find_reference, references_of, row_label, shortfall
+from nanogpt_bench.report.tables import format_figure, format_rates, tuning_table
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`
@@ -92,7 +84,7 @@ def text_of(result: Result) -> str:
 def short(result: Result) -> str:
     """The row's label without its text and what it leaves as it is.
 
-    >>> from nanogpt_bench.report.results import Row
+    >>> from nanogpt_bench.report.rows import Row
     >>> short(measure([Row("E4M3 nearest dir=data/stdlib granularity=None", "nearest", "E4M3", ())], None)[0])
     'E4M3 nearest'
     """
@@ -140,7 +132,7 @@ def rates(result: Result) -> str:
 
 
 def _difference(result: Result) -> str:
-    return "-" if result.reference or result.difference is None else in_words(result.difference)
+    return "-" if result.reference or result.difference is None else difference_text(result.difference)
 
 
 def source(file: Exported) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # which every optimizer imports: here once, rather than in each child
 import torch.distributed.tensor
 
-from nanogpt_bench.report import engine
+from nanogpt_bench.report import figures
 
 
 def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) -> int:
@@ -50,7 +50,7 @@ def start(folder: Path, command: Callable[[], int], *, own_group: bool = False) 
 def without_drawing() -> None:
     """Empty pictures from here on: what draws them does not survive a fork, and may have drawn before."""
     empty = '<svg xmlns="http://www.w3.org/2000/svg" width="8" height="8"></svg>'
-    engine.svg, engine.javascript = lambda spec: empty, lambda code: ""
+    figures.svg, figures.javascript = lambda spec: empty, lambda code: ""
 
 
 def finish(pid: int) -> int:

@@ -11,9 +11,9 @@ from PIL import Image
 from scipy.stats import spearmanr
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import read_export
-from nanogpt_bench.report.foretelling import points
-from nanogpt_bench.report.results import find_reference, setting_of
+from nanogpt_bench.report.predictors import early_points
+from nanogpt_bench.report.results_file import read_export
+from nanogpt_bench.report.rows import find_reference, setting_of
 from nanogpt_bench.sweep.file import shipped_sweeps
 
 ROOT = Path(__file__).parent.parent
@@ -277,7 +277,7 @@ def test_a_setting_that_two_files_hold_is_one_draw() -> None:
     files = [read_export(STUDY[0].with_stem(stem)) for stem in ("study_q1", "study_q2")]
     found = {}
     for file in files:
-        found |= points(file.rows, find_reference(file.rows, baseline_of("fp32", file.rows)))
+        found |= early_points(file.rows, find_reference(file.rows, baseline_of("fp32", file.rows)))
     labels = {"E4M3 stochastic dir=data/stdlib", "E4M3 stochastic max_steps=2000"}
     rows = [row for file in files for row in file.rows if row.label in labels]
     (setting,) = {setting_of(run) for row in rows for run in row.runs}

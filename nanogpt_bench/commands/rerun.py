@@ -14,8 +14,8 @@ from nanogpt_bench.config.metrics import VAL_LOSS
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
-from nanogpt_bench.report.exported import read_export
-from nanogpt_bench.report.results import Row
+from nanogpt_bench.report.results_file import read_export
+from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
 from nanogpt_bench.runs.load import Run, load_run

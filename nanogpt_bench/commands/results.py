@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.exported import Exported, export, read_export, to_json
-from nanogpt_bench.report.foretelling import FEWEST, Point, foretelling_table, foretold, points
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed
-from nanogpt_bench.report.results import Result, Row, find_reference, measure
-from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
-from nanogpt_bench.report.tuned import tuning_table
-from nanogpt_bench.runs.looks import TENTH
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
+from nanogpt_bench.report.predictors import FEWEST, Point, early_points, predictor_table, rank_predictors
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import TENTH, Exported, export, read_export, to_json
+from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown, tuning_table
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text
 from nanogpt_bench.system.words import counted
@@ -103,14 +102,14 @@ def monitors(paths: Sequence[Path], reference: str | None = None, *, at: str = "
     found: dict[Hashable, Point] = {}
     for file in map(read_export, paths):
         baseline = file.baseline if reference is None else baseline_of(reference, file.rows)
-        found |= points(file.rows, find_reference(file.rows, baseline), at=TIMES[at], over=over)
-    told = foretold(list(found.values()))
+        found |= early_points(file.rows, find_reference(file.rows, baseline), at=TIMES[at], over=over)
+    told = rank_predictors(list(found.values()))
     if not told:
         raise BenchError(
             f"too few runs: {len(found)} have figures at the {at} of their steps and a reference, {FEWEST} are "
             "needed at least; monitor.interval says when monitors look"
         )
-    print(foretelling_table(told, f"at {'a tenth' if at == 'tenth' else 'the end'}"), end="")
+    print(predictor_table(told, f"at {'a tenth' if at == 'tenth' else 'the end'}"), end="")
     return 0
 
 

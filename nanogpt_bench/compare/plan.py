@@ -16,7 +16,7 @@ from nanogpt_bench.compare.demonstration import (
     Demonstration,
 )
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
-from nanogpt_bench.report.results import Row, row_label
+from nanogpt_bench.report.rows import Row, row_label
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: of a comparison or a sweep: to check the settings of that many takes a minute, its page many megabytes

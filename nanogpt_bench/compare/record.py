@@ -16,9 +16,10 @@ from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.data.batches import digests_of
 from nanogpt_bench.failures import failures_of
 from nanogpt_bench.report.build import facts_of, write_report
-from nanogpt_bench.report.merged import with_given_up
-from nanogpt_bench.report.results import Result, Row, find_reference, measure
-from nanogpt_bench.report.studies import read_studies
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import with_given_up
+from nanogpt_bench.report.rows import Row, find_reference
+from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.earlier import DATE, MANIFEST, drop_checkpoints, has_ended, summary_of
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.system.errors import BenchError, one_line

@@ -32,7 +32,7 @@ from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, fold
 from nanogpt_bench.model.causal import Outline, is_linear, load_causal, outline, window_losses
 from nanogpt_bench.model.weights import save_weights
 from nanogpt_bench.report.build import facts_of, write_report
-from nanogpt_bench.report.results import group_rows
+from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.trained import choose, load

@@ -1,23 +1,27 @@
-"""Write everything a report consists of into one folder."""
+"""Write a report: page, tables and figures in one folder, once or repeatedly while a run goes on."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.exported import is_export, read_export
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed, looks_of
-from nanogpt_bench.report.merged import merged, with_given_up
-from nanogpt_bench.report.page import render
-from nanogpt_bench.report.palette import looks
-from nanogpt_bench.report.pictures import write_figures
-from nanogpt_bench.report.results import Result, Row, counted_once, find_reference, measure, shortfall
-from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.seeds import left_aside
-from nanogpt_bench.report.studies import Studies, read_studies
+from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.figures import write_figures
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, line_looks
+from nanogpt_bench.report.page import Page, all_sections, render
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.results_file import is_export, merged_rows, read_export, with_given_up
+from nanogpt_bench.report.rows import Row, counted_once, find_reference, left_aside, shortfall
+from nanogpt_bench.report.sweep_charts import Studies, read_studies
 from nanogpt_bench.report.tables import padded, to_csv, to_latex, to_markdown
 from nanogpt_bench.report.verdict import DEFAULTS, Thresholds
 from nanogpt_bench.runs.find import find_runs, say_aside
@@ -26,11 +30,17 @@ from nanogpt_bench.system.errors import BenchError, refused, unknown
 from nanogpt_bench.system.files import write_text
 
 PAGE = "report.html"
-#: of a page that is drawn again and again
+#: the shortest time between two drawings of a page
 SECONDS_BETWEEN_PAGES = 20.0
-#: the largest share of one core that goes into it: with many long runs it takes seconds
+#: the largest share of one core for drawing, which takes seconds with many long runs
 PAGE_SHARE = 0.05
 THRESHOLDS = tuple(field.name for field in fields(Thresholds))
+#: in a run's folder: its page and figures
+FOLDER = "report"
+#: seconds that the last page may take after the end of a run
+_PATIENCE = 120.0
+#: the program of the process that draws a run's page
+FOLLOW = "import sys; from pathlib import Path; from nanogpt_bench.report import build; build.follow(Path(sys.argv[1]))"
 
 
 def report(
@@ -42,12 +52,12 @@ def report(
     say: Callable[[str], None] | None = None,
     running: bool = False,
 ) -> Path:
-    """Rebuild page, figures and tables in `out` from run folders, folders of them, or results files; returns the page.
+    """Rebuild page, figures and tables in `out` from run folders, folders of these, or results files; return the page.
 
-    `say` is told how many runs were found where; the page of what is `running` loads itself again.
+    `say` receives the number of runs found and where; a page of `running` runs reloads itself.
 
     Raises:
-        BenchError: a path is no run folder and holds none, no row is labelled `baseline`, or `out` is a file.
+        BenchError: a path neither is nor holds a run folder, no row is labelled `baseline`, or `out` is a file.
     """
     files = [read_export(path) for path in runs if is_export(path)]
     given = [path for path in runs if not is_export(path)]
@@ -57,10 +67,10 @@ def report(
     if not loaded:
         raise BenchError("no run folders given: expected at least one")
     one_file = files[0] if len(files) == 1 and not own else None
-    # What a sweep found lies beside its runs.
+    # Files of a sweep lie beside its runs.
     studies = read_studies([*given, *(folder.parent for folder in folders), out])
     rows = with_given_up(
-        merged(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
+        merged_rows(own, files) if one_file is None else list(map(counted_once, one_file.rows)), studies.tunings
     )
     for line in (line for row in rows for line in left_aside(row.label, row.runs, row.aside)):
         if say is not None:
@@ -91,7 +101,7 @@ def _check_baseline(rows: Sequence[Row], label: str | None) -> None:
 
 
 def main_report(args: argparse.Namespace) -> int:
-    """The command line's entry: rebuild, and print the page's path."""
+    """Rebuild a report from the command line, and print the page's path."""
     thresholds = Thresholds(**{name: getattr(args, name) for name in THRESHOLDS})
     print(report(args.runs, out=args.out, thresholds=thresholds, baseline=args.baseline, say=say_aside))
     return 0
@@ -108,9 +118,9 @@ def write_report(
     studies: Studies | None = None,
     running: bool = False,
 ) -> Path:
-    """Write report.html and the tables, and once nothing is running any more the figures; returns the page's path.
+    """Write report.html and the tables, and once all runs ended the figures; return the page's path.
 
-    `studies` is what sweeps found beside their runs; by default, what lies in `out`.
+    `studies` are the files of sweeps beside their runs, by default those in `out`.
 
     Raises:
         BenchError: the folder can't be made, or `baseline` is no row.
@@ -123,19 +133,19 @@ def write_report(
     results = measure(rows, reference, thresholds, running=running)
     chosen = looks(rows, reference, *(result.row for result in results if result.reference))
     for ladder in LADDERS:
-        chosen |= looks_of(ladder, results, chosen)
+        chosen |= line_looks(ladder, results, chosen)
     found = read_studies([out]) if studies is None else studies
     sections = all_sections(shown := Page(title, facts, results, chosen, thresholds, found, running))
     page = write_text(out / PAGE, render(shown, sections))
     write_tables(results, out)
     if not running:
-        # Drawing takes seconds of a core that the runs can use, so the pictures come last.
+        # Figures take seconds of a core that runs can use, so they come last.
         write_figures([chart for section in sections for chart in section.charts], chosen, out / "figures")
     return page
 
 
 def write_tables(results: Sequence[Result], out: Path) -> None:
-    """Write results.csv, table.md and table.tex, and where rows climb a ladder gap_by_length.md and the like."""
+    """Write results.csv, table.md, table.tex, and for rows on a ladder gap_by_length.md and the like."""
     write_text(out / "results.csv", to_csv(results))
     write_text(out / "table.md", to_markdown(results))
     write_text(out / "table.tex", to_latex(results))
@@ -145,7 +155,7 @@ def write_tables(results: Sequence[Result], out: Path) -> None:
 
 
 def facts_of(runs: Sequence[Run]) -> dict[str, str]:
-    """What the page says was run, from the runs' own records; a fact in which runs differ lists each value once."""
+    """Return the facts of the runs from their records; a fact that differs lists each value once."""
     found = {
         "Command": _listed(run.environment.get("command") for run in runs),
         "Machine": _listed(_machine(run.environment) for run in runs),
@@ -172,14 +182,14 @@ def _machine(environment: Mapping[str, Any]) -> str:
 
 
 def _dates(runs: Sequence[Run]) -> str:
-    """First to last start, to the minute, in UTC."""
+    """Return first and last start, to the minute, in UTC."""
     starts = sorted(str(run.environment["started"])[:16] for run in runs if run.environment.get("started"))
     different = list(dict.fromkeys(start.replace("T", " ") for start in starts))
     return (" to ".join(dict.fromkeys((different[0], different[-1]))) + " UTC") if different else ""
 
 
 def _words(value: Any) -> str:
-    """A fact of the source; of files their names and the beginning of their sha256."""
+    """Format a fact of the source; for files their names and the start of their SHA-256."""
     if not isinstance(value, Mapping):
         return str(value)
     return " ".join(f"{name} ({str(digest)[:8]}…)" for name, digest in value.items())
@@ -205,7 +215,7 @@ def _corpus(environment: Mapping[str, Any]) -> str:
 
 
 def _model(runs: Sequence[Run]) -> str:
-    """The parameters, and how many of them are quantised where some are."""
+    """Format the number of parameters, and of quantised ones if any."""
     whole = _listed(f"{n:,.0f}" for run in runs if (n := run.number("parameters")) is not None)
     part = _listed(f"{n:,.0f}" for run in runs if (n := run.number("quantized_parameters")))
     return (
@@ -219,3 +229,50 @@ def _versions(environment: Mapping[str, Any]) -> str:
     libraries = environment.get("libraries")
     named = {"Python": environment.get("python")} | (dict(libraries) if isinstance(libraries, Mapping) else {})
     return ", ".join(f"{name} {version}" for name, version in named.items() if version)
+
+
+@contextmanager
+def followed(run_dir: Path) -> Iterator[Path]:
+    """Yield the path of a run's page, which a process of its own keeps up to date until the context ends.
+
+    The process ends when its standard input does, with the run and however that ends, after a last page.
+    """
+    command = [sys.executable, "-c", FOLLOW, str(run_dir)]
+    drawing = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert drawing.stdin is not None
+    try:
+        yield run_dir / FOLDER / PAGE
+    finally:
+        drawing.stdin.close()
+        try:
+            drawing.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            drawing.kill()
+            drawing.wait()
+
+
+def follow(run_dir: Path, least: float = SECONDS_BETWEEN_PAGES) -> None:
+    """Draw the page of a run repeatedly until standard input ends, and then once more."""
+    getattr(os, "nice", int)(10)  # the training comes first
+    drawn, ended, pause = None, threading.Event(), least
+
+    def wait() -> None:
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    while not ended.wait(pause):
+        records = run_dir / "metrics.jsonl"
+        size = records.stat().st_size if records.is_file() else 0
+        if size and size != drawn:
+            begun, drawn = time.monotonic(), size
+            _draw(run_dir, running=True)
+            pause = max(least, (time.monotonic() - begun) / PAGE_SHARE)
+    _draw(run_dir, running=False)
+
+
+def _draw(run_dir: Path, *, running: bool) -> None:
+    try:
+        report([run_dir], out=run_dir / FOLDER, running=running)
+    except (BenchError, OSError) as error:  # such as a full disk: the run counts
+        print(f"nanogpt-bench: no page of {run_dir}: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""A chart: one description in Vega-Lite, which the page and the pictures both draw.
+"""A chart: one description in Vega-Lite, which page and pictures both draw, in the colours and dashes of its rows.
 
-A description holds its data as columns (an object a line, with lists that `flatten` spreads out) and its colours by
-name, as `{"$": "ink"}`; whoever draws it puts in those of a light or a dark page. What a run says stands in the data
-alone, never in the name of a field nor in an expression: nothing evaluates it.
+A description holds its data as columns (an object per line, with lists that `flatten` spreads out) and its colours by
+name, as `{"$": "ink"}`; page and pictures insert those of a light or dark theme. Text of a run stands in the data only,
+never in the name of a field or in an expression: nothing evaluates it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,113 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_bench.report import series
-from nanogpt_bench.report.palette import DASHES, Look
+from nanogpt_bench.report.rows import Row
+
+# Okabe and Ito's set, lightened for a dark page, and three more; (light page, dark page).
+COLOURS = (
+    ("#D55E00", "#F2853D"),
+    ("#0072B2", "#56A9E0"),
+    ("#009E73", "#33C79B"),
+    ("#B8578F", "#E08BBB"),
+    ("#E69F00", "#F0E442"),
+    ("#1F9BC9", "#7FD0F0"),
+    ("#6F4BB0", "#AE92E6"),
+    ("#7A6A3A", "#C9B46E"),
+    ("#882255", "#D9749F"),
+)
+INK = ("#1A1A1A", "#F0F0F0")
+# Colour scales from little to much, and from below to above; their ends meet the page they lie on.
+SCALES = {
+    "sequential": (
+        ("#F3F4F6", "#C3DCEF", "#6BAED6", "#2171B5", "#08306B"),
+        ("#20242B", "#173A5E", "#2676B8", "#6DB9EE", "#E3F3FF"),
+    ),
+    "diverging": (
+        ("#08519C", "#7FB3DA", "#F5F5F3", "#F2A07B", "#B2330B"),
+        ("#8CCBF8", "#2C6794", "#252A32", "#A4532A", "#FFA46B"),
+    ),
+}
+# The order in which rules take colours, so that a rule keeps its colour from report to report.
+RULE_ORDER = (
+    *("nearest", "stochastic", "riemannian", "stiffness-anneal", "master", "fp32", "muon-stochastic", "muon"),
+    *("muon-residual8", "stiffness", "bf16-pure", "sgd"),
+)
+DASHES = {"solid": [1, 0], "dash": [7, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3], "longdash": [11, 4]}
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
+DASH_ORDER = tuple(DASHES)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A row's colour (an index into COLOURS, None for ink), dash, marker and line width in pixels."""
+
+    colour: int | None
+    dash: str
+    marker: str
+    width: float
+
+    @property
+    def variable(self) -> str:
+        """The CSS variable of the colour on the page."""
+        return "--ink" if self.colour is None else f"--c{self.colour}"
+
+
+def looks(rows: Sequence[Row], *references: Row | None) -> dict[str, Look]:
+    """Return each row's look by label: references in ink, other rows by rule and format, no two alike."""
+    inked = list(dict.fromkeys(row.label for row in references if row is not None))
+    formats = list(dict.fromkeys(row.format for row in rows if row.format != "none"))
+    chosen: dict[str, Look] = {}
+    taken: set[tuple[int, int]] = set()
+    for row in rows:
+        width = 2.0 if len(row.runs) < 2 else 1.2  # several seeds lie close to each other
+        if row.label in inked:
+            dash = inked.index(row.label) % len(DASH_ORDER)
+            chosen[row.label] = Look(None, DASH_ORDER[dash], MARKERS[dash], 0.9 * width)
+            continue
+        form = formats.index(row.format) if row.format != "none" else 0
+        colour, dash = _free(_rule_place(row.rule), form % len(DASH_ORDER), taken)
+        taken.add((colour, dash))
+        chosen[row.label] = Look(colour, DASH_ORDER[dash], MARKERS[dash], width)
+    return chosen
+
+
+def _rule_place(rule: str) -> int:
+    return RULE_ORDER.index(rule) % len(COLOURS) if rule in RULE_ORDER else len(COLOURS) - 1
+
+
+def _free(colour: int, dash: int, taken: set[tuple[int, int]]) -> tuple[int, int]:
+    """Return the pair, else another dash of that colour, else another colour; the pair again if all are taken."""
+    for c in range(len(COLOURS)):
+        for d in range(len(DASH_ORDER)):
+            pair = ((colour + c) % len(COLOURS), (dash + d) % len(DASH_ORDER))
+            if pair not in taken:
+                return pair
+    return colour, dash
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run's curve under its row's label; None in `ys` is a gap."""
+
+    label: str
+    seed: int | None
+    xs: list[float]
+    ys: list[float | None]
+
 
 Spec = dict[str, Any]
 MARKED_POINTS = 60  # a curve with at most this many points shows them
-SHARE = ".3~p"
+PERCENT = ".3~p"
 NUMBER = re.compile(r"[-+0-9.^e]+|-?inf|nan")
 DOTTED = {"strokeDash": [2, 3], "strokeWidth": 1.5}
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: its place on the page, title and caption (plain text), description, and height in pixels.
+    """A chart: its name on the page, title and caption (plain text), description, and height in pixels.
 
-    `rows` are those that the page's legend hides; `drag` the axes that a drag magnifies. A chart that can't be read
-    below `least` pixels of width scrolls sideways on a screen that is narrower.
+    `rows` are those that the page's legend can hide, `drag` the axes that a drag magnifies. On a screen narrower than
+    `least` pixels the chart scrolls sideways.
     """
 
     name: str
@@ -43,18 +134,18 @@ class Chart:
 
     @property
     def values(self) -> list[dict[str, Any]]:
-        """The objects that the chart draws."""
+        """The objects of the chart's data."""
         found: list[dict[str, Any]] = self.spec["data"]["values"]
         return found
 
 
 def ink(name: int | str | None) -> dict[str, str]:
-    """A colour that differs between a light and a dark page: an entry of the palette, or `ink`, `muted`, `page`."""
+    """Return a colour by name, which differs by theme: an index of COLOURS, or `ink`, `muted`, `page`."""
     return {"$": "ink" if name is None else f"c{name}" if isinstance(name, int) else name}
 
 
 def quantity(field: str, title: str | None, ends: Sequence[float] | None = None, /, **more: Any) -> Spec:
-    """An axis of numbers, between `ends` if given; `more` is of the axis, but for `log` and `zero`, of its scale."""
+    """Return an axis of numbers, from and to `ends` if given; `log` and `zero` set its scale, `more` the axis."""
     scale: Spec = {"zero": more.pop("zero", False)}
     if more.pop("log", False):
         scale = {"type": "log"}
@@ -64,17 +155,17 @@ def quantity(field: str, title: str | None, ends: Sequence[float] | None = None,
 
 
 def category(text: str) -> str:
-    """A text as a name on an axis; Vega keeps these by name in JavaScript objects, which have a `__proto__` already."""
+    """Return a text as a name on an axis: Vega keeps names in JavaScript objects, which have a `__proto__` already."""
     return f"{text} " if text == "__proto__" else text
 
 
 def names(field: str, order: Iterable[str], /, **more: Any) -> Spec:
-    """An axis of names that are categories, in their order."""
+    """Return an axis of categories, in their order."""
     return {"field": field, "type": "nominal", "title": None, "scale": {"domain": list(order)}, "axis": more}
 
 
 def of_row(channel: str, looks: Mapping[str, Look]) -> Spec:
-    """How a row looks in one channel: `color`, `strokeDash`, `strokeWidth` or `shape`."""
+    """Return one channel of rows' looks: `color`, `strokeDash`, `strokeWidth` or `shape`."""
     value: Callable[[Look], Any] = {
         "color": lambda look: ink(look.colour),
         "strokeDash": lambda look: DASHES[look.dash],
@@ -87,7 +178,7 @@ def of_row(channel: str, looks: Mapping[str, Look]) -> Spec:
 
 
 def lines(
-    drawn: Sequence[series.Line],
+    drawn: Sequence[Line],
     looks: Mapping[str, Look],
     x: Spec,
     y: Spec,
@@ -95,7 +186,7 @@ def lines(
     marked: bool = True,
     step: bool = False,
 ) -> Spec:
-    """Curves in their rows' looks, the references' last and so on top; `marked` those of few points show them."""
+    """Return curves in their rows' looks, references on top; `marked` shows the points of short curves."""
     ordered = sorted(drawn, key=lambda line: looks[line.label].colour is None)
     values = [
         {
@@ -112,7 +203,7 @@ def lines(
 
 
 def curves(values: list[dict[str, Any]], looks: Mapping[str, Look], x: Spec, y: Spec, *, step: bool = False) -> Spec:
-    """Curves from objects with `row`, `name`, `line` (a number of its own), `few`, and the lists `x` and `y`."""
+    """Return curves from objects with `row`, `name`, `line` (a unique number), `few`, and the lists `x` and `y`."""
     pen = {channel: of_row(channel, looks) for channel in ("color", "strokeDash", "strokeWidth")}
     line = {
         "mark": {"type": "line", "clip": True, **({"interpolate": "step"} if step else {})},
@@ -127,23 +218,86 @@ def curves(values: list[dict[str, Any]], looks: Mapping[str, Look], x: Spec, y: 
 
 
 def over(values: Sequence[Mapping[str, Any]], mark: Mapping[str, Any], **encoding: Any) -> Spec:
-    """A layer with data of its own."""
+    """Return a layer with its own data."""
     return {"data": {"values": list(values)}, "mark": dict(mark), "encoding": encoding}
 
 
 def limit_line(at: float, **channel: Spec) -> Spec:
-    """A dotted line across the chart at a value of the axis that is named."""
+    """Return a dotted line across the chart at a value of the named axis."""
     ((name, axis),) = channel.items()
     return over([{axis["field"]: at}], {"type": "rule", "color": ink("muted"), **DOTTED}, **{name: axis})
 
 
 def labelled(places: Sequence[float], numbers: Sequence[str]) -> Spec:
-    """Ticks of an axis at some places, under other numbers; these stand in an expression and so may be nothing else.
+    """Return ticks of an axis at `places`, labelled with `numbers`, which enter an expression and so may be no text.
 
     Raises:
-        ValueError: one of `numbers` is something else.
+        ValueError: one of `numbers` is no number.
     """
     if not all(map(NUMBER.fullmatch, numbers)):
         raise ValueError(f"{numbers = }: expected numbers")
     texts = {f"{place:g}": number for place, number in zip(places, numbers, strict=True)}
     return {"values": list(places), "labelExpr": f"{json.dumps(texts)}[datum.value]"}
+
+
+DIGITS = 5  # of a number in a chart's data: more than a screen shows
+THEMES = {
+    "light": {"page": "#FFFFFF", "shade": "#F3F4F6", "rule": "#D9DCE1", "muted": "#5B616B"},
+    "dark": {"page": "#15181D", "shade": "#20242B", "rule": "#3A404A", "muted": "#A3AAB5"},
+}
+STATE_COLOURS = {"good": ("#00694B", "#4CD1A5"), "bad": ("#B03A00", "#FF9A5C"), "doubt": ("#7A5B00", "#E8C54A")}
+WORDS = {"labelColor": ink("ink"), "titleColor": ink("ink"), "labelFontSize": 12, "titleFontSize": 12}
+CONFIG: dict[str, Any] = {
+    "background": None,
+    "font": "system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        **WORDS,
+        "titleFontWeight": "normal",
+        "gridColor": ink("rule"),
+        "domainColor": ink("rule"),
+        "tickColor": ink("rule"),
+        "labelLimit": 130,
+    },
+    "axisX": {"labelFlush": False, "labelOverlap": "parity", "labelSeparation": 8},
+    "legend": {**WORDS, "labelLimit": 280},
+    "title": {"color": ink("ink"), "anchor": "start", "fontSize": 14, "limit": 420},
+    "text": {"fontSize": 12},
+    # The text for screen readers of thousands of cells and points would be most of a picture's file.
+    "mark": {"aria": False},
+}
+
+
+def theme_colours(theme: str) -> dict[str, Any]:
+    """Return all colours that a description may name, in one theme; a scale is a list of them."""
+    place = list(THEMES).index(theme)
+    pairs: Mapping[str, Sequence[Any]] = {f"c{i}": pair for i, pair in enumerate(COLOURS)} | {"ink": INK}
+    pairs = {**pairs, **STATE_COLOURS, **SCALES}
+    return {**THEMES[theme], **{name: pair[place] for name, pair in pairs.items()}}
+
+
+def coloured(node: Any, colours: Mapping[str, Any]) -> Any:
+    """Return a description with its colours inserted; its data, which hold none, stay as they are.
+
+    >>> coloured({"fill": {"$": "ink"}, "data": {"$": "ink"}}, {"ink": "#000"})
+    {'fill': '#000', 'data': {'$': 'ink'}}
+    """
+    if isinstance(node, dict):
+        if "$" in node:
+            found = colours[node["$"]]
+            return list(found) if isinstance(found, tuple) else found
+        return {key: value if key == "data" else coloured(value, colours) for key, value in node.items()}
+    return [coloured(value, colours) for value in node] if isinstance(node, list) else node
+
+
+def short(node: Any) -> Any:
+    """Round every float of plain data to the digits that a chart shows, whole numbers without a point.
+
+    >>> short({"x": [1.0, 0.123456789, None, 1234567.0]})
+    {'x': [1, 0.12346, None, 1234567]}
+    """
+    if isinstance(node, float):
+        return int(node) if node.is_integer() and abs(node) < 2**53 else float(f"{node:.{DIGITS}g}")
+    if isinstance(node, dict):
+        return {key: short(value) for key, value in node.items()}
+    return [short(value) for value in node] if isinstance(node, list | tuple) else node

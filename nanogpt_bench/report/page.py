@@ -1,28 +1,350 @@
-"""The report: one HTML file that carries its data, its charts' code and its styles, and needs no network."""
+"""The page: its sections, each from the results, in one HTML file with data, code and styles, without a network."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib import resources
+from typing import Any
 
-from nanogpt_bench.report import engine
-from nanogpt_bench.report.chart import Chart, Spec
-from nanogpt_bench.report.drawing import CONFIG, THEMES, short, theme_colours
-from nanogpt_bench.report.section import Section
-from nanogpt_bench.report.sections import Page
+import yaml
 
+from nanogpt_bench.config.metrics import CHARTED, COSINE, UPDATE_LOST, charted
+from nanogpt_bench.report import figures, sweep_charts, weight_charts
+from nanogpt_bench.report.chart import CONFIG, THEMES, Chart, Look, Spec, short, theme_colours
+from nanogpt_bench.report.curve_charts import (
+    TITLES,
+    distribution_charts,
+    gap_chart,
+    loss_charts,
+    stall_chart,
+    watched_charts,
+)
+from nanogpt_bench.report.failure_pages import e7m0_section, failed_runs, failure_section, predicted_runs
+from nanogpt_bench.report.ladders import LADDERS, ladder_section
+from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
+from nanogpt_bench.report.results import Result, findings
+from nanogpt_bench.report.rows import Row, left_aside, loss_unit
+from nanogpt_bench.report.sweep_charts import Studies
+from nanogpt_bench.report.tables import TUNING_HEADINGS, TUNING_WORDS, Column, shown_columns, tuning_cells
+from nanogpt_bench.report.verdict import Thresholds, describe_ending
+from nanogpt_bench.runs.environment import history_comment
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite
+
+PROCESS_HEADINGS = (
+    *("run", "parallel", "processes", "held by a process", "peak of a process", "sent in a step", "tokens/s"),
+)
+PROCESS_NOTE = (
+    "Held: weights and optimizer state after the training, of the process with most of it. Peak: of its memory, all "
+    "that Python and torch take included. Sent: by a process in one step, as a ring of the processes sends it."
+)
+DIFFERENCE_NOTE = (
+    "Paired difference: that of the final validation losses of the same seed, mean with its 95% t-interval and the "
+    "p-value of the paired t-test, adjusted over the rows of the table (Holm); of one seed it is a lead and no more. "
+)
 RELOAD_SECONDS = 15
-# Nothing but what is in the page itself may run or be shown: a report from elsewhere can't call home.
+# Only the page's own content may run or be shown: a report from elsewhere can't call home.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-# Of Vega's code the page uses what draws, and the interpreter that reads expressions instead of compiling them.
+# The page uses Vega's drawing and the interpreter that reads expressions instead of compiling them.
 VEGA = "window.vegaEmbed = vegaEmbed;"
 
 
+@dataclass(frozen=True)
+class Page:
+    """The content of the page: title, facts of the runs (in order), results, and whether runs still go on."""
+
+    title: str
+    facts: Mapping[str, str]
+    results: Sequence[Result]
+    looks: Mapping[str, Look]
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    studies: Studies = field(default_factory=Studies)
+    running: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        return [result.row for result in self.results]
+
+    @property
+    def references(self) -> list[Row]:
+        return [result.row for result in self.results if result.reference]
+
+    def legend(self, drawn: Sequence[Chart]) -> str:
+        return legend([row.label for row in self.rows], self.looks, drawn)
+
+
+def all_sections(page: Page) -> list[Section]:
+    """Return all sections with data, in reading order; failures only once all runs ended."""
+    ended = not page.running
+    found: list[Section | None] = [
+        _what(page),
+        _results(page),
+        processes_section(page.rows),
+        *(ladder_section(ladder, page.results, page.looks) for ladder in LADDERS),
+        tuned_section(page.studies.tunings),
+        _loss(page),
+        e7m0_section(predicted_runs(page.results), page.references, page.looks) if ended else None,
+        failure_section(failed_runs(page.results), page.references, page.looks) if ended else None,
+        _studies(page),
+        _stall(page),
+        *(_watched(page, namespace) for namespace in CHARTED if namespace != UPDATE_LOST.namespace),
+        _spreads(page),
+        _weights(page),
+        _alerts(page),
+        _endings(page) if ended else None,
+        _configs(page),
+    ]
+    return [section for section in found if section is not None]
+
+
+def _what(page: Page) -> Section:
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.facts.items())
+    return Section("what", "What was run", f"<dl>{facts}</dl>")
+
+
+def _results(page: Page) -> Section:
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in findings(page.results))
+    gap = gap_chart(page.results, page.looks)
+    drawn = [gap] if gap else []
+    body = (
+        (f'<ul class="findings">{sentences}</ul>' if sentences else "")
+        + _results_table(page.results)
+        + f'<p class="muted">{escape(_results_note(page))}</p>'
+        + chart_places(drawn)
+    )
+    return Section("results", "Results", body, drawn)
+
+
+def _results_table(results: Sequence[Result]) -> str:
+    columns = shown_columns(results)
+    head = [(column.heading, "number" if column.numeric else "") for column in columns]
+    kinds = ["reference" if result.reference else "" for result in results]
+    return table(head, [_results_line(result, columns) for result in results], kinds)
+
+
+def _results_line(result: Result, columns: Sequence[Column]) -> list[Cell]:
+    *_, verdict = columns
+    kinds = {verdict: f"words {result.verdict.outcome}"}
+    return [(c.cell(result), "number" if c.numeric else kinds.get(c, "words")) for c in columns]
+
+
+def _results_note(page: Page) -> str:
+    seeds = max((len(result.row.runs) for result in page.results), default=1)
+    limits = page.thresholds
+    measured = bool(page.references)
+    return (
+        f"Losses in {loss_unit(page.rows)}"
+        + "; the gap is that of the final validation losses" * measured
+        + (f", ± the standard deviation over {seeds} seeds" if seeds > 1 else "")
+        + ". "
+        + (DIFFERENCE_NOTE if any(result.difference is not None for result in page.results) else "")
+        + (
+            f"Tokens to gap: the first at which the smoothed training loss lay {limits.gap:g} nats above the "
+            "reference's. " * measured
+        )
+        + "Bytes a parameter: measured on the tensors alive after the training, quantised and other "
+        "weights, scales and optimizer state together. Stall, a mean over the looks: share of weights that a nonzero "
+        "requested update left on the same grid value, where that loses it; (code) marks a float32 master copy, where "
+        "the update is kept though the code is the same. Arrived, a mean over the looks: the share of the requested "
+        "movement that the write-back made, about 100% where it is unbiased."
+        + (_verdict_note(limits) if measured else "")
+    )
+
+
+def _verdict_note(limits: Thresholds) -> str:
+    return (
+        f" Verdict: final validation loss at most {100 * limits.within:.4g}% above the reference's"
+        + f", doubtful with a mean gradient cosine of {limits.cosine:g} or less"
+        + ("" if limits.alerts is None else f" or more than {limits.alerts} alerts")
+        + f"; a stall of {limits.stall:.0%} or more is named where it is short of the reference."
+    )
+
+
+def _loss(page: Page) -> Section | None:
+    label = page.references[0].label if page.references else None
+    drawn = loss_charts(page.rows, page.looks, label)
+    marked = any("tooltip" in layer["encoding"] for chart in drawn for layer in chart.spec["layer"])
+    words = '<p class="muted">Open diamonds: an early-divergence alert, or the end of a run that failed.</p>'
+    return _curves(page, "loss", "Loss curves", drawn, below=words if marked else "")
+
+
+def _curves(
+    page: Page, name: str, title: str, drawn: Sequence[Chart], *, above: str = "", below: str = ""
+) -> Section | None:
+    """Return a section of curves, with text above and below their legend; None without any."""
+    return Section(name, title, f"{above}{page.legend(drawn)}{below}{chart_places(drawn)}", drawn) if drawn else None
+
+
+def _studies(page: Page) -> Section | None:
+    """Return sensitivity, learning rates, and all runs across all axes."""
+    found = [
+        *sweep_charts.sensitivity_charts(page.studies.sensitivities),
+        sweep_charts.rate_chart(page.rows, page.looks),
+        sweep_charts.limit_chart(page.studies.limits),
+        sweep_charts.parallel_chart(page.rows, page.looks),
+    ]
+    drawn = [chart for chart in found if chart is not None]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in page.studies.notes)
+    if not drawn and not notes:
+        return None
+    body = (f"<ul>{notes}</ul>" if notes else "") + page.legend(drawn) + chart_places(drawn)
+    return Section("settings", "Across settings", body, drawn)
+
+
+def _stall(page: Page) -> Section | None:
+    chart = stall_chart(page.rows, page.looks)
+    watched = watched_charts(page.rows, page.looks, charted(UPDATE_LOST.namespace), {})
+    drawn = [*([chart] if chart else []), *watched]
+    words = (
+        "Share of all quantised weights whose nonzero requested update left them on the same grid value, at single "
+        "steps, where such an update is gone, as with nearest rounding; with a master copy (code unchanged) it is kept "
+        "in float32. With stochastic rounding a weight moves with probability |update| / ULP, so that standing still "
+        "at most steps and arriving on average go together: there what counts is the movement that arrived."
+    )
+    return _curves(page, "stall", "Stall", drawn, above=f'<p class="muted">{words}</p>')
+
+
+def _watched(page: Page, namespace: str) -> Section | None:
+    title = TITLES.get(namespace, namespace.capitalize())
+    drawn = watched_charts(page.rows, page.looks, charted(namespace), {COSINE.name: page.thresholds.cosine})
+    return _curves(page, title.lower(), title, drawn)
+
+
+def _spreads(page: Page) -> Section | None:
+    words = '<p class="muted">As last recorded in each row\'s first run, over all layers.</p>'
+    return _curves(page, "spreads", "Distributions", distribution_charts(page.rows, page.looks), above=words)
+
+
+def _weights(page: Page) -> Section | None:
+    """Return the final weights: histograms over the grid, code use and stiffness by layer."""
+    parts = (
+        ("", weight_charts.histogram_charts(page.results, page.looks), True),
+        ("Code use by layer", weight_charts.code_use_charts(page.results), False),
+        ("Stiffness by layer", weight_charts.stiffness_charts(page.results), False),
+        ("Code use of activations and gradients", weight_charts.operand_charts(page.results), False),
+    )
+    drawn = [chart for _, found, _ in parts for chart in found]
+    if not drawn:
+        return None
+    left_out = weight_charts.maps_left_out(page.results)
+    words = (
+        "Where the quantised weights lay at the end of each row's first run. The axis counts grid values (codes) "
+        "and is labelled with the values at some of them. The stiffness S is the distance between neighbouring values."
+        + (
+            f" The heat maps show the first {weight_charts.MOST_PANELS} rows of {weight_charts.MOST_PANELS + left_out}."
+            * bool(left_out)
+        )
+    )
+    blocks = [_part(title) + chart_places(found, small=small) for title, found, small in parts if found]
+    return Section("weights", "Weights on the grid", f'<p class="muted">{words}</p>{"".join(blocks)}', drawn)
+
+
+def _part(title: str) -> str:
+    return f'<h3 class="part">{escape(title)}</h3>' if title else ""
+
+
+def _alerts(page: Page) -> Section | None:
+    """Return the table of every kind of alert of every run, with its first message."""
+    lines = [line for result in page.results for run in result.row.runs for line in _alert_lines(result.row.label, run)]
+    if not lines:
+        return None
+    head = [(name, "") for name in ("run", "alert", "level", "first step", "times", "first message")]
+    return Section("alerts", "Alerts", table(head, lines))
+
+
+def _alert_lines(label: str, run: Run) -> list[list[Cell]]:
+    lines = []
+    for kind, count in run.alert_counts.items():
+        first = next((alert for alert in run.alerts if alert.kind == kind), None)
+        facts = (first.level, str(first.step), str(count), first.message) if first else ("", "", str(count), "")
+        lines.append([(text, "words") for text in (f"{label} · {run.name}", kind, *facts)])
+    return lines
+
+
+def _endings(page: Page) -> Section | None:
+    """Return the runs that failed or ended early, and the run folders with unreadable parts."""
+    runs = [run for row in page.rows for run in row.runs]
+    items = [f"{run.name}: {describe_ending(run)}" for run in runs if run.status != "finished"]
+    items += [f"{run.name}: {note}" for run in runs for note in run.notes]
+    items += [line for row in page.rows for line in left_aside(row.label, row.runs, row.aside)]
+    items += [f"{row.label}: {row.why or 'not run'}" for row in page.rows if not row.runs]
+    listed = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return Section("endings", "Early ends and gaps in the record", f"<ul>{listed}</ul>") if items else None
+
+
+def _configs(page: Page) -> Section:
+    blocks = [_config(row.label, run) for row in page.rows for run in row.runs]
+    return Section("configs", "Configuration of every run", "".join(blocks))
+
+
+def _config(label: str, run: Run) -> str:
+    text: Any = dict(run.config)
+    listed = yaml.safe_dump(text, sort_keys=False, allow_unicode=True) if text else "no configuration on disk\n"
+    listed = history_comment(run.environment) + listed
+    return f"<details><summary>{escape(label)} — {escape(run.name)}</summary><pre>{escape(listed)}</pre></details>"
+
+
+def processes_section(rows: Sequence[Row]) -> Section | None:
+    """Return the table of runs in several processes; None without any."""
+    lines = [_processes_line(row.label, run) for row in rows for run in row.runs if _process_facts(run)]
+    if not lines:
+        return None
+    shown = table([(heading, "") for heading in PROCESS_HEADINGS], lines)
+    return Section("processes", "Processes", f'{shown}<p class="muted">{PROCESS_NOTE}</p>')
+
+
+def _process_facts(run: Run) -> Mapping[str, Any]:
+    found = run.summary.get("processes")
+    return found if isinstance(found, Mapping) else {}
+
+
+def _processes_line(label: str, run: Run) -> list[Cell]:
+    facts, speed = _process_facts(run), run.number("tokens_per_s")
+    words = [
+        f"{label} · {run.name}",
+        str(facts.get("parallel")),
+        _count(facts.get("count")),
+        _largest(facts.get("held_bytes")),
+        _largest(facts.get("peak_bytes")),
+        _count(facts.get("sent_bytes"), " bytes"),
+        "-" if speed is None else f"{speed:,.0f}",
+    ]
+    return [(word, "") for word in words]
+
+
+def _largest(each: Any) -> str:
+    known = [size for size in map(finite, each if isinstance(each, list) else []) if size is not None]
+    return _count(max(known, default=None), " bytes")
+
+
+def _count(number: Any, unit: str = "") -> str:
+    value = finite(number)
+    return "-" if value is None else f"{value:,.0f}{unit}"
+
+
+def tuned_section(tunings: Sequence[Sequence[Mapping[str, Any]]]) -> Section | None:
+    """Return the tables of all tunings; None without any."""
+    if not tunings:
+        return None
+    words = (
+        "Every row of the table above was trained at the values in the column best. They had the lowest final "
+        "validation loss, a mean over the tuning's own seeds, among those tried, from neighbour to neighbour."
+    )
+    return Section("tuned", "What was tuned", f'<p class="muted">{words}</p>{"".join(map(_tuning_html, tunings))}')
+
+
+def _tuning_html(rows: Sequence[Mapping[str, Any]]) -> str:
+    kinds = [""] * TUNING_WORDS + ["number"] * (len(TUNING_HEADINGS) - TUNING_WORDS)
+    head, *lines = ([*zip(cells, kinds, strict=True)] for cells in (TUNING_HEADINGS, *tuning_cells(rows)))
+    return table(head, lines)
+
+
 def render(page: Page, sections: Sequence[Section]) -> str:
-    """The whole page as one string of HTML; every text that a run brings is escaped."""
+    """Return the page as one string of HTML; all text of a run is escaped."""
     drawn = [chart for section in sections for chart in section.charts]
     reload = f'<meta http-equiv="refresh" content="{RELOAD_SECONDS}">' if page.running else ""
     return "".join(
@@ -46,19 +368,19 @@ def _asset(name: str) -> str:
 
 @cache
 def _vega() -> str:
-    """The code that draws the charts; putting it together takes seconds."""
-    return engine.javascript(VEGA)
+    """Return the code that draws the charts; bundling it takes seconds."""
+    return figures.javascript(VEGA)
 
 
 def _packed(charts: Sequence[Chart]) -> str:
-    """JSON that can stand inside a script element: no `<`, `>` or `&` is left in it."""
+    """Return JSON for a script element, without `<`, `>` and `&`."""
     content = {"config": CONFIG, "charts": [short(_on_page(chart)) for chart in charts]}
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _on_page(chart: Chart) -> Spec:
-    """A chart as wide as its place, whose rows can be hidden and whose axes take what a drag magnifies."""
+    """Return a chart as wide as its place, with rows that hide and axes that a drag magnifies."""
     spec = {
         **chart.spec,
         "width": "container",
@@ -77,14 +399,14 @@ def _on_page(chart: Chart) -> Spec:
 
 
 def _hiding(view: Spec) -> Spec:
-    """A view whose own data, if they tell of rows, leave out those that are hidden."""
+    """Return a view whose own data, if of rows, leave out hidden ones."""
     if "row" not in next(iter(view.get("data", {}).get("values", ())), ()):
         return view
     return view | {"transform": [{"filter": "indexof(hidden, datum.row) < 0"}, *view.get("transform", ())]}
 
 
 def _theme() -> str:
-    """The two themes as CSS variables, from the same palette as the pictures."""
+    """Return both themes as CSS variables, from the palette of the pictures."""
     blocks = [
         ":root{" + "".join(f"--{name}:{_css(value)};" for name, value in theme_colours(theme).items()) + "}"
         for theme in THEMES

@@ -1,58 +1,33 @@
-"""From runs to rows: seeds of one setting together, each row measured against the reference row."""
+"""Results: what each row measured over its seeds, its gap and paired difference to the reference, and its verdict."""
 
 from __future__ import annotations
 
-import json
+import math
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, VAL_ALSO_LOSS
-from nanogpt_bench.report.comparable import depends_on, differences
-from nanogpt_bench.report.gap import error_of, gap_to, tokens_to_gap, twin_of
-from nanogpt_bench.report.paired import Difference, adjusted, difference
-from nanogpt_bench.report.seeds import SEED_KEYS, one_a_seed, seed_of
+from nanogpt_bench.config.metrics import BESIDE_LOSS, COSINE, TOKENS, TRAIN_LOSS, VAL_ALSO_LOSS
+from nanogpt_bench.report.rows import REFERENCE_RULE, Row, differences, references_of, row_label, seed_of
 from nanogpt_bench.report.verdict import DEFAULTS, Evidence, Outcome, Thresholds, Verdict, judge
+from nanogpt_bench.runs.curves import smooth, smoothing_window
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.system.errors import printable, shortened
-
-REFERENCE_RULE = "bf16-mixed"
-
-LONGEST_SETTING = 60  # of a setting's value in a label
-MOST_SETTINGS = 3  # that a label names
-MOST_NAMES = 3  # of runs, the same
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured number over seeds: mean, and sample standard deviation when there are several."""
+    """A number over seeds: mean, and sample standard deviation if there are several."""
 
     mean: float
     spread: float | None = None
 
 
 @dataclass(frozen=True)
-class Row:
-    """The runs of one setting, one per seed, under the label the tables and figures show."""
-
-    label: str
-    rule: str
-    format: str
-    runs: tuple[Run, ...]
-    #: seeds of which there is no run yet, as far as that is known
-    missing: tuple[int | None, ...] = ()
-    #: why there will be no run at all
-    why: str = ""
-    #: runs of seeds that `runs` has already, which are not counted
-    aside: tuple[Run, ...] = ()
-
-
-@dataclass(frozen=True)
 class Result:
-    """One line of the table. Losses and gaps are in nats (`loss_unit`); `gap_share` is relative to the reference."""
+    """One line of the table; losses and gaps in nats (`loss_unit`), `gap_share` relative to the reference's loss."""
 
     row: Row
     reference: bool
@@ -84,7 +59,7 @@ class Result:
 
 
 def figure(values: Iterable[float | None]) -> Figure | None:
-    """Mean and sample standard deviation of the values that are known; None when none is.
+    """Return mean and sample standard deviation of the known values; None without any.
 
     >>> figure([1.0, None, 3.0])
     Figure(mean=2.0, spread=1.4142135623730951)
@@ -95,143 +70,8 @@ def figure(values: Iterable[float | None]) -> Figure | None:
     return Figure(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
 
 
-def shortfall(rows: Iterable[Row]) -> str:
-    """Return how many runs of how many are there, in words; "" where none is missing.
-
-    >>> shortfall([Row("fp32", "fp32", "none", (), (1, 2))]), shortfall([])
-    ('0 of 2 runs', '')
-    """
-    counts = [(len(row.runs), len(row.missing)) for row in rows]
-    there, missing = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
-    return f"{there} of {there + missing} runs" if missing else ""
-
-
-def row_label(rule: str, fmt: str) -> str:
-    """The name of a setting: its format, unless its weights are floats, and its rule.
-
-    >>> row_label("nearest", "E4M3"), row_label("fp32", "none")
-    ('E4M3 nearest', 'fp32')
-    """
-    return rule if fmt == "none" else f"{fmt} {rule}"
-
-
-def group_rows(runs: Sequence[Run]) -> list[Row]:
-    """Rows in order of first appearance; runs belong together when only their seeds differ, and count once a seed."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(setting_of(run), []).append(run)
-    labels = _distinct_labels(list(groups.values()))
-    return [
-        counted_once(Row(label, group[0].rule, group[0].format, tuple(group)))
-        for label, group in zip(labels, groups.values(), strict=True)
-    ]
-
-
-def counted_once(row: Row) -> Row:
-    """Return the row with one run a seed, the others set aside: the same seed twice has no spread."""
-    runs, aside = one_a_seed(row.runs)
-    return replace(row, runs=runs, aside=(*row.aside, *aside))
-
-
-def setting_of(run: Run) -> str:
-    """Return a key equal for the seeds of one setting; a run without a config stands alone."""
-    if not run.config:
-        return f"path:{run.path}"
-    fixed = {key: value for key, value in flat(run.config).items() if key not in SEED_KEYS}
-    # A corpus prepared anew under the same name is another one.
-    return json.dumps([run.rule, run.format, fixed, sorted(depends_on([run]))], sort_keys=True, default=str)
-
-
-def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Labels by rule and format; where those collide, with the settings that differ, else with names or paths."""
-    labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
-    told = [_told_apart(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
-    named = [_listed([run.name for run in group]) for group in groups]
-    paths = [_listed([printable(str(run.path)) for run in group]) for group in groups]
-    for endings in (told, named, paths):
-        labels = [
-            base + ending if labels.count(label) > 1 else label
-            for base, ending, label in zip(plain, endings, labels, strict=True)
-        ]
-    return labels
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The names of a row's runs, one a seed, as the end of its label."""
-    more = len(names) - MOST_NAMES
-    return f" ({', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''})"
-
-
-def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:
-    """The few settings in which the groups of one label differ, such as ` lr=0.001`; none if there are many."""
-    own = flat(group[0].config)
-    others = [flat(other[0].config) for other, name in zip(groups, labels, strict=True) if name == label]
-    keys = [k for k in own if k not in SEED_KEYS and any(other.get(k) != own[k] for other in others)]
-    if len(keys) > MOST_SETTINGS:
-        return ""
-    return "".join(f" {key.rsplit('.', 1)[-1]}={_short(own[key])}" for key in keys)
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else shortened(" ".join(str(value).split()), LONGEST_SETTING)
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings by dotted key.
-
-    >>> flat({"a": 1, "b": {"c": 2}})
-    {'a': 1, 'b.c': 2}
-    """
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
-
-
-def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
-    """The row of that label; without one, the first BF16 autocast row; None when there is neither."""
-    if label is not None:
-        return next((row for row in rows if row.label == label), None)
-    return next((row for row in rows if row.rule == REFERENCE_RULE), None)
-
-
-def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
-    """By label, the row that each is measured against; empty without a reference.
-
-    That is `reference`, or, for a row whose losses can't be set against its, the one most like it among the rows of its
-    rule and format that train on what that row trains on, as far.
-    """
-    if reference is None:
-        return {}
-    apart = [row for row in rows if differences(row.runs, reference.runs)]
-    others = _most_like(reference, apart)
-    found = {row.label: others.get(depends_on(row.runs), reference) for row in apart}
-    # One that no other row is measured against is no reference, but a row that can't be compared.
-    needed = {other.label for label, other in found.items() if other.label != label}
-    found = {label: reference if other.label not in needed else other for label, other in found.items()}
-    return {row.label: found.get(row.label, reference) for row in rows}
-
-
-def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]:
-    """The rows of the reference's rule and format by what their losses depend on; of several, the nearest to it."""
-    groups: dict[frozenset[str], list[Row]] = {}
-    for row in rows:
-        if (row.rule, row.format) == (reference.rule, reference.format):
-            groups.setdefault(depends_on(row.runs), []).append(row)
-    # rates may be tuned for each row, so that they count last; seeds and text tell nothing of what a row is
-    aside, rates = {*SEED_KEYS, *keys_where("of_task")}, set(keys_where("is_rate"))
-
-    def apart(row: Row) -> tuple[int, int]:
-        one, other = ({} if not each.runs else flat(each.runs[0].config) for each in (row, reference))
-        differing = {key for key in (one.keys() | other.keys()) - aside if one.get(key) != other.get(key)}
-        return len(differing - rates), len(differing)
-
-    return {key: min(group, key=apart) for key, group in groups.items()}
-
-
 def reference_name(results: Sequence[Result]) -> str:
-    """What gaps are measured against: BF16, or the row that stands in for it, of several what they have in common."""
+    """Return the name of the reference: BF16, else the row's label, of several rows their rule and format."""
     rows = [result.row for result in results if result.reference]
     if not rows:
         return "the reference"
@@ -243,7 +83,7 @@ def reference_name(results: Sequence[Result]) -> str:
 def measure(
     rows: Sequence[Row], reference: Row | None, thresholds: Thresholds = DEFAULTS, *, running: bool = False
 ) -> list[Result]:
-    """Every row's line of the table, in order; `running` says that runs without a summary still go on."""
+    """Return each row's result, in order; `running` marks runs without a summary as still going."""
     against = references_of(rows, reference)
     results = [_measure_row(row, against.get(row.label), thresholds, running) for row in rows]
     family, also = (
@@ -316,7 +156,7 @@ def _errors(row: Row) -> Figure | None:
 
 
 def _best(row: Row) -> Figure | None:
-    """The lowest loss of the runs that the final loss is of; where there are none, of those that ended early."""
+    """Return the lowest loss of finished runs; without any, of those that ended early."""
     return figure(run.at_end("best_val_loss") for run in row.runs) or figure(
         run.number("best_val_loss") for run in row.runs
     )
@@ -327,43 +167,25 @@ def _beside(row: Row) -> dict[str, Figure]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def loss_unit(rows: Iterable[Row]) -> str:
-    """What the losses of rows are in: nats per token, or per label where documents are classified.
-
-    >>> loss_unit([])
-    'nats per token'
-    """
-    tasks = {run.config.get("task", "language") for row in rows for run in row.runs}
-    return "nats per label" if tasks == {"classify"} else "nats" if "classify" in tasks else "nats per token"
-
-
 def _tokens_to_gap(row: Row, reference: Row, thresholds: Thresholds) -> Figure | None:
     twins = ((run, twin_of(run, reference.runs)) for run in row.runs)
     return figure(tokens_to_gap(run, twin, thresholds.gap) for run, twin in twins if twin is not None)
 
 
 def mean_cosine(run: Run) -> float | None:
-    """The run's mean gradient cosine against the float32 shadow, over all looks; None when it had no shadow."""
+    """Return the mean cosine of a run's gradient and the float32 shadow's; None without a shadow."""
     seen = figure(run.curve(COSINE.name)[1])
     return seen.mean if seen else None
 
 
-def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
-    """The first run of the run's reference as a row to draw beside it; none where none can be compared with it."""
-    for reference in references:
-        if not differences([run], reference.runs[:1]):
-            return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
-    return []
-
-
 def _by_seed(row: Row, name: str) -> dict[Hashable, float]:
-    """The final losses of that name of a row's finished runs by seed."""
+    """Return the final losses of a row's finished runs by seed."""
     ended = ((seed_of(run), run.at_end(name)) for run in row.runs)
     return {seed: loss for seed, loss in ended if seed is not None and loss is not None}
 
 
 def findings(results: Sequence[Result]) -> list[str]:
-    """The measured gaps worth a sentence: nearest rounding's, beside stochastic rounding's of the same format."""
+    """Return a sentence for each gap of nearest rounding, beside stochastic rounding's of the same format."""
     sentences = []
     for result in results:
         if result.row.rule == "nearest" and result.gap is not None and result.gap_share is not None:
@@ -381,8 +203,146 @@ def _nearest_sentence(nearest: Result, results: Sequence[Result]) -> str:
 
 
 def describe_gap(result: Result) -> str:
-    """The gap as signed nats and per cent of the reference's loss; a dash when unknown."""
+    """Format the gap as signed nats and per cent of the reference's loss; a dash if unknown."""
     if result.gap is None or result.gap_share is None:
         return "-"
     share = f"{result.gap_share:+.1%}"
     return f"{result.gap.mean:+z.3f} nats ({'0.0%' if share[1:] == '0.0%' else share})"
+
+
+def tokens_to_gap(run: Run, reference: Run, nats: float) -> float | None:
+    """Return the tokens at which the smoothed gap of the training losses first exceeds `nats`; None if it never does.
+
+    gap_t = EMA(L_t - L_ref,t) over the steps that both recorded, with the window of the loss curves. A loss that is not
+    finite where the reference's is exceeds every gap.
+    """
+    base = {step: loss for step, loss in zip(*reference.curve(TRAIN_LOSS.name), strict=True) if loss is not None}
+    shared = [(step, loss) for step, loss in zip(*run.curve(TRAIN_LOSS.name), strict=True) if step in base]
+    gaps = [None if loss is None else loss - base[step] for step, loss in shared]
+    smoothed = smooth(gaps, smoothing_window(len(gaps)))
+    for (step, _), gap in zip(shared, smoothed, strict=True):
+        if gap is None or gap > nats:
+            return next((tokens for at, tokens in zip(*run.curve(TOKENS.name), strict=True) if at == step), None)
+    return None
+
+
+def gap_to(run: Run, others: Sequence[Run]) -> float | None:
+    """Return L - L_ref against the reference's run of the same seed, without one against the reference's mean.
+
+    None for a run that ended early: its loss belongs to another number of steps.
+    """
+    twins = [other for other in others if other.status == "finished" and seed_of(other) == seed_of(run)]
+    base = [loss for other in twins or others if (loss := other.at_end("final_val_loss")) is not None]
+    loss = run.at_end("final_val_loss")
+    return loss - statistics.fmean(base) if loss is not None and base else None
+
+
+def error_of(gaps: Sequence[float], errors: Sequence[float | None]) -> float | None:
+    """Return the standard error of a row's gap: over its seeds, for one seed from both losses' errors over batches.
+
+    Both see the same batches, so that for one seed it is an upper bound.
+
+    >>> error_of([1.0, 3.0, 5.0, 3.0], []), error_of([0.1], [3.0, 4.0]), error_of([0.1], [0.03, None])
+    (0.816496580927726, 5.0, None)
+    """
+    if len(gaps) > 1:
+        return statistics.stdev(gaps) / math.sqrt(len(gaps))
+    known = [error for error in errors if error is not None]
+    return math.hypot(*known) if known and len(known) == len(errors) else None
+
+
+def twin_of(run: Run, others: tuple[Run, ...]) -> Run | None:
+    """Return the run of the same seed, which saw the same batches, else the first; None without any."""
+    return next((other for other in others if seed_of(other) == seed_of(run)), others[0] if others else None)
+
+
+CONFIDENCE = 0.95
+ALPHA = 1 - CONFIDENCE
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of L - L_ref in nats over the seeds of both rows; for one seed nothing more.
+
+    `low` and `high` are the ends of its 95% t-interval, `p` the p-value of the two-sided paired t-test, `holm` the same
+    adjusted for the number of rows tested.
+    """
+
+    mean: float
+    seeds: int
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    holm: float | None = None
+
+    @property
+    def is_lead(self) -> bool:
+        """True for a difference of one seed."""
+        return self.low is None or self.high is None
+
+    @property
+    def is_found(self) -> bool:
+        """True if the interval excludes 0."""
+        return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
+
+
+def difference(losses: Mapping[Any, float], reference: Mapping[Any, float]) -> Difference | None:
+    """Return the paired difference of two rows' losses by seed; None without a common seed.
+
+    >>> found = difference({1: 2.0, 2: 2.2, 3: 2.1}, {1: 1.9, 2: 2.05, 4: 2.0})
+    >>> found.seeds, round(found.mean, 3), round(found.low, 2), round(found.high, 2), round(found.p, 2)
+    (2, 0.125, -0.19, 0.44, 0.13)
+    """
+    seeds = [seed for seed in losses if seed in reference]
+    if not seeds:
+        return None
+    apart = [losses[seed] - reference[seed] for seed in seeds]
+    mean = math.fsum(apart) / len(apart)
+    if len(apart) == 1:
+        return Difference(mean, 1)
+    from scipy.stats import ttest_1samp  # of differences: the paired test
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # all differences alike: an interval of no width
+        test = ttest_1samp(apart, 0.0)
+        low, high = map(float, test.confidence_interval(CONFIDENCE))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        low = high = mean
+    p = float(test.pvalue)
+    if not any(apart):
+        p = 1.0  # the same at every seed, and one of the family all the same
+    return Difference(mean, len(apart), low, high, p if math.isfinite(p) else None)
+
+
+def adjusted(found: Sequence[Difference | None]) -> list[Difference | None]:
+    """Return differences with `holm`: their p-values adjusted by Holm's method (statsmodels)."""
+    tested = [each.p for each in found if each is not None and each.p is not None]
+    if not tested:
+        return list(found)
+    from statsmodels.stats.multitest import multipletests
+
+    left = iter(multipletests(tested, method="holm")[1].tolist())
+    return [each if each is None or each.p is None else replace(each, holm=next(left)) for each in found]
+
+
+def difference_text(found: Difference | None, digits: int = 3) -> str:
+    """Format a difference for tables; a dash without one.
+
+    >>> difference_text(Difference(-0.02, 5, -0.03, -0.01, 0.001, 0.004))
+    '-0.020 [-0.030, -0.010], p 0.004'
+    >>> difference_text(Difference(-0.02, 5, -0.03, -0.01, 0.02, 0.06))
+    '-0.020 [-0.030, -0.010], p 0.06 (not after Holm)'
+    >>> difference_text(Difference(-0.02, 5, -0.05, 0.01, 0.2, 0.4))
+    'no difference found [-0.050, +0.010]'
+    >>> difference_text(Difference(-0.02, 1)), difference_text(None)
+    ('-0.020, one seed: a lead', '-')
+    """
+    if found is None:
+        return "-"
+    if found.low is None or found.high is None:
+        return f"{found.mean:+z.{digits}f}, one seed: a lead"
+    interval = f"[{found.low:+z.{digits}f}, {found.high:+z.{digits}f}]"
+    if not found.is_found:
+        return f"no difference found {interval}"
+    after = "" if found.holm is None else f", p {found.holm:.2g}" + (" (not after Holm)" if found.holm >= ALPHA else "")
+    return f"{found.mean:+z.{digits}f} {interval}{after}"

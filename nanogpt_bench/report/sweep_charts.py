@@ -1,22 +1,141 @@
-"""The charts of what runs say together: which format works where, learning rates, and all runs across all axes."""
+"""Files that a sweep leaves beside its runs, and charts of formats by layer, learning rates and all settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, Spec, category, curves, ink, names, of_row, over, quantity
-from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.parallel import NOTHING, Parallel, parallel
-from nanogpt_bench.report.rates import RateCurve, rate_curves, rate_ticks
-from nanogpt_bench.report.results import Row, loss_unit, row_label
-from nanogpt_bench.report.studies import LearningRateLimit, Sensitivity
+from nanogpt_bench.report.chart import Chart, Look, Spec, category, curves, ink, names, of_row, over, quantity
+from nanogpt_bench.report.results import mean_cosine
+from nanogpt_bench.report.rows import Row, flat, learning_rate, loss_unit, row_label, setting_without
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite, mapping
 
 LONGEST_MARK = 18
+RATE_KEYS = frozenset({"optimizer.lr", "optimizer.float_lr"})
+MOST_SETTINGS = 5
+# Settings that follow from format, rule and learning rate, or name a place.
+LEFT_OUT = frozenset(
+    {"rule", "seed", "data.seed", "model.seed", "data.dir", "optimizer.lr", "optimizer.float_lr", "runtime.threads"}
+)
+NOTHING = 1.08  # place of a missing value: above the axis
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The loss gap (nats) with one layer pattern alone in one format; None without a loss."""
+
+    patterns: tuple[str, ...]
+    formats: tuple[str, ...]
+    gap: tuple[tuple[float | None, ...], ...]
+    operand: str = ""
+    rule: str = ""
+    status: tuple[tuple[str, ...], ...] = ()
+    #: the checkpoint whose weights were rounded; "" if every cell was trained
+    of: str = ""
+
+    def ending(self, pattern: int, fmt: int) -> str:
+        """Return the ending of a cell without a gap, in a word or two."""
+        known = self.status[pattern][fmt] if self.status else ""
+        return known or "no loss"
+
+
+@dataclass(frozen=True)
+class LearningRateLimit:
+    """The largest stable and smallest unstable learning rate of a format and rule; None where not found."""
+
+    format: str
+    rule: str
+    stable: float | None
+    unstable: float | None
+
+
+@dataclass(frozen=True)
+class Studies:
+    """All such files in the folders of a report."""
+
+    sensitivities: tuple[Sensitivity, ...] = ()
+    limits: tuple[LearningRateLimit, ...] = ()
+    #: the rows of every tuning.json, unchanged
+    tunings: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_studies(folders: Iterable[Path]) -> Studies:
+    """Read sensitivity.json, lr_limits.json and tuning.json of folders; `notes` names each malformed file."""
+    notes: list[str] = []
+    sensitivities: list[Sensitivity] = []
+    limits: list[LearningRateLimit] = []
+    tunings: list[tuple[Mapping[str, Any], ...]] = []
+    for folder in dict.fromkeys(folders):
+        sensitivities += _read_sensitivity(folder / "sensitivity.json", notes)
+        limits += map(_read_limit, _read_rows(folder / "lr_limits.json", notes))
+        tunings += [tuned] if (tuned := tuple(_read_rows(folder / "tuning.json", notes))) else []
+    return Studies(tuple(sensitivities), tuple(dict.fromkeys(limits)), tuple(tunings), tuple(notes))
+
+
+def _read_sensitivity(path: Path, notes: list[str]) -> list[Sensitivity]:
+    if not path.is_file():
+        return []
+    content = mapping(path, notes)
+    patterns, formats, gap = (content.get(key) for key in ("patterns", "formats", "gap"))
+    if not _is_table(patterns, formats, gap):
+        notes.append(f"{path.name}: expected patterns, formats and a gap for each pair; left out")
+        return []
+    rows = tuple(tuple(finite(cell) for cell in line) for line in gap or ())
+    operand, rule = (str(content.get(key) or "") for key in ("operand", "rule"))
+    return [
+        Sensitivity(
+            tuple(map(str, patterns or ())),
+            tuple(map(str, formats or ())),
+            rows,
+            operand,
+            rule,
+            _cell_endings(content),
+            str(content.get("of") or ""),
+        )
+    ]
+
+
+def _cell_endings(content: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the ending of every cell; () unless the file has the whole table."""
+    table = content.get("status")
+    if not _is_table(content.get("patterns"), content.get("formats"), table):
+        return ()
+    return tuple(tuple(str(cell or "") for cell in line) for line in table or ())
+
+
+def _is_table(patterns: Any, formats: Any, gap: Any) -> bool:
+    if not all(isinstance(part, list) and part for part in (patterns, formats, gap)):
+        return False
+    return len(gap) == len(patterns) and all(isinstance(row, list) and len(row) == len(formats) for row in gap)
+
+
+def _read_rows(path: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+    if not path.is_file():
+        return []
+    rows = mapping(path, notes).get("rows")
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        notes.append(f"{path.name}: expected rows; left out")
+        return []
+    return [row for row in rows if isinstance(row, Mapping)]
+
+
+def _read_limit(row: Mapping[str, Any]) -> LearningRateLimit:
+    return LearningRateLimit(
+        str(row.get("format") or "none"),
+        str(row.get("rule") or "unknown"),
+        finite(row.get("largest_stable_lr")),
+        finite(row.get("smallest_unstable_lr")),
+    )
 
 
 def sensitivity_charts(studies: Sequence[Sensitivity]) -> list[Chart]:
-    """Which format works where: the loss gap when one layer pattern alone is quantised."""
+    """Return a heat map for each table: the loss gap with one layer pattern alone quantised."""
     return [_sensitivity_chart(f"sensitivity-{i}", study) for i, study in enumerate(studies)]
 
 
@@ -34,7 +153,7 @@ def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
     scale = {"domain": [-reach, 0, reach], "range": ink("diverging"), "interpolate": "rgb"}
     bar = {"title": None, "gradientThickness": 10, "tickCount": 5, "gradientLength": 34 * len(study.patterns)}
     colour = {"field": "gap", "type": "quantitative", "scale": scale, "legend": bar}
-    # The ends of the scale are dark on a light page and light on a dark one.
+    # The ends of the scale are dark in the light theme and light in the dark one.
     far = {"test": f"abs(datum.gap) > {0.6 * reach!r}", "value": ink("page")}
     spec = {
         "data": {"values": values},
@@ -58,12 +177,12 @@ def _sensitivity_chart(name: str, study: Sensitivity) -> Chart:
 
 
 def _cell_texts(study: Sensitivity, pattern: int) -> list[str]:
-    """The gaps of one pattern, and how the runs ended where they left no loss."""
+    """Return the gaps of one pattern, or the endings of runs without a loss."""
     return [study.ending(pattern, j) if gap is None else f"{gap:+z.3f}" for j, gap in enumerate(study.gap[pattern])]
 
 
 def rate_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    """Final validation loss over the learning rate; crosses along the top where no run came to its end."""
+    """Return final validation loss by learning rate, with crosses along the top for failed runs."""
     found = rate_curves(rows)
     losses = [point.loss for curve in found for point in curve.points if point.loss is not None]
     if not losses:
@@ -107,7 +226,7 @@ def _crosses(found: Sequence[RateCurve], looks: Mapping[str, Look], top: float, 
 
 
 def limit_chart(limits: Sequence[LearningRateLimit]) -> Chart | None:
-    """Between which learning rates each format and rule becomes unstable."""
+    """Return the largest stable and smallest unstable learning rate of each format and rule."""
     shown = [limit for limit in limits if limit.stable or limit.unstable]
     if not shown:
         return None
@@ -141,7 +260,7 @@ def _rate_tip(field: str) -> list[Spec]:
 
 
 def parallel_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
-    """Every run as a line across settings and outcomes."""
+    """Return parallel coordinates: each run a line across settings and outcomes."""
     found = parallel(rows)
     if found is None:
         return None
@@ -152,7 +271,7 @@ def parallel_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | No
     axes = [{"x": place, "y": 0, "end": 1} for place in range(count)]
     heads = [{"x": place, "y": NOTHING + 0.11, "text": axis.name} for place, axis in enumerate(found.axes)]
     head = {"type": "text", "fontWeight": "bold", "align": "left", "limit": 140, "color": ink("ink")}
-    # On a ground of the page's colour, so that lines do not run through the text.
+    # On the page's colour, so that no line crosses the text.
     ground = {"type": "text", "align": "left", "dx": 5, "stroke": ink("page"), "strokeWidth": 4, "opacity": 0.85}
     text = {"x": x, "y": y, "text": {"field": "text"}}
     spec["layer"] = [
@@ -180,3 +299,161 @@ def _axis_marks(found: Parallel) -> list[dict[str, Any]]:
         for place, axis in enumerate(found.axes)
         for height, text in axis.marks
     ]
+
+
+@dataclass(frozen=True)
+class RatePoint:
+    """The mean final val loss (nats) over the seeds at one learning rate, None if all failed, and the failures."""
+
+    rate: float
+    loss: float | None
+    failed: int
+
+
+@dataclass(frozen=True)
+class RateCurve:
+    """One setting at several learning rates, in the look of its first row, `row`."""
+
+    label: str
+    row: str
+    points: list[RatePoint]
+
+
+def rate_curves(rows: Sequence[Row]) -> list[RateCurve]:
+    """Return a curve for each setting with two learning rates or more."""
+    groups: dict[str, list[tuple[Row, Run, float]]] = {}
+    for row in rows:
+        for run in row.runs:
+            rate = learning_rate(run)
+            if rate is not None and run.config:
+                groups.setdefault(setting_without(run, RATE_KEYS), []).append((row, run, rate))
+    several = [group for group in groups.values() if len({rate for _, _, rate in group}) > 1]
+    labels = _rate_labels([group[0][0] for group in several])
+    return [_curve_of_rates(label, group) for label, group in zip(labels, several, strict=True)]
+
+
+def _rate_labels(rows: Sequence[Row]) -> list[str]:
+    """Return labels of format and rule, numbered where several settings share them."""
+    plain = [row_label(row.rule, row.format) for row in rows]
+    return [
+        f"{label} ({plain[: i + 1].count(label)})" if plain.count(label) > 1 else label for i, label in enumerate(plain)
+    ]
+
+
+def _curve_of_rates(label: str, group: Sequence[tuple[Row, Run, float]]) -> RateCurve:
+    rates = sorted({rate for _, _, rate in group})
+    return RateCurve(
+        label, group[0][0].label, [_rate_point(rate, [run for _, run, r in group if r == rate]) for rate in rates]
+    )
+
+
+def _rate_point(rate: float, runs: Sequence[Run]) -> RatePoint:
+    finished = [run.at_end("final_val_loss") for run in runs]
+    losses = [loss for loss in finished if loss is not None]
+    return RatePoint(rate, statistics.fmean(losses) if losses else None, len(runs) - len(losses))
+
+
+def rate_ticks(rates: Iterable[float], most: int = 4) -> list[float]:
+    """Return the learning rates to label on a logarithmic axis, far enough apart to be read.
+
+    >>> rate_ticks([0.001, 0.0011, 0.01, 0.1])
+    [0.001, 0.01, 0.1]
+    """
+    ordered = sorted(set(rates))
+    least = math.log(ordered[-1] / ordered[0]) / most if ordered else 0.0
+    kept: list[float] = []
+    for rate in ordered:
+        if not kept or math.log(rate / kept[-1]) >= least:
+            kept.append(rate)
+    return kept
+
+
+@dataclass(frozen=True)
+class ParallelAxis:
+    """A vertical axis: its name, its marks at places from 0 to 1, and the place of each run."""
+
+    name: str
+    marks: list[tuple[float, str]]
+    places: list[float]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """All axes from left to right, and the row and run of each line."""
+
+    axes: list[ParallelAxis]
+    rows: list[str]
+    runs: list[Run]
+
+
+def parallel(rows: Sequence[Row]) -> Parallel | None:
+    """Return the axes on which runs differ; None with fewer than two runs or three axes."""
+    lines = [(row, run) for row in rows for run in row.runs]
+    runs = [run for _, run in lines]
+    columns: dict[str, list[Any]] = {
+        "format": [run.format for run in runs],
+        "rule": [run.rule for run in runs],
+        "learning rate": [run.summary.get("lr") for run in runs],
+        **_varying(runs),
+        **{name: [outcome(run) for run in runs] for name, outcome in OUTCOMES.items()},
+    }
+    axes = [axis for name, values in columns.items() if (axis := _parallel_axis(name, values)) is not None]
+    if len(runs) < 2 or len(axes) < 3:
+        return None
+    return Parallel(axes, [row.label for row, _ in lines], runs)
+
+
+OUTCOMES: dict[str, Callable[[Run], float | None]] = {
+    "bytes/param": lambda run: run.number("bytes_per_parameter"),
+    "tokens/s": lambda run: run.number("tokens_per_s"),
+    "stall": lambda run: run.stall,
+    "arrived": lambda run: run.number("arrived"),
+    "grad cosine": mean_cosine,
+    "final val loss": lambda run: run.at_end("final_val_loss"),
+}
+
+
+def _varying(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return settings in which runs of one rule and format differ, by the last word of their key."""
+    configs = [flat(run.config) for run in runs]
+    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key not in LEFT_OUT]
+    by_kind: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for run, config in zip(runs, configs, strict=True):
+        by_kind.setdefault((run.rule, run.format), []).append(config)
+    chosen = [key for key in keys if any(_differ(group, key) for group in by_kind.values())]
+    return {key.rsplit(".", 1)[-1]: [c.get(key) for c in configs] for key in chosen[:MOST_SETTINGS]}
+
+
+def _differ(configs: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return len({str(config.get(key)) for config in configs}) > 1
+
+
+def _parallel_axis(name: str, values: Sequence[Any]) -> ParallelAxis | None:
+    """Return an axis of numbers if all values are numbers, else of words; None if all are equal."""
+    known = [value for value in values if value is not None]
+    if len({str(value) for value in known}) < 2:
+        return None
+    if all(finite(value) is not None for value in known):
+        return _number_axis(name, [None if value is None else float(value) for value in values])
+    words = list(dict.fromkeys(str(value) for value in known))
+    place = {word: i / (len(words) - 1) for i, word in enumerate(words)}
+    return ParallelAxis(
+        name, [(place[word], word) for word in words], [NOTHING if v is None else place[str(v)] for v in values]
+    )
+
+
+def _number_axis(name: str, values: Sequence[float | None]) -> ParallelAxis:
+    known = [value for value in values if value is not None]
+    low, high = min(known), max(known)
+    logarithmic = low > 0 and high / low >= 30
+    bend: Callable[[float], float] = math.log if logarithmic else float
+    width = bend(high) - bend(low)
+    middle = math.sqrt(low * high) if logarithmic else (low + high) / 2
+    marks = [((bend(value) - bend(low)) / width, _mark_text(value)) for value in (low, middle, high)]
+    return ParallelAxis(
+        name, marks, [NOTHING if value is None else (bend(value) - bend(low)) / width for value in values]
+    )
+
+
+def _mark_text(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"

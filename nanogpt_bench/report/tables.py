@@ -1,30 +1,30 @@
-"""The table of results as CSV (full precision), Markdown and LaTeX.
+"""Tables: results as CSV (full precision), Markdown and LaTeX, and what a sweep tuned.
 
-The readable tables, the terminal's and the page's among them, have the columns that tell rows apart, as many as fit.
+Readable tables, those of terminal and page among them, have the columns that tell rows apart, as many as fit.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from nanogpt_bench.config.metrics import BESIDE_LOSS, CODE_UNCHANGED
-from nanogpt_bench.report.paired import in_words
-from nanogpt_bench.report.rates import learning_rate
-from nanogpt_bench.report.results import Figure, Result, reference_name, shortfall
+from nanogpt_bench.report.results import Figure, Result, difference_text, reference_name
+from nanogpt_bench.report.rows import learning_rate, shortfall
+from nanogpt_bench.runs.read import finite
 from nanogpt_bench.system.csv_cells import cell
 from nanogpt_bench.system.errors import one_line
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the readable tables: its heading, its cell, and whether numbers line up on the right.
+    """A column of the readable tables: heading, cell, and alignment, to the right for numbers.
 
-    An optional column is left out of a table in which no row has anything in it. Of one whose dash says none, and not
-    that it is unknown, a dash is a value as others are.
+    An optional column is dropped if no row fills it. With `dash_counts` a dash means zero, and is a value like others.
     """
 
     heading: str
@@ -40,11 +40,11 @@ def _beside(name: str, result: Result) -> str:
 
 RUN, GAP, PAIRED = "run", "gap", "paired difference (95%)"
 LOSS, BEST, VERDICT = "val loss", "best val loss", "verdict"
-#: behind the heading of the rows' names where all gaps rest on one seed
+#: suffix of the first heading if all gaps rest on one seed
 LEAD = "one seed: a lead"
-#: characters of a line of a table
+#: characters per line of a table
 WIDEST = 120
-#: of a verdict as it is counted; the message of a failed run goes on beyond the others' lines
+#: characters of a verdict that count; the message of a failed run exceeds its line
 WIDEST_VERDICT = 24
 COLUMNS = (
     Column(RUN, lambda r: r.row.label, numeric=False),
@@ -53,9 +53,9 @@ COLUMNS = (
     Column("val s.e.", lambda r: NOTHING if r.val_loss_se is None else f"{r.val_loss_se:.4f}", optional=True),
     Column(BEST, lambda r: format_figure(r.best_val_loss)),
     *(Column(metric.title, partial(_beside, metric.figure), optional=True) for metric in BESIDE_LOSS),
-    Column("its difference (95%)", lambda r: in_words(r.also_difference), optional=True),
+    Column("its difference (95%)", lambda r: difference_text(r.also_difference), optional=True),
     Column(GAP, lambda r: format_gap(r)),
-    Column(PAIRED, lambda r: in_words(r.difference), optional=True),
+    Column(PAIRED, lambda r: difference_text(r.difference), optional=True),
     Column("tokens to gap", lambda r: format_tokens(r.tokens_to_gap), optional=True),
     Column("bytes", lambda r: "-" if r.bytes_per_parameter is None else f"{r.bytes_per_parameter:.2f}"),
     Column("stall", lambda r: format_stall(r)),
@@ -66,7 +66,7 @@ COLUMNS = (
     Column(VERDICT, lambda r: r.verdict.text, numeric=False),
 )
 NOTHING = "-"
-#: the columns that go first where a table is too wide; those that are not named stay
+#: the order in which columns are dropped from a table that is too wide; others stay
 FIRST_TO_GO = (
     *("tokens to gap", "val s.e.", "alerts", "grad cosine", BEST, "arrived", "tokens/s", "its difference (95%)", "lr"),
     *("stall", *(metric.title for metric in BESIDE_LOSS), "bytes", GAP, PAIRED),
@@ -74,12 +74,11 @@ FIRST_TO_GO = (
 
 
 def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
-    """The columns of a table of these rows: those that tell rows apart, as many as fit into 120 characters.
+    """Return the columns of a table of these rows: those that tell rows apart, as many as fit into 120 characters.
 
-    A column goes in which no row has anything, in which all that is known is the same, or whose cells are those of the
-    column before it (the best loss where it is the last). The heading of the gap says what it is measured against, the
-    first one that all gaps rest on one seed, where they do (then there is no column of intervals), and how many runs of
-    how many the table is made from, where some are still to come. Without a reference there is no gap.
+    A column is dropped if it is empty, if its known cells are all equal, or if it repeats the column before (the best
+    loss where it is the last). The heading of the gap names the reference. The first heading says if all gaps rest on
+    one seed (then there are no intervals) and how many runs are missing. Without a reference there is no gap.
     """
     leads = [result.difference.is_lead for result in results if result.difference is not None]
     measured = any(result.reference for result in results)
@@ -89,14 +88,14 @@ def shown_columns(results: Sequence[Result]) -> tuple[Column, ...]:
     widths = {c.heading: _width(headings.get(c.heading, c.heading), c, results) for c in shown}
     paired = PAIRED in widths
     for heading in FIRST_TO_GO:
-        # one of the gap and its interval stays
+        # either the gap or its interval stays
         if line_width(widths.values()) > WIDEST and heading != (PAIRED if paired else GAP):
             widths.pop(heading, None)
     return tuple(replace(c, heading=headings.get(c.heading, c.heading)) for c in shown if c.heading in widths)
 
 
 def _tells(column: Column, results: Sequence[Result]) -> bool:
-    """Whether a column tells something: of one row all that it has, of several what is not the same in all of them."""
+    """True if a column is worth its width: for one row if it is filled, for several if it tells them apart."""
     cells = [column.cell(result) for result in results]
     known = [cell for cell in cells if cell != NOTHING]
     if column.heading in (RUN, LOSS, GAP, VERDICT):
@@ -115,7 +114,7 @@ def _width(heading: str, column: Column, results: Sequence[Result]) -> int:
 
 
 def line_width(widths: Iterable[int]) -> int:
-    """The characters of a line of a table whose columns are so wide.
+    """Return the characters per line of a table with columns of these widths.
 
     >>> line_width([3, 4]) == len("| run | loss |")
     True
@@ -125,13 +124,13 @@ def line_width(widths: Iterable[int]) -> int:
 
 
 def run_heading(results: Sequence[Result], *, lead: bool = False) -> str:
-    """The heading of the rows' names, which says so where runs are missing, or where all gaps rest on one seed."""
+    """Return the heading of the rows' names, with a note on missing runs and on gaps of one seed."""
     said = "; ".join(filter(None, (shortfall(result.row for result in results), LEAD if lead else "")))
     return f"{RUN} ({said})" if said else RUN
 
 
 def format_figure(value: Figure | None, digits: int = 3) -> str:
-    """Mean, with the spread over seeds behind it when there is one; a dash when unknown.
+    """Format the mean, and the spread over seeds if there is one; a dash if unknown.
 
     >>> format_figure(Figure(1.5, 0.0125)), format_figure(Figure(1.5)), format_figure(None)
     ('1.500 ± 0.013', '1.500', '-')
@@ -142,7 +141,7 @@ def format_figure(value: Figure | None, digits: int = 3) -> str:
 
 
 def format_rates(result: Result) -> str:
-    """The learning rate of the row's runs, in the unit of their optimizer; of a row that has several, each."""
+    """Format the learning rates of the row's runs, in the unit of their optimizer."""
     return ", ".join(f"{rate:g}" for rate in _rates(result)) or NOTHING
 
 
@@ -151,7 +150,7 @@ def _rates(result: Result) -> list[float]:
 
 
 def format_tokens(value: Figure | None) -> str:
-    """A number of tokens in at most three digits and a unit.
+    """Format a number of tokens in at most three digits and a unit.
 
     >>> format_tokens(Figure(76800.0)), format_tokens(Figure(1.2e6)), format_tokens(None)
     ('76.8k', '1.2M', '-')
@@ -165,7 +164,7 @@ def format_tokens(value: Figure | None) -> str:
 
 
 def format_gap(result: Result) -> str:
-    """The gap to the reference in nats and per cent; the reference itself has none."""
+    """Format the gap to the reference in nats and per cent; a dash for the reference itself."""
     if result.reference or result.gap is None:
         return "-"
     spread = f" ± {result.gap.spread:.3f}" if result.gap.spread is not None else ""
@@ -174,7 +173,7 @@ def format_gap(result: Result) -> str:
 
 
 def format_stall(result: Result) -> str:
-    """The share of weights that a requested update left where they were; `code` marks code_unchanged."""
+    """Format the share of weights that a requested update left unmoved; `code` marks code_unchanged."""
     if result.stall is None:
         return "-"
     mark = " code" if result.stall_metric == CODE_UNCHANGED.name else ""
@@ -182,10 +181,10 @@ def format_stall(result: Result) -> str:
 
 
 def to_csv(results: Sequence[Result]) -> str:
-    """One line a row, numbers in full, empty where unknown, no text that a spreadsheet would take for a formula.
+    """Return one line per row, numbers in full, empty if unknown, without text that a spreadsheet runs as a formula.
 
-    Where documents were classified, F1 and R-precision follow, and the loss on another text where there was one. Where
-    runs are missing, a last column says in every line how many there are of how many.
+    Measurements beside the loss (F1, R-precision, the loss on another text) get columns if any row has them. If runs
+    are missing, a last column has their count on every line.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -252,12 +251,12 @@ CSV_FIELDS: dict[str, Callable[[Result], object]] = {
 
 
 def to_text(results: Sequence[Result]) -> str:
-    """The table in plain text, columns lined up."""
+    """Return the table in plain text, columns aligned."""
     return _padded(results, one_line)
 
 
 def to_markdown(results: Sequence[Result]) -> str:
-    """A GitHub table, columns padded so that it reads as plain text too."""
+    """Return a GitHub table, columns padded so that it reads as plain text too."""
     return _padded(results, _markdown_cell)
 
 
@@ -269,7 +268,7 @@ def _padded(results: Sequence[Result], cell: Callable[[str], str]) -> str:
 
 
 def padded(lines: Sequence[Sequence[str]], numeric: Sequence[bool] | None = None) -> str:
-    """Return lines of cells, the heading first, as a GitHub table; all columns but the first are numeric unless said.
+    """Return lines of cells, the heading first, as a GitHub table; by default all columns but the first are numeric.
 
     >>> print(padded([["run", "loss"], ["fp32", "2.1"]]), end="")
     | run  | loss |
@@ -316,7 +315,7 @@ LATEX_ESCAPES = str.maketrans(
 
 
 def to_latex(results: Sequence[Result]) -> str:
-    """A tabular for the package booktabs."""
+    """Return a tabular for the package booktabs."""
     columns = shown_columns(results)
     align = "".join("r" if column.numeric else "l" for column in columns)
     head = " & ".join(_latex_cell(column.heading) for column in columns)
@@ -328,3 +327,54 @@ def to_latex(results: Sequence[Result]) -> str:
 
 def _latex_cell(text: str) -> str:
     return " ".join(text.translate(LATEX_ESCAPES).split())
+
+
+TUNING_HEADINGS = ("tuned", "key", "best", "tried", "trials", "steps", "seconds")
+TUNING_COSTS = ("runs", "steps", "seconds")
+#: the number of columns of text
+TUNING_WORDS = 2
+
+
+def tuning_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what was tuned and what it cost as a Markdown table."""
+    lines = [
+        TUNING_HEADINGS,
+        ["---"] * TUNING_WORDS + ["---:"] * (len(TUNING_HEADINGS) - TUNING_WORDS),
+        *tuning_cells(rows),
+    ]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def tuning_cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the table's lines, one per row and key, and one of the total cost."""
+    for row in rows:
+        costs = [_count(_part(row, "cost").get(name)) for name in TUNING_COSTS]
+        for key in _part(row, "start"):
+            yield [one_line(str(row.get("label") or "")), key, _best(row, key), _tried(row, key), *costs]
+            costs = [""] * len(TUNING_COSTS)  # one search tries all keys of a row
+    total = [sum(finite(_part(row, "cost").get(name)) or 0.0 for row in rows) for name in TUNING_COSTS]
+    yield ["all", "", "", "", *map(_count, total)]
+
+
+def _part(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = row.get(key)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _best(row: Mapping[str, Any], key: str) -> str:
+    value = finite(_part(row, "best").get(key))
+    return "-" if value is None else f"{value:g}"
+
+
+def _tried(row: Mapping[str, Any], key: str) -> str:
+    """Return the range of values tried, with a note if the best of a finished search is at an end of it."""
+    trials = row.get("trials")
+    trials = [trial for trial in trials if isinstance(trial, Mapping)] if isinstance(trials, list) else []
+    values = [finite(_part(trial, "values").get(key)) for trial in trials]
+    known = [value for value in values if value is not None]
+    edge = ", best not inside" if row.get("over") and not _part(row, "inside").get(key) else ""
+    return f"{min(known):g} to {max(known):g}{edge}" if known else "-"
+
+
+def _count(value: Any) -> str:
+    return f"{finite(value) or 0.0:,.0f}"

@@ -1,24 +1,66 @@
-"""What became of a row, said against the reference: thresholds in, one short sentence of facts out."""
+"""The verdict on a row: the end of its runs, its loss against the reference's, and the classes of failure found."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from nanogpt_bench.config.metrics import LIMITS
-from nanogpt_bench.report.classes import classes_found, in_words
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import BenchError
 
+CLASS_NAMES = {"nan": "NaN"}
+#: classes of the loss itself; the others are possible causes
+OF_THE_LOSS = ("nan", "divergence")
+MOST_CLASSES = 2  # classes that a verdict names
 LONGEST_MESSAGE = 160
 DIVERGED = "divergence"
 
 
+def class_name(kind: str) -> str:
+    """Return the display name of a failure class.
+
+    >>> class_name("zero_gradients"), class_name("nan")
+    ('zero gradients', 'NaN')
+    """
+    return CLASS_NAMES.get(kind, kind.replace("_", " "))
+
+
+def classes_found(runs: Sequence[Run], *, of_the_loss: bool = False) -> list[str]:
+    """Return the failure classes of one row's runs: those of the loss first, then in order of onset."""
+    kinds = _class_counts(runs)
+    ranked = sorted(kinds, key=lambda kind: kind not in OF_THE_LOSS)
+    return [kind for kind in ranked if kind in OF_THE_LOSS] if of_the_loss else ranked
+
+
+def class_names(kinds: Sequence[str], runs: Sequence[Run], figures: Mapping[str, str] | None = None) -> str:
+    """Return the first classes by name, each with its share of seeds where some lack it, and the number of the rest.
+
+    `figures` replaces the name of a class whose size is known, such as `stall 90%`.
+    """
+    counts, told = _class_counts(runs), figures or {}
+    words = [
+        told.get(kind, class_name(kind)) + _share_of_seeds(counts[kind], len(runs)) for kind in kinds[:MOST_CLASSES]
+    ]
+    more = len(kinds) - MOST_CLASSES
+    return ", ".join(words) + (f" and {more} more" if more > 0 else "")
+
+
+def _class_counts(runs: Sequence[Run]) -> Counter[str]:
+    """Count the runs in which each class was found."""
+    return Counter(kind for run in runs for kind in dict.fromkeys(finding.kind for finding in run.findings))
+
+
+def _share_of_seeds(found: int, of: int) -> str:
+    return f" ({found} of {of} seeds)" if found < of else ""
+
+
 @dataclass(frozen=True)
 class Thresholds:
-    """When a row counts as within reach of the reference, and what beside the loss is worth a word."""
+    """The limits that a verdict applies to the loss, the stall, the gradient cosine and the alerts."""
 
     within: float = 0.10  # final val loss may exceed the reference's by this share
     stall: float = LIMITS["stall"]  # share of weights whose requested update did not change them
@@ -65,13 +107,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a row is judged by; None where it was not measured.
+    """The measurements that a verdict is reached from; None where there is none.
 
-    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` L - L_ref and `gap_error` its
-    standard error, `stall` a share of weights,
-    `cosine` the mean over the run of its gradient's cosine against the float32 shadow's. `unlike` names what else
-    differs from the reference than what is compared, such as the corpus: there no gap says anything. `unmeasured` rows
-    have no reference at all, and none is spoken of.
+    `gap_share` is (L - L_ref) / L_ref of the final validation losses in nats, `gap` is L - L_ref and `gap_error` its
+    standard error. `stall` is a share of weights, `cosine` the mean cosine of the gradient and the float32 shadow's.
+    `unlike` names further differences from the reference, such as the corpus, which make the gap meaningless.
+    `unmeasured` rows have no reference.
     """
 
     gap_share: float | None = None
@@ -88,12 +129,11 @@ class Evidence:
 def judge(
     runs: Sequence[Run], evidence: Evidence, *, thresholds: Thresholds = DEFAULTS, running: bool = False
 ) -> Verdict:
-    """The verdict over the runs of one row (its seeds).
+    """Return the verdict on the runs of one row (its seeds).
 
-    A failure outranks an early end, which outranks the comparison of losses; a row within reach whose
-    gradients or alerts speak against it, or whose loss diverged on its way, is doubtful. The classes of failure found
-    in a row that is short of the reference come first, for they say what happened; where it is not known how far off a
-    row is, only those of the loss itself do. A stall at or above the threshold is named where the row is short.
+    A failure outranks an early end, which outranks the comparison of losses. A row within reach of the reference is
+    doubtful if its gradient cosine or alerts exceed their limits or its loss diverged. A row out of reach is named by
+    its failure classes first, and by its stall at or above the limit; a row of unknown gap by those of the loss alone.
     """
     if running and (not runs or any(run.status == "incomplete" for run in runs)):
         return Verdict(Outcome.UNKNOWN, f"running, step {runs[-1].last_step or 0}" if runs else "waiting")
@@ -110,18 +150,18 @@ def judge(
 
 
 def _near(outcome: Outcome, text: str, runs: Sequence[Run], evidence: Evidence, thresholds: Thresholds) -> Verdict:
-    """The verdict over the reference, or a row within reach of it."""
+    """Return the verdict on the reference, or on a row within reach of it."""
     doubts = _doubts(evidence, thresholds) if outcome is Outcome.WITHIN else []
-    doubts += [in_words([DIVERGED], runs)] if DIVERGED in classes_found(runs) else []
+    doubts += [class_names([DIVERGED], runs)] if DIVERGED in classes_found(runs) else []
     doubtful = doubts and outcome is Outcome.WITHIN
     return Verdict(Outcome.DOUBTFUL if doubtful else outcome, "; ".join([text, *doubts]))
 
 
 def _classes(runs: Sequence[Run], figures: Mapping[str, str] | None = None, *, of_the_loss: bool = False) -> list[str]:
-    """The classes of failure that a verdict begins with, without what the end of the run says itself."""
+    """Return the failure classes that a verdict begins with, without the one that ended the run."""
     ended_by = {(run.failure or {}).get("kind") for run in runs if run.status == "failed"}
     kinds = [kind for kind in classes_found(runs, of_the_loss=of_the_loss) if kind not in ended_by]
-    return [in_words(kinds, runs, figures)] if kinds else []
+    return [class_names(kinds, runs, figures)] if kinds else []
 
 
 def _doubts(evidence: Evidence, thresholds: Thresholds) -> list[str]:
@@ -139,7 +179,7 @@ def _stalled(evidence: Evidence, thresholds: Thresholds) -> list[str]:
 
 
 def _ending(runs: Sequence[Run]) -> tuple[Outcome, str] | None:
-    """What is to say about runs that did not run to their planned end."""
+    """Return outcome and text of runs that did not reach their planned end; None if all did."""
     for status, outcome in (
         ("failed", Outcome.FAILED),
         ("stopped", Outcome.UNFINISHED),
@@ -153,7 +193,7 @@ def _ending(runs: Sequence[Run]) -> tuple[Outcome, str] | None:
 
 
 def describe_ending(run: Run) -> str:
-    """How a run that did not finish ended: its failure or its last step, in words."""
+    """Return the failure or the last step of an unfinished run in words."""
     failure = run.failure or {}
     step = failure.get("step", run.last_step)
     message = " ".join(str(failure.get("message") or failure.get("kind") or "").split())
@@ -182,7 +222,7 @@ def _comparison(evidence: Evidence, thresholds: Thresholds) -> tuple[Outcome, st
 
 
 def _is_behind(evidence: Evidence, thresholds: Thresholds) -> bool:
-    """Whether a gap is more than its noise, and large enough to matter; of one without a standard error, none is."""
+    """Test a gap against twice its standard error and the limit; a gap without a standard error never passes."""
     if evidence.gap is None or evidence.gap_error is None:
         return False
     return evidence.gap > max(thresholds.behind, 2.0 * evidence.gap_error)

@@ -14,7 +14,7 @@ from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.report.exported import read_export
+from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.step.resolve import resolve

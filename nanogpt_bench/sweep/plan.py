@@ -16,7 +16,7 @@ from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.rules import RULES, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.report.results import row_label
+from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.step.formats import format_summary, weight_format
 from nanogpt_bench.step.parallel import refuse_parallel
 from nanogpt_bench.step.resolve import resolve, rule_name

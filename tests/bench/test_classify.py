@@ -22,7 +22,8 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.documents import documents_of, drawn
 from nanogpt_bench.evaluation.losses import evaluate_run
 from nanogpt_bench.model.gpt import PADDING, Classifier, GPTShape, build_model
-from nanogpt_bench.report.results import find_reference, group_rows, loss_unit, measure
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows, loss_unit
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.step.multilabel import document_losses, f1_scores, r_precision

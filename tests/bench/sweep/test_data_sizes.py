@@ -12,10 +12,10 @@ import yaml
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.report.length import LADDERS, appearance, cells_of, climbed, ladder_chart
-from nanogpt_bench.report.paired import Difference
-from nanogpt_bench.report.palette import looks
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.ladders import LADDERS, appearance, cells_of, climbed, ladder_chart
+from nanogpt_bench.report.results import Difference, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.sweep.file import read_sweep

@@ -1,4 +1,4 @@
-"""Sweeps over the length or the size of the model: a schedule and a reference for each, and the gap by it."""
+"""Sweeps over the length: a schedule and a reference for each, and the gap by it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,35 @@ import pytest
 from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.settings import flatten
-from nanogpt_bench.report.length import LADDERS, cells_of, climbed, ladder_chart
-from nanogpt_bench.report.palette import looks
-from nanogpt_bench.report.pictures import chosen
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.figures import chosen
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed, ladder_chart
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import load_run
 
-LENGTH, _, SIZE = LADDERS
+LENGTH = LADDERS[0]
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory, corpus_dir):
     """A sweep over two lengths and two seeds, trained."""
-    return trained(tmp_path_factory.mktemp("lengths"), corpus_dir, {"train.max_steps": [4, 8]})
-
-
-def trained(folder: Path, corpus_dir: Path, axes: dict[str, list[int]]) -> Path:
-    path = folder / "sweep.yaml"
-    model = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16}
+    folder = tmp_path_factory.mktemp("lengths")
     settings = {
         "data.dir": str(corpus_dir),
-        "model": model,
+        "model": {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 16},
         "train": {"batch_size": 4, "precision": "float32"},
         "eval": {"interval": 100, "batches": 5},
         "optimizer": {"warmup_steps": 1, "stiffness_end": None},
         "runtime.threads": 1,
     }
-    settings["train"]["max_steps"] = 4
-    settings = {key: value for key, value in flatten(settings) if key not in axes}
-    axes = {"rule": ["fp32", "sgd"], **axes, "seed": [1, 2]}
+    axes = {"rule": ["fp32", "sgd"], "train.max_steps": [4, 8], "seed": [1, 2]}
+    path = folder / "sweep.yaml"
     path.write_text(json.dumps({"settings": settings, "axes": axes, "reference": "fp32"}))
-    patch = pytest.MonkeyPatch()
-    train_here(patch)
-    assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1"]) == 0
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        train_here(patch)
+        assert main(["sweep", str(path), "--out", str(folder / "out"), "--workers", "1"]) == 0
     return folder / "out"
 
 
@@ -88,26 +81,6 @@ def test_each_length_is_measured_against_its_own(swept):
     ]
     assert 'id="chart-length"' in page
     assert chosen([chart]) == {"gap_by_length": [chart]}
-
-
-def test_each_size_is_measured_against_its_own(tmp_path, corpus_dir, capsys):
-    swept = trained(tmp_path, corpus_dir, {"model.n_embd": [8, 16]})
-    rows = group_rows([load_run(path) for path in find_runs([swept])])
-    found = climbed(SIZE, measure(rows, find_reference(rows, "fp32 n_embd=8")))
-    assert climbed(LENGTH, measure(rows, find_reference(rows, "fp32 n_embd=8"))) == {}
-    assert list(found) == ["sgd"]
-    for (parameters, result), width in zip(sorted(found["sgd"].items()), (8, 16), strict=True):
-        summaries = [
-            [json.loads((swept / f"{rule}-n_embd={width}-seed={seed}" / "summary.json").read_text()) for seed in (1, 2)]
-            for rule in ("sgd", "fp32")
-        ]
-        apart = [own["final_val_loss"] - its["final_val_loss"] for own, its in zip(*summaries, strict=True)]
-        assert parameters == summaries[0][0]["parameters"]
-        assert result.difference.mean == pytest.approx(sum(apart) / 2)
-    heading, _ = cells_of(SIZE, found)
-    assert heading == ["run", *(f"{parameters:,} parameters" for parameters in sorted(found["sgd"]))]
-    assert (swept / "gap_by_size.md").read_text().splitlines()[0].split()[1] == "run"
-    assert 'id="size"' in (swept / "report.html").read_text()
 
 
 def _loss(swept: Path, rule: str, steps: int, seed: int) -> float:

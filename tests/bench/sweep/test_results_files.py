@@ -16,7 +16,7 @@ from sweep_runs import train_here
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.report import build
-from nanogpt_bench.report.exported import read_export
+from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.runs.environment import commit, cpu_model
 from nanogpt_bench.runs.load import Run
 

@@ -15,7 +15,7 @@ from sweep_runs import read_json, runs_of, train_here, trained
 from nanogpt_bench.cli import main
 from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.report import build
-from nanogpt_bench.report.tuned import tuning_table
+from nanogpt_bench.report.tables import tuning_table
 from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.sweep.file import read_sweep, shipped_sweeps
 from nanogpt_bench.sweep.pattern_search import best_place, is_inside, next_places

@@ -11,29 +11,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find run_folders.py and chromium.py
 
-import run_folders
+import run_folders as made
 
 
-@pytest.fixture(scope="session")
-def write_run() -> Callable[..., Any]:
-    return run_folders.write_run
+def _given(function: Callable[..., Any]) -> Any:
+    """A fixture that is the function."""
+    return pytest.fixture(scope="session", name=function.__name__)(lambda: function)
 
 
-@pytest.fixture(scope="session")
-def write_comparison() -> Callable[..., Any]:
-    return run_folders.write_comparison
-
-
-@pytest.fixture(scope="session")
-def write_metrics() -> Callable[..., Any]:
-    return run_folders.write_metrics
-
-
-@pytest.fixture(scope="session")
-def write_alerts() -> Callable[..., Any]:
-    return run_folders.write_alerts
-
-
-@pytest.fixture(scope="session")
-def write_distributions() -> Callable[..., Any]:
-    return run_folders.write_distributions
+write_run, write_comparison = _given(made.write_run), _given(made.write_comparison)
+write_metrics, write_alerts = _given(made.write_metrics), _given(made.write_alerts)
+write_distributions = _given(made.write_distributions)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 from PIL import Image
 
-from nanogpt_bench.report.loss_charts import loss_charts
-from nanogpt_bench.report.palette import COLOURS, looks
-from nanogpt_bench.report.pictures import chosen as chosen_charts
-from nanogpt_bench.report.pictures import write_figures
-from nanogpt_bench.report.results import find_reference, group_rows, measure
-from nanogpt_bench.report.sections import Page, all_sections
-from nanogpt_bench.report.series import close_range, grid_histograms, lines, loss_range
+from nanogpt_bench.report import figures
+from nanogpt_bench.report.chart import COLOURS, looks
+from nanogpt_bench.report.curve_charts import close_range, lines_of, loss_charts, loss_range
+from nanogpt_bench.report.figures import chosen as chosen_charts
+from nanogpt_bench.report.figures import write_figures
+from nanogpt_bench.report.page import Page, all_sections
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.weight_charts import grid_histograms
 from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth
 from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.system.errors import BenchError
 
 
 def prepared(paths):
@@ -64,19 +68,25 @@ def test_every_figure_is_a_png_and_an_svg_that_shows_something(tmp_path, write_c
             assert "E4M3 nearest" in "".join(ElementTree.parse(path).getroot().itertext())
 
 
-def test_float_runs_alone_have_no_stall_and_no_grid(tmp_path, write_run):
-    results, chosen = prepared([write_run(tmp_path / "runs" / "a")])
-    written = write_figures(charts_of(results, chosen), chosen, tmp_path / "figures")
-    assert {path.stem for path in written} == {"loss_curves"}
-
-
-@pytest.mark.parametrize("name", ["_hidden", "$x$ and $", "<script>alert(1)</script>", "日本語", "n" * 300])
-def test_names_are_drawn_as_text(tmp_path, write_run, name):
-    paths = [write_run(tmp_path / "runs" / str(i), rule=f"{name}{i}") for i in range(2)]
-    results, chosen = prepared(paths)
+def test_names_are_drawn_as_text(tmp_path, write_run):
+    names = ("_hidden", "$x$ and $", "<script>alert(1)</script>", "日本語", "n" * 300)
+    results, chosen = prepared([write_run(tmp_path / "runs" / str(i), rule=name) for i, name in enumerate(names)])
     write_figures(loss_charts([result.row for result in results], chosen, None), chosen, tmp_path)
     text = "".join(ElementTree.parse(tmp_path / "loss_curves.svg").getroot().itertext())
-    assert name[:20] in text
+    assert [name for name in names if name[:20] not in text] == []
+
+
+@pytest.mark.parametrize("call", [lambda: figures.svg({}), lambda: figures.javascript("")], ids=["svg", "javascript"])
+def test_a_forked_process_is_refused_where_it_would_wait_for_ever(call, monkeypatch):
+    monkeypatch.setattr(figures, "_process", [os.getpid() + 1])
+    with pytest.raises(BenchError, match="forked from one that drew"):
+        call()
+
+
+def test_a_description_that_can_not_be_drawn_is_one_line():
+    with pytest.raises(BenchError, match="a figure can't be drawn: ") as caught:
+        figures.svg({"mark": "none", "data": {"values": []}})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_without_records_is_left_out(tmp_path, write_run):
@@ -85,12 +95,12 @@ def test_a_run_without_records_is_left_out(tmp_path, write_run):
     results, chosen = prepared([whole, empty])
     drawn = chosen_charts(charts_of(results, chosen))
     assert [len(chart.values) for chart in drawn["loss_curves"]] == [1, 1, 1]
-    assert "weights" not in drawn
+    assert set(drawn) == {"gap", "loss_curves"}  # of floats there is no stall and no grid
 
 
 def test_curves_keep_their_ends_and_stay_small(tmp_path, write_run):
     (result,), _ = prepared([write_run(tmp_path / "a", steps=3000)])
-    (line,) = lines([result.row], "train/loss")
+    (line,) = lines_of([result.row], "train/loss")
     assert len(line.xs) == MAX_POINTS
     assert (line.xs[0], line.xs[-1]) == (0, 3000)
     assert decimate(10_000, 500)[-1] == 9_999
@@ -107,13 +117,13 @@ def test_smoothing_is_unbiased_and_keeps_gaps():
 
 def test_the_loss_axis_leaves_out_the_first_descent(tmp_path, write_run):
     (result,), _ = prepared([write_run(tmp_path / "a")])
-    low, high = loss_range(lines([result.row], "val/loss"))
+    low, high = loss_range(lines_of([result.row], "val/loss"))
     assert low < 2.1 < high < math.log(256)
 
 
 def test_the_magnified_axis_holds_the_end_of_the_reference_and_not_of_a_row_far_off(tmp_path, write_run):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="nearest", fmt="E7M0", final=4.5)]
-    drawn = lines(group_rows([load_run(path) for path in runs]), "val/loss")
+    drawn = lines_of(group_rows([load_run(path) for path in runs]), "val/loss")
     low, high = close_range(drawn, "bf16-mixed")
     assert low < 2.1 < high < 4.5
     assert close_range(drawn, None) is None
@@ -128,17 +138,14 @@ def test_histograms_add_up_over_layers(tmp_path, write_run):
     assert histogram.values[histogram.positions.index(0)] == 0.0
 
 
-def test_rows_differ_in_colour_or_dash(tmp_path, write_comparison):
-    _, chosen = prepared(write_comparison(tmp_path))
+def test_rows_differ_in_colour_or_dash(tmp_path, write_comparison, write_run):
+    _, chosen = prepared(write_comparison(tmp_path / "a"))
+    _, alike = prepared([write_run(tmp_path / str(i), rule="sgd", lr=10.0**-i) for i in range(1, 9)])
+    assert len({(look.colour, look.dash) for look in alike.values()}) == 8
     assert len({(look.colour, look.dash) for look in chosen.values()}) == len(chosen)
     assert chosen["E4M3 nearest"].colour == chosen["E7M0 nearest"].colour
     assert chosen["bf16-mixed"].colour is None
     assert len(set(COLOURS)) == len(COLOURS)
-
-
-def test_rows_of_one_rule_and_format_differ_too(tmp_path, write_run):
-    _, chosen = prepared([write_run(tmp_path / str(i), rule="sgd", lr=10.0**-i) for i in range(1, 9)])
-    assert len({(look.colour, look.dash) for look in chosen.values()}) == 8
 
 
 def test_a_long_legend_makes_room_for_itself(tmp_path, write_run):

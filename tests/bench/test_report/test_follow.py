@@ -15,7 +15,7 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
-from nanogpt_bench.report import follow
+from nanogpt_bench.report import build
 from nanogpt_bench.training.train import run
 
 AGAIN = 'http-equiv="refresh"'
@@ -38,34 +38,34 @@ def until(path: Path, holds: Callable[[str], bool]) -> str:
 
 
 def drawing(run_dir: Path, pause: float) -> subprocess.Popen[bytes]:
-    code = f"import pathlib; from nanogpt_bench.report import follow; follow.follow(pathlib.Path(argv[1]), {pause})"
+    code = f"import pathlib; from nanogpt_bench.report import build; build.follow(pathlib.Path(argv[1]), {pause})"
     return subprocess.Popen([sys.executable, "-c", f"from sys import argv; {code}", run_dir], stdin=subprocess.PIPE)
 
 
 def test_the_page_follows_the_records_and_is_whole_when_the_run_has_gone(run_dir: Path) -> None:
-    page = run_dir / follow.FOLDER / "report.html"
+    page = run_dir / build.FOLDER / "report.html"
     process = drawing(run_dir, 0.1)
     assert process.stdin is not None
     assert AGAIN in until(page, lambda text: AGAIN in text)
     process.stdin.close()  # as the end of the run does, by a kill as well
     assert process.wait(60) == 0
     assert AGAIN not in page.read_text(encoding="utf-8")
-    assert list((run_dir / follow.FOLDER / "figures").iterdir())
+    assert list((run_dir / build.FOLDER / "figures").iterdir())
 
 
 def test_the_context_ends_what_it_began(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
-    (run_dir / follow.FOLDER / "report.html").unlink(missing_ok=True)
-    with pytest.raises(KeyboardInterrupt), follow.followed(run_dir) as page:
+    (run_dir / build.FOLDER / "report.html").unlink(missing_ok=True)
+    with pytest.raises(KeyboardInterrupt), build.followed(run_dir) as page:
         raise KeyboardInterrupt
     assert started[0].returncode == 0
     assert AGAIN not in page.read_text(encoding="utf-8")
 
 
 def test_one_that_hangs_is_killed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "_PATIENCE", 0.1)
+    monkeypatch.setattr(build, "_PATIENCE", 0.1)
     started = []
     popen = subprocess.Popen
 
@@ -74,7 +74,7 @@ def test_one_that_hangs_is_killed(run_dir: Path, monkeypatch: pytest.MonkeyPatch
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", hanging)
-    with follow.followed(run_dir):
+    with build.followed(run_dir):
         pass
     assert started[0].returncode == -signal.SIGKILL
 

@@ -23,7 +23,8 @@ from nanogpt_bench.compare.board import Board
 from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.report import report
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_text
 from nanogpt_bench.runs.load import load_run
 

@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import ttest_rel
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.paired import Difference, adjusted, difference, in_words
-from nanogpt_bench.report.results import find_reference, group_rows, measure
+from nanogpt_bench.report.results import Difference, adjusted, difference, difference_text, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv, to_latex, to_markdown, to_text
 from nanogpt_bench.runs.load import load_run
 
@@ -117,7 +117,7 @@ def test_one_seed_is_a_lead_without_an_interval(tmp_path, write_run):
 def test_a_lead_beside_rows_of_several_seeds_says_so_in_its_cell(tmp_path, write_run):
     paths = folders(tmp_path, write_run, seeds=3)
     results = measured([path for path in paths if path.name not in ("sgd-1", "sgd-2")])
-    assert in_words(results[1].difference) == "-0.098, one seed: a lead"
+    assert difference_text(results[1].difference) == "-0.098, one seed: a lead"
     assert "-0.098, one seed: a lead" in to_text(results)
 
 

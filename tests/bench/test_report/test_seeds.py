@@ -10,7 +10,8 @@ import pytest
 from run_folders import write_run
 
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import Result, find_reference, group_rows, measure
+from nanogpt_bench.report.results import Result, measure
+from nanogpt_bench.report.rows import find_reference, group_rows
 from nanogpt_bench.report.tables import to_csv
 from nanogpt_bench.runs.load import Run, load_run
 

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 
-from nanogpt_bench.report.distributions import distribution_charts, merged
-from nanogpt_bench.report.fields import code_use, operand_code_use, spread, stiffness, stiffness_of
-from nanogpt_bench.report.palette import looks
-from nanogpt_bench.report.parallel import NOTHING, parallel
-from nanogpt_bench.report.rates import rate_curves, rate_ticks
-from nanogpt_bench.report.results import find_reference, group_rows, measure
-from nanogpt_bench.report.studies import read_studies
-from nanogpt_bench.report.sweep_charts import limit_chart, parallel_chart, rate_chart, sensitivity_charts
+from nanogpt_bench.report.build import report
+from nanogpt_bench.report.chart import looks
+from nanogpt_bench.report.curve_charts import distribution_charts, merged_shares
+from nanogpt_bench.report.ladders import LADDERS, cells_of, climbed
+from nanogpt_bench.report.results import measure
+from nanogpt_bench.report.rows import find_reference, group_rows
+from nanogpt_bench.report.sweep_charts import (
+    NOTHING,
+    limit_chart,
+    parallel,
+    parallel_chart,
+    rate_chart,
+    rate_curves,
+    read_studies,
+    sensitivity_charts,
+)
+from nanogpt_bench.report.weight_charts import code_use, operand_code_use, spread_columns, stiffness
+from nanogpt_bench.runs.find import find_runs
 from nanogpt_bench.runs.load import Distribution, load_run
+
+LENGTH, _, SIZE = LADDERS
 
 
 def rows_of(paths):
@@ -44,11 +55,6 @@ def test_code_use_is_the_share_of_each_layers_weights_at_each_grid_value(tmp_pat
     assert [i for i, cell in enumerate(field.cells[1]) if cell is not None] == [0, 6]
 
 
-def test_stiffness_is_the_distance_to_the_next_value_outwards():
-    assert stiffness_of((0.0, 0.5, 1.0, 1.5, 2.0, 3.0)) == {0.0: 0.5, 0.5: 0.5, 1.0: 0.5, 1.5: 0.5, 2.0: 1.0, 3.0: 1.0}
-    assert stiffness_of((0.0,)) == {0.0: 0.0}
-
-
 def test_the_stiffness_field_gathers_values_of_equal_spacing(tmp_path, write_run):
     folder = write_run(tmp_path / "a", rule="nearest", fmt="E1M1")
     weights(folder, only=([-3.0, -2.0, -1.5, -1.0, 0.0, 1.0, 1.5, 2.0, 3.0], [0, 3, 1, 0, 0, 2, 0, 0, 4]))
@@ -70,8 +76,8 @@ def test_the_codes_of_activations_come_from_what_was_recorded_last(tmp_path, wri
 
 
 def test_labelled_columns_are_spread_evenly_around_zero():
-    assert spread([float(i) for i in range(-6, 7)], 4) == [-4.0, 0.0, 4.0]
-    assert spread([3.0, 4.0], 4) == [3.0, 4.0]
+    assert spread_columns([float(i) for i in range(-6, 7)], 4) == [-4.0, 0.0, 4.0]
+    assert spread_columns([3.0, 4.0], 4) == [3.0, 4.0]
 
 
 def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, write_distributions):
@@ -84,8 +90,8 @@ def test_distributions_add_up_over_the_layers_of_a_row(tmp_path, write_run, writ
     (chart,) = distribution_charts(rows, looks(rows, None))
     (line,) = chart.values
     assert (chart.title, line["x"], line["y"]) == ("Gradient magnitudes", [1.0, 2.0], [0.125, 0.625])
-    assert merged([]) == {}
-    assert merged([Distribution(1, (0.0,), values=(1.0,))]) == {}
+    assert merged_shares([]) == {}
+    assert merged_shares([Distribution(1, (0.0,), values=(1.0,))]) == {}
 
 
 def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, write_run):
@@ -105,12 +111,6 @@ def test_learning_rate_curves_join_runs_that_differ_in_nothing_else(tmp_path, wr
     assert line["y"] == [2.6, 2.7, None]
     assert cross["x"] == 0.4
     assert cross["y"] > 2.7
-
-
-def test_ticks_of_learning_rates_stay_apart():
-    assert rate_ticks([1e-4, 1.1e-4, 1e-3, 1e-2]) == [1e-4, 1e-3, 1e-2]
-    assert rate_ticks([0.5]) == [0.5]
-    assert rate_ticks([]) == []
 
 
 def test_parallel_coordinates_have_an_axis_for_everything_that_differs(tmp_path, write_run):
@@ -190,13 +190,20 @@ def test_studies_that_do_not_fit_are_named_and_left_out(folder, name, content):
     assert name in studies.notes[0]
 
 
-def test_no_studies_are_no_note(folder):
-    assert read_studies([folder]).notes == ()
-
-
-def test_a_share_of_zero_is_no_cell(tmp_path, write_run, write_comparison):
-    rows = rows_of(write_comparison(tmp_path))
-    fields = code_use(measure(rows, find_reference(rows)))
-    cells = [cell for field in fields for line in field.cells for cell in line if cell is not None]
-    assert len(fields) == 7
-    assert all(math.isfinite(cell) and cell <= 0 for cell in cells)
+def test_each_size_of_the_model_is_measured_against_its_own(tmp_path, write_run):
+    for width, final in ((8, 2.0), (16, 3.0)):
+        for rule, seed in ((rule, seed) for rule in ("fp32", "sgd") for seed in (1, 2)):
+            folder, apart = tmp_path / f"{rule}-{width}-{seed}", width / 100 * (rule == "sgd") * seed
+            write_run(folder, rule=rule, final=final + apart, seed=seed, parameters=100 * width)
+            model = {"n_layer": 1, "n_head": 2, "n_embd": width, "block_size": 16}
+            (folder / "config.yaml").write_text(json.dumps({"rule": rule, "seed": seed, "model": model}))
+    report([tmp_path], out=tmp_path / "out", baseline="fp32 n_embd=8")
+    rows = group_rows([load_run(path) for path in find_runs([tmp_path])])
+    results = measure(rows, find_reference(rows, "fp32 n_embd=8"))
+    assert climbed(LENGTH, results) == {}
+    found = climbed(SIZE, results)
+    assert list(found) == ["sgd"]
+    assert {size: round(each.difference.mean, 9) for size, each in found["sgd"].items()} == {800: 0.12, 1600: 0.24}
+    assert cells_of(SIZE, found)[0] == ["run", "800 parameters", "1,600 parameters"]
+    assert (tmp_path / "out" / "gap_by_size.md").read_text().splitlines()[0].split()[1] == "run"
+    assert 'id="size"' in (tmp_path / "out" / "report.html").read_text()

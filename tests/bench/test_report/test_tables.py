@@ -1,17 +1,69 @@
-"""CSV, Markdown and LaTeX carry the same table, and text from a run can't break any of them."""
+"""Every form of the table carries the same numbers, has the columns that tell rows apart, and fits a terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from nanogpt_bench.compare.board import Board, Entry
+from nanogpt_bench.compare.closing import print_results
 from nanogpt_bench.report.build import report
-from nanogpt_bench.report.results import find_reference, findings, group_rows, measure
-from nanogpt_bench.report.tables import COLUMNS, shown_columns, to_csv, to_latex, to_markdown, to_text
-from nanogpt_bench.runs.load import load_run
+from nanogpt_bench.report.results import Figure, Result, findings, measure
+from nanogpt_bench.report.rows import Row, find_reference, group_rows
+from nanogpt_bench.report.tables import (
+    COLUMNS,
+    CSV_FIELDS,
+    WIDEST,
+    shown_columns,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_text,
+)
+from nanogpt_bench.report.verdict import Outcome, Verdict
+from nanogpt_bench.runs.load import Run, load_run
+
+#: label, loss, bytes, stall, arrived, alerts
+ROWS = (
+    ("bf16-mixed", 2.620, 12.0, None, None, 1),
+    ("fp32", 2.620, 12.0, None, None, 1),
+    ("muon", 2.137, 8.35, None, None, 2),
+    ("E4M3 master", 2.622, 12.02, 0.683, None, 1),
+    ("E4M3 nearest", 2.724, 9.17, 0.757, 0.601, 1),
+    ("E7M0 nearest", 4.011, 9.17, 0.98, 0.054, 1),
+)
+
+
+def result(label: str, loss: float, size: float, stall: float | None, arrived: float | None, alerts: int) -> Result:
+    gap = loss - 2.62
+    return Result(
+        row=Row(label, label, "none", (Run(Path(label), {"optimizer": {"lr": 0.002}}),)),
+        reference=label == "bf16-mixed",
+        final_val_loss=Figure(loss),
+        best_val_loss=Figure(loss),
+        gap=Figure(gap),
+        gap_share=gap / 2.62,
+        bytes_per_parameter=size,
+        stall=None if stall is None else Figure(stall),
+        stall_metric="code_unchanged" if label == "E4M3 master" else "update_lost",
+        tokens_per_s=Figure(18000.0 + 100 * loss),
+        verdict=Verdict(Outcome.WITHIN, "stall 98%; outside 10%" if gap > 1 else "within 10%"),
+        arrived=None if arrived is None else Figure(arrived),
+        tokens_to_gap=Figure(3070.0),
+        cosine=None if arrived is None else Figure(1.0),
+        alerts={"stall": alerts},
+        val_loss_se=0.0213 + loss / 1000,
+    )
+
+
+def headings(results: list[Result]) -> list[str]:
+    return [column.heading.partition(" (")[0] for column in shown_columns(results)]
 
 
 def measured(paths, baseline=None):
@@ -19,13 +71,54 @@ def measured(paths, baseline=None):
     return measure(rows, find_reference(rows, baseline))
 
 
+def csv_lines(results: list[Result]) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(to_csv(results))))
+
+
 @pytest.fixture
 def results(tmp_path, write_comparison):
     return measured(write_comparison(tmp_path))
 
 
-def test_csv_reads_back_to_the_numbers(results):
-    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
+def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
+    results = [result(*row) for row in ROWS]
+    shown = headings(results)
+    assert not {"best val loss", "grad cosine", "tokens to gap"} & set(shown)
+    assert {"run", "val loss", "gap to BF16", "bytes", "stall", "verdict"} <= set(shown)
+    for table in (to_text(results), to_markdown(results)):
+        assert max(map(len, table.splitlines())) <= WIDEST
+    console = Console(width=WIDEST, force_terminal=True, record=True, file=io.StringIO())
+    print_results(results, console)
+    printed = console.export_text()
+    assert [word for word in shown if word not in printed] == []
+
+
+@pytest.mark.parametrize(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False)])
+def test_alerts_are_shown_where_they_differ(alerts: tuple[int, int], shown: bool) -> None:
+    results = [
+        replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
+    ]
+    assert ("alerts" in headings(results)) == shown
+
+
+def test_what_only_one_row_has_is_shown_and_what_all_share_is_not() -> None:
+    first, second = (replace(result(*ROWS[place]), tokens_to_gap=None) for place in (0, 1))
+    assert "arrived" in headings([first, replace(second, arrived=Figure(0.5))])
+    assert "arrived" not in headings([replace(each, arrived=Figure(0.5)) for each in (first, second)])
+    assert "best val loss" in headings([first, replace(second, best_val_loss=Figure(2.5))])
+
+
+def test_the_board_has_no_column_that_no_run_fills() -> None:
+    board = Board([], Console(file=io.StringIO()))
+    board.entries = [Entry("fp32", progress={"step": 1, "max_steps": 2}), Entry("nearest")]
+    assert not [column.header for column in board.table().columns if "mean" in str(column.header)]
+    board.entries[1].progress = {"step": 1, "max_steps": 2, "stall": 0.5}
+    assert [column.header for column in board.table().columns if "mean" in str(column.header)] == ["mean stall"]
+
+
+def test_csv_reads_back_to_the_numbers_and_has_every_column(results):
+    lines = csv_lines(results)
+    assert list(lines[0]) == list(CSV_FIELDS)
     assert [line["run"] for line in lines][:4] == ["bf16-mixed", "fp32", "E4M3 master", "E4M3 nearest"]
     assert float(lines[3]["final_val_loss"]) == results[3].final_val_loss.mean
     assert float(lines[3]["gap"]) == pytest.approx(0.45)
@@ -41,9 +134,8 @@ def test_no_text_of_a_run_is_a_formula_in_the_csv_and_numbers_are_numbers(tmp_pa
         write_run(tmp_path / "a"),
         write_run(tmp_path / "b", rule=text, fmt="E4M3", format=text, final=1.922, failures=failures),
     ]
-    line = list(csv.DictReader(io.StringIO(to_csv(measured(paths)))))[1]
+    line = csv_lines(measured(paths))[1]
     assert (line["rule"], line["format"], line["failures"]) == ("'" + text,) * 3
-    assert line["run"] == f"'{text} {text}"
     assert float(line["gap"]) == pytest.approx(-0.178)  # no apostrophe: a number
     assert not any(cell.startswith(tuple("=+@")) for cell in line.values())
 
@@ -57,27 +149,19 @@ def test_markdown_has_a_line_a_row_and_a_cell_a_column(results):
     assert "93.0% code" in lines[4]
 
 
-def test_seeds_give_a_spread(tmp_path, write_comparison):
-    text = to_text(measured(write_comparison(tmp_path, seeds=3)))
-    assert "2.110 ± 0.010" in text
-
-
 def test_the_stall_of_an_unbiased_write_back_is_not_shown_and_what_arrived_is(tmp_path, write_run):
-    """Folders of before it was recorded have a dash; a stall that says nothing is in no verdict either."""
     paths = [
         write_run(tmp_path / "a"),
-        write_run(tmp_path / "b", rule="stochastic", fmt="E4M3", final=2.5, stall=0.89, arrived=0.998),
+        write_run(tmp_path / "b", rule="stochastic", fmt="E4M3", final=2.5, stall=0.89, arrived=0.998, lr=2.0),
         write_run(tmp_path / "c", rule="nearest", fmt="E4M3", final=2.5, stall=0.89, arrived=0.21),
-        write_run(tmp_path / "d", rule="riemannian", fmt="E4M3", final=2.5, stall=0.89),
     ]
     results = measured(paths)
-    lines = list(csv.DictReader(io.StringIO(to_csv(results))))
-    assert [line["stall"] for line in lines] == ["", "", "0.89", ""]
-    assert [line["arrived"] for line in lines] == ["", "0.998", "0.21", ""]
-    assert [line["verdict"] for line in lines] == ["reference", "outside 10%", "outside 10%; stall 89%", "outside 10%"]
-    (column,) = [column for column in shown_columns(results) if column.heading == "arrived"]
-    assert [column.cell(result) for result in results] == ["-", "99.8%", "21.0%", "-"]
-    assert "arrived" not in [column.heading for column in shown_columns(measured([paths[0], paths[3]]))]
+    lines = csv_lines(results)
+    assert [line["stall"] for line in lines] == ["", "", "0.89"]
+    assert [line["arrived"] for line in lines] == ["", "0.998", "0.21"]
+    assert [line["verdict"] for line in lines] == ["reference", "outside 10%", "outside 10%; stall 89%"]
+    shown = {column.heading: [column.cell(each) for each in results] for column in shown_columns(results)}
+    assert (shown["arrived"], shown["lr"]) == (["-", "99.8%", "21.0%"], ["0.001", "2", "0.001"])
 
 
 def test_text_from_a_run_is_escaped(tmp_path, write_run):
@@ -93,24 +177,6 @@ def test_unknown_numbers_are_dashes(tmp_path, write_run):
     folder = write_run(tmp_path / "a", final_val_loss=None, best_val_loss=float("nan"), bytes_per_parameter=None)
     (result,) = measured([folder])
     assert [column.cell(result) for column in COLUMNS[2:7]] == ["-"] * 5
-    assert [column.heading for column in shown_columns([result])][6:9] == ["stall", "tokens/s", "verdict"]
-
-
-def test_optional_columns_come_with_the_first_row_that_has_them(tmp_path, write_run, write_alerts):
-    base, folder = write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")
-    write_alerts(folder, ("kurtosis", 3))
-    results = measured([base, folder])
-    assert "alerts" in [column.heading for column in shown_columns(results)]
-    assert "grad cosine" not in [column.heading for column in shown_columns(results)]
-    assert list(csv.DictReader(io.StringIO(to_csv(results))))[1]["alert_kinds"] == "kurtosis:1"
-
-
-def test_the_learning_rate_stands_in_every_table(tmp_path, write_run):
-    results = measured([write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="riemannian", lr=2.0)])
-    assert [line["lr"] for line in csv.DictReader(io.StringIO(to_csv(results)))] == ["0.001", "2"]
-    headings, _, *lines = (line.split("|") for line in to_text(results).splitlines())
-    assert headings[2].strip() == "lr"
-    assert [line[2].strip() for line in lines] == ["0.001", "2"]
 
 
 def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
@@ -118,7 +184,7 @@ def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
     results = measured(folders)
     page = report(folders, out=tmp_path / "out").read_text()
     shown = page[page.index('<section id="results"') : page.index('<section id="loss"')]
-    for text in (to_text(results), to_markdown(results), to_latex(results), shown):
+    for text in (to_text(results), to_latex(results), shown):
         assert not [word for word in ("gap", "BF16", "reference") if word in text]
         assert "finished" in text
 
@@ -126,7 +192,7 @@ def test_without_a_reference_nothing_speaks_of_one(tmp_path, write_run):
 @pytest.mark.parametrize(("baseline", "said"), [(None, "gap to BF16"), ("fp32", "gap to fp32")])
 def test_the_gap_says_what_it_is_measured_against(tmp_path, write_run, baseline, said):
     results = measured([write_run(tmp_path / "a"), write_run(tmp_path / "b", rule="fp32")], baseline)
-    for text in (to_text(results), to_markdown(results), to_latex(results)):
+    for text in (to_text(results), to_latex(results)):
         assert text.count("gap to ") == text.count(said) == 1
 
 

@@ -1,4 +1,4 @@
-"""Which figure at a tenth of the training tells the final gap: rank correlation, AUC, and what it adds to the loss."""
+"""Predictors of the final gap among figures monitored early: rank correlation, AUC, and gain over the loss."""
 
 from __future__ import annotations
 
@@ -9,39 +9,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanogpt_bench.config.metrics import SMOOTHED_LOSS, TRAIN_LOSS
-from nanogpt_bench.report.merged import identity
-from nanogpt_bench.report.results import Row, references_of, setting_of
-from nanogpt_bench.report.seeds import seed_of
+from nanogpt_bench.report.results_file import MONITORED, TENTH, monitored_figures
+from nanogpt_bench.report.rows import Row, identity, references_of, seed_of, setting_of
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.runs.looks import FIGURES, TENTH, looks_of
 
-#: a run is behind when its final loss exceeds the reference's by more than this share
+#: share of the reference's loss by which a run behind exceeds it
 BEHIND = 0.01
-#: of runs, fewer of which say nothing
+#: the fewest runs that a figure is judged by
 FEWEST = 5
-#: of the bootstrap
+#: resamples of the bootstrap
 RESAMPLES = 999
 LEVEL = 0.05
-#: the trivial predictors: the loss at that time, and how far it is from the reference's at that step
+#: the trivial predictors: the loss at that time, and its distance from the reference's at that step
 LOSS, LOSS_GAP = TRIVIAL = ("training loss", "training loss less the reference's")
-HEADINGS = (
-    "runs",
-    "Spearman",
-    "95%",
-    "loss's",
-    "AUC, > 1% behind",
-    "loss's",
-    "beyond the loss",
-    "p (Holm)",
-)
+HEADINGS = (*("runs", "Spearman", "95%", "loss's", "AUC, > 1% behind", "loss's", "beyond the loss", "p (Holm)"),)
 
 
 @dataclass(frozen=True)
 class Point:
-    """A run: its figures at one time, its final gap (inf where it failed), whether it is behind, and what it is one of.
+    """A run: its figures at one time, its final gap (inf if it failed), whether it is behind, and its group.
 
-    `of` is the setting, or the format, whose runs are no draws of their own: a key, the same in every file.
+    `of` is the key of the setting or the format, whose runs are not independent; it is the same in every file.
     """
 
     figures: Mapping[str, float]
@@ -51,12 +40,12 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Foretold:
-    """What a figure tells of the final gap, over the runs that have it, and what the loss tells of the same runs.
+class Predictor:
+    """A figure's rank correlation and AUC with the final gap, over the runs that have it, and the loss's on the same.
 
     `low` and `high` are the ends of the 95% interval of `spearman`, by bootstrap over rows or formats. `beyond` is the
-    correlation of its ranks and the gap's with what the loss's ranks explain taken out of both, `p` that of no such
-    correlation, `holm` the same adjusted for the number of figures.
+    partial rank correlation of figure and gap given the loss, `p` its p-value, `holm` the same adjusted for the number
+    of figures.
     """
 
     name: str
@@ -72,13 +61,13 @@ class Foretold:
     holm: float | None = None
 
 
-def points(
+def early_points(
     rows: Sequence[Row], reference: Row | None, *, at: float = TENTH, over: str = "row"
 ) -> dict[Hashable, Point]:
-    """Return the runs that have figures and a run of the reference at the same seed, references left out.
+    """Return runs with figures and a finished reference of the same seed, by identity, without the references.
 
-    The figures are those of the last look within the share `at` of a run's steps. Each stands under its identity, for
-    another file may hold it too.
+    The figures are the last record within the share `at` of a run's steps. Two files may hold one run, so the identity
+    is the key.
     """
     against = references_of(rows, reference)
     found: dict[Hashable, Point] = {}
@@ -105,34 +94,34 @@ def _point(run: Run, twin: Run, at: float) -> Point | None:
 
 
 def _figures(run: Run, at: float) -> dict[str, float]:
-    """The figures of the last look within that share of the run's steps; {} where there was none."""
+    """Return the figures last recorded within a share of the run's steps; {} without any."""
     limit = at * (run.number("steps_planned") or 0)
-    step = max((step for step in looks_of(run) if step <= limit), default=None)
-    return {} if step is None else dict(looks_of(run)[step])
+    step = max((step for step in monitored_figures(run) if step <= limit), default=None)
+    return {} if step is None else dict(monitored_figures(run)[step])
 
 
 def _loss(figures: Mapping[str, float]) -> float | None:
     return figures.get(SMOOTHED_LOSS.name, figures.get(TRAIN_LOSS.name))
 
 
-def foretold(found: Sequence[Point]) -> list[Foretold]:
-    """Return what each figure tells that enough runs have: first the loss itself, then the others, best first."""
-    names = (name for name in FIGURES if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
-    told = [_foretold(name, found) for name in (*TRIVIAL, *names)]
+def rank_predictors(found: Sequence[Point]) -> list[Predictor]:
+    """Return the figures that enough runs have: first the loss itself, then the others, best first."""
+    names = (name for name in MONITORED if name not in (TRAIN_LOSS.name, SMOOTHED_LOSS.name))
+    told = [_predictor(name, found) for name in (*TRIVIAL, *names)]
     kept = [each for each in told if each.runs >= FEWEST and each.spearman is not None]
     trivial = [each for each in kept if each.name in TRIVIAL]
     rest = _adjusted([each for each in kept if each not in trivial])
     return [*trivial, *sorted(rest, key=lambda each: -abs(each.beyond or 0.0))]
 
 
-def _foretold(name: str, found: Sequence[Point]) -> Foretold:
-    """One figure beside the loss, over the runs that have both."""
+def _predictor(name: str, found: Sequence[Point]) -> Predictor:
+    """Judge one figure beside the loss, over the runs that have both."""
     from scipy.stats import linregress, pearsonr, rankdata
 
     runs = [point for point in found if name in point.figures and LOSS in point.figures]
     figure, loss = ([point.figures[key] for point in runs] for key in (name, LOSS))
     gaps, behind = [point.gap for point in runs], [point.behind for point in runs]
-    told = Foretold(
+    told = Predictor(
         name, len(runs), *(_spearman(x, gaps) for x in (figure, loss)), *(_auc(x, behind) for x in (figure, loss))
     )
     if len(runs) < FEWEST or told.spearman is None or told.of_loss is None or name in TRIVIAL:
@@ -144,13 +133,13 @@ def _foretold(name: str, found: Sequence[Point]) -> Foretold:
         left.append(each - line.intercept - line.slope * of_loss)
     told = replace(told, **_interval(runs, figure, gaps))
     if any(max(abs(values)) < 1e-9 * len(runs) for values in left):
-        return replace(told, beyond=0.0, p=1.0)  # the loss says all of it
+        return replace(told, beyond=0.0, p=1.0)  # the loss explains all of it
     test = pearsonr(*left)
     return replace(told, beyond=float(test.statistic), p=float(test.pvalue))
 
 
 def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
-    """Rank correlation; None where one of the two is the same everywhere."""
+    """Return the rank correlation; None if either is constant."""
     if min(len(set(values)), len(set(gaps))) < 2:
         return None
     from scipy.stats import spearmanr
@@ -159,7 +148,7 @@ def _spearman(values: Sequence[float], gaps: Sequence[float]) -> float | None:
 
 
 def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[float]) -> dict[str, Any]:
-    """The 95% interval of the rank correlation, by bootstrap over what the runs are of; {} where these are too few."""
+    """Return the 95% interval of the rank correlation, by bootstrap over groups of runs; {} if these are too few."""
     from scipy.stats import bootstrap, rankdata
 
     groups: dict[str, list[int]] = {}
@@ -173,7 +162,7 @@ def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[flo
         x, y = zip(*(pairs[place] for group in drawn for place in places[int(group)]), strict=True)
         ranks = [each - (len(x) + 1) / 2 for each in (rankdata(x), rankdata(y))]
         power = math.sqrt(float((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum()))
-        return float((ranks[0] * ranks[1]).sum()) / power if power else 0.0  # the same everywhere: no order is told
+        return float((ranks[0] * ranks[1]).sum()) / power if power else 0.0  # constant: no order
 
     found = bootstrap(
         (list(range(len(groups))),), correlation, n_resamples=RESAMPLES, vectorized=False, method="percentile", rng=0
@@ -182,18 +171,18 @@ def _interval(runs: Sequence[Point], values: Sequence[float], gaps: Sequence[flo
 
 
 def _auc(values: Sequence[float], behind: Sequence[bool]) -> float | None:
-    """The probability that a run which is behind has the larger value; None where all are, or none is."""
+    """Return the probability that a run behind has the larger value; None if all or none are behind."""
     late, others = ([v for v, b in zip(values, behind, strict=True) if b is wanted] for wanted in (True, False))
     if not late or not others:
         return None
     from scipy.stats import mannwhitneyu
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same value everywhere
+        warnings.simplefilter("ignore")  # constant values
         return float(mannwhitneyu(late, others).statistic) / (len(late) * len(others))
 
 
-def _adjusted(found: Sequence[Foretold]) -> list[Foretold]:
+def _adjusted(found: Sequence[Predictor]) -> list[Predictor]:
     tested = [each.p for each in found if each.p is not None]
     if not tested:
         return list(found)
@@ -203,14 +192,14 @@ def _adjusted(found: Sequence[Foretold]) -> list[Foretold]:
     return [each if each.p is None else replace(each, holm=next(left)) for each in found]
 
 
-def foretelling_table(found: Sequence[Foretold], when: str = "at a tenth") -> str:
-    """Return the table as Markdown, and a line that names the figures which add nothing to the loss."""
+def predictor_table(found: Sequence[Predictor], when: str = "at a tenth") -> str:
+    """Return the table as Markdown, and a line with the figures that add nothing to the loss."""
     lines = [[f"figure {when}", *HEADINGS], *(_cells(each) for each in found)]
     idle = [each.name for each in found if (each.holm is None or each.holm >= LEVEL) and each.name not in TRIVIAL]
     return padded(lines) + (f"\nnothing found beyond the loss: {', '.join(idle)}\n" if idle else "")
 
 
-def _cells(told: Foretold) -> list[str]:
+def _cells(told: Predictor) -> list[str]:
     interval = "-" if told.low is None or told.high is None else f"[{told.low:+z.2f}, {told.high:+z.2f}]"
     holm = "-" if told.holm is None else f"{told.holm:.2g}"
     return [

@@ -1,21 +1,26 @@
-"""The figures as PNG, SVG and PDF files: some of the page's charts side by side, drawn without a browser."""
+"""Figures: some of the page's charts side by side as SVG, PNG and PDF files, drawn by Vega without a browser.
+
+Vega runs JavaScript in threads of its own, which do not survive a fork of the process.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import vl_convert
 
-from nanogpt_bench.report import engine
-from nanogpt_bench.report.chart import Chart, Spec, ink, of_row
-from nanogpt_bench.report.drawing import CONFIG, coloured, short, theme_colours
-from nanogpt_bench.report.palette import Look
+from nanogpt_bench.report.chart import CONFIG, Chart, Look, Spec, coloured, ink, of_row, short, theme_colours
+from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import replacing
 
-# Which charts each file shows, by their names; of several the numbers are left out.
+_process: list[int] = []
+"""The process that started Vega."""
+# The charts of each file by name, without the numbers of several of a kind.
 FIGURES: Mapping[str, Sequence[str]] = {
     "loss_curves": ("val-step", "val-close", "train-step"),
     "gap": ("gap",),
@@ -30,14 +35,41 @@ FIGURES: Mapping[str, Sequence[str]] = {
     "learning_rates": ("rates",),
 }
 ACROSS = 3  # charts beside each other
-PIXELS, PANEL_PIXELS = 800, 340  # width of a chart that is alone, and of one beside others
-FRAME = 60  # pixels of a chart's height that are its axis and its title
+PIXELS, PANEL_PIXELS = 800, 340  # widths of a chart alone and of one of several
+FRAME = 60  # pixels of a chart's height for axis and title
 PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
 LETTER_PIXELS, KEY_PIXELS, LONGEST_LABEL, DENSITY = 7, 60, 36, 2
 
 
+def javascript(code: str) -> str:
+    """Return Vega's code bundled with `code`; this takes seconds."""
+    _start()
+    bundle: str = vl_convert.javascript_bundle(code)
+    return bundle
+
+
+def svg(spec: Mapping[str, Any]) -> str:
+    """Draw a description as SVG.
+
+    Raises:
+        BenchError: this process was forked from one that drew, or Vega refuses the description.
+    """
+    _start()
+    try:
+        drawn: str = vl_convert.vegalite_to_svg(dict(spec))
+    except ValueError as error:
+        raise BenchError(f"a figure can't be drawn: {one_line(error)}") from None
+    return drawn
+
+
+def _start() -> None:
+    if _process and _process[0] != os.getpid():
+        raise BenchError("charts can't be drawn in a process that was forked from one that drew: start it anew (spawn)")
+    _process[:] = [os.getpid()]
+
+
 def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Path) -> list[Path]:
-    """Draw every figure there are charts for into `folder`, as NAME.svg, .png and .pdf; returns the files written."""
+    """Draw every figure that has charts into `folder` as NAME.svg, .png and .pdf; return the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     for name, shown in chosen(charts).items():
@@ -46,7 +78,7 @@ def write_figures(charts: Sequence[Chart], looks: Mapping[str, Look], folder: Pa
 
 
 def chosen(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
-    """The charts of each figure, by its name; every table of sensitivities is a figure of its own."""
+    """Return the charts of each figure by its name; each table of sensitivities is its own figure."""
     found = {
         name: [chart for wanted in names for chart in charts if re.fullmatch(rf"{wanted}(-\d+)?", chart.name)]
         for name, names in FIGURES.items()
@@ -57,7 +89,7 @@ def chosen(charts: Sequence[Chart]) -> dict[str, list[Chart]]:
 
 
 def figure(shown: Sequence[Chart], looks: Mapping[str, Look]) -> Spec:
-    """Charts side by side as one description, over one legend of their rows."""
+    """Return charts side by side as one description, above one legend of their rows."""
     across = min(ACROSS, len(shown))
     width = PIXELS if across == 1 else PANEL_PIXELS
     panels = [
@@ -73,13 +105,13 @@ def figure(shown: Sequence[Chart], looks: Mapping[str, Look]) -> Spec:
 
 
 def _whole(chart: Chart, width: int) -> int:
-    """The width, of a heat map as much of it as makes its columns whole pixels: edges between two blur, and cost."""
+    """Return the width, for a heat map rounded so that its columns are whole pixels: blurred edges cost bytes."""
     columns = len(chart.values[0].get("z", ()))
     return columns * max(1, width // columns) if columns else width
 
 
 def _legend(looks: Mapping[str, Look], width: int) -> Spec:
-    """A sample of each row's line and its name, as many abreast as fit."""
+    """Return samples of the rows' lines with their names, as many abreast as fit."""
     wide = KEY_PIXELS + LETTER_PIXELS * min(max(map(len, looks)), LONGEST_LABEL)
     columns = max(1, width // wide)
     values = [
@@ -101,11 +133,11 @@ def _legend(looks: Mapping[str, Look], width: int) -> Spec:
 
 
 def _save(spec: Spec, stem: Path) -> list[Path]:
-    svg = engine.svg(spec)
+    text = svg(spec)
     drawn = {
-        ".svg": svg.encode(),
-        ".png": _packed(vl_convert.svg_to_png(svg, scale=DENSITY)),
-        ".pdf": vl_convert.svg_to_pdf(svg),
+        ".svg": text.encode(),
+        ".png": _packed(vl_convert.svg_to_png(text, scale=DENSITY)),
+        ".pdf": vl_convert.svg_to_pdf(text),
     }
     for suffix, content in drawn.items():
         with replacing(stem.with_suffix(suffix)) as file:
@@ -114,7 +146,7 @@ def _save(spec: Spec, stem: Path) -> list[Path]:
 
 
 def _packed(png: bytes) -> bytes:
-    """The same picture a tenth as large: the converter hardly compresses what lies in its `IDAT` chunks."""
+    """Compress a PNG again: the converter hardly compresses its `IDAT` chunks."""
     chunks, at = [], len(PNG_BEGIN)
     while at < len(png):
         size = int.from_bytes(png[at : at + 4], "big")

@@ -1,4 +1,4 @@
-"""The parts a page is put together from: sections of text and charts."""
+"""HTML of the page: sections, places for charts, legends and tables."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from nanogpt_bench.report.chart import Chart
-from nanogpt_bench.report.palette import DASHES, Look
+from nanogpt_bench.report.chart import DASHES, Chart, Look
 
-SHORT_LEGEND = 16  # a legend of more rows begins closed
+SHORT_LEGEND = 16  # a longer legend starts closed
+#: a cell of a table: its text and its CSS class
+Cell = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Section:
-    """One section: its address and title, its HTML (everything in it escaped), and the charts drawn in it."""
+    """A section: its address, title, HTML (with all text escaped) and charts."""
 
     name: str
     title: str
@@ -25,8 +26,8 @@ class Section:
         return f'<section id="{self.name}"><h2>{escape(self.title)}</h2>{self.body}</section>'
 
 
-def figures(shown: Sequence[Chart], *, small: bool = False) -> str:
-    """Places for charts, two abreast, or three where they are small."""
+def chart_places(shown: Sequence[Chart], *, small: bool = False) -> str:
+    """Return places for charts, two abreast, or three if `small`."""
     if not shown:
         return ""
     return f'<div class="charts{" small" if small else ""}">{"".join(map(_figure, shown))}</div>'
@@ -50,8 +51,19 @@ def css_class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
+def table(head: Sequence[Cell], lines: Sequence[Sequence[Cell]], kinds: Sequence[str] = ()) -> str:
+    """Return a table that scrolls sideways; `kinds` are the CSS classes of its lines."""
+    classes = kinds or [""] * len(lines)
+    body = "".join(f"<tr{css_class(kind)}>{_cells('td', line)}</tr>" for kind, line in zip(classes, lines, strict=True))
+    return f'<div class="scroll"><table><thead><tr>{_cells("th", head)}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cells(tag: str, cells: Sequence[Cell]) -> str:
+    return "".join(f"<{tag}{css_class(kind)}>{escape(text)}</{tag}>" for text, kind in cells)
+
+
 def legend(labels: Sequence[str], looks: Mapping[str, Look], charts: Sequence[Chart]) -> str:
-    """The legend shared by line charts: a button a row, which shows and hides that row everywhere."""
+    """Return the legend of line charts: a button per row, which shows and hides that row everywhere."""
     drawn = {row for chart in charts for row in chart.rows}
     keys = "".join(_key(label, looks[label]) for label in labels if label in drawn)
     if not keys:

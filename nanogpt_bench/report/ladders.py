@@ -1,18 +1,16 @@
-"""The gap by length, by the size of the data or the model: rows that differ in that alone, each against its own."""
+"""The gap by length, by size of the data or of the model: rows that differ in that number alone."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from nanogpt_bench.report.chart import Chart, curves, limit_line, of_row, over, quantity
-from nanogpt_bench.report.paired import in_words
-from nanogpt_bench.report.palette import Look
-from nanogpt_bench.report.results import Result, loss_unit, reference_name
-from nanogpt_bench.report.section import Section, figures, legend
+from nanogpt_bench.report.chart import Chart, Look, curves, limit_line, of_row, over, quantity
+from nanogpt_bench.report.markup import Cell, Section, chart_places, legend, table
+from nanogpt_bench.report.results import Result, difference_text, reference_name
+from nanogpt_bench.report.rows import loss_unit
 from nanogpt_bench.report.tables import run_heading
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import one_line
@@ -23,18 +21,18 @@ APART = 0.03
 
 @dataclass(frozen=True)
 class Ladder:
-    """A number that rows climb: what it is called, where a run has it, and how a label says it."""
+    """A number by which rows differ: its name, its value in a run, and its spelling in labels."""
 
     name: str
-    #: of the section and the file
+    #: title of the section
     title: str
     unit: str
-    #: what the section says of how its runs were trained
+    #: the section's note on the training of its runs
     words: str
     of: Callable[[Run], Any]
-    #: in labels; of those that say more, the first that leaves no two rows alike
+    #: patterns in labels; the first applies that keeps rows apart
     spelt: tuple[re.Pattern[str], ...]
-    #: heading of a column with the first rung whose interval leaves 0 out; none is drawn without
+    #: heading of the column with the first number whose interval excludes 0; "" for no such column
     appears: str = ""
 
 
@@ -72,13 +70,13 @@ LADDERS = (
 )
 
 Rungs = Mapping[str, Mapping[int, Result]]
-"""Results by label without the number, and by the number."""
+"""Results by label without the number, then by number."""
 
 
 def climbed(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Result]]:
-    """Return, by label without the number, the results at every number; rows of one are left out.
+    """Return the results at every number, by label without the number, of rows with two numbers or more.
 
-    A reference has no gap and is left out as well.
+    References have no gap and are left out.
     """
     known = [(result, next(filter(None, map(ladder.of, result.row.runs)), None)) for result in results]
     numbered = [(result, int(n)) for result, n in known if n is not None and result.difference is not None]
@@ -92,7 +90,7 @@ def climbed(ladder: Ladder, results: Sequence[Result]) -> dict[str, dict[int, Re
 
 
 def appearance(rungs: Mapping[int, Result]) -> int | None:
-    """Return the first number at which the interval of the difference leaves 0 out; None where there is none."""
+    """Return the first number at which the interval of the difference excludes 0; None without one."""
     for number in sorted(rungs):
         found = rungs[number].difference
         if found is not None and found.is_found:
@@ -101,12 +99,12 @@ def appearance(rungs: Mapping[int, Result]) -> int | None:
 
 
 def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
-    """Return the table's lines, the heading first: a line a row, a column a number, differences in nats."""
+    """Return the table's lines, the heading first: a line per row, a column per number, differences in nats."""
     numbers = sorted({number for row in found.values() for number in row})
     every = [result for row in found.values() for result in row.values()]
     lines = [[run_heading(every), *(f"{number:,} {ladder.unit}" for number in numbers)]]
     for label, row in found.items():
-        cells = (in_words(row[number].difference) if number in row else "-" for number in numbers)
+        cells = (difference_text(row[number].difference) if number in row else "-" for number in numbers)
         lines.append([one_line(label), *cells])
     if ladder.appears:
         firsts = [ladder.appears, *(appearance(row) for row in found.values())]
@@ -115,25 +113,27 @@ def cells_of(ladder: Ladder, found: Rungs) -> list[list[str]]:
     return lines
 
 
-def looks_of(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
-    """Return the look of every line of the chart by its label: that of the row of its first number."""
+def line_looks(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> dict[str, Look]:
+    """Return the look of each line by its label: that of the row at its first number."""
     return {label: looks[next(iter(row.values())).row.label] for label, row in climbed(ladder, results).items()}
 
 
 def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
-    """The paired difference by the number, its 95% interval as a bar; None where no row has several."""
-    found, places = climbed(ladder, results), looks_of(ladder, results, looks)
+    """Return the paired differences by number, with their 95% intervals as bars; None if no row has two numbers."""
+    found, places = climbed(ladder, results), line_looks(ladder, results, looks)
     if not found:
         return None
     values, bars, firsts = [], [], []
     for at, (label, row) in enumerate(found.items()):
-        # Beside each other on the logarithmic axis, so that no bar hides another.
+        # Rows stand side by side on the logarithmic axis, so that no bar hides another.
         aside = 2 ** (APART * (at - (len(found) - 1) / 2))
         known = [(number * aside, number, row[number].difference) for number in sorted(row)]
         points = [(x, number, each) for x, number, each in known if each is not None]
         xs, ys = [x for x, _, _ in points], [each.mean for _, _, each in points]
         values.append({"row": label, "name": label, "line": at, "few": True, "x": xs, "y": ys})
-        said = [{"row": label, "text": f"{label}, {n:,} {ladder.unit}: {in_words(each)}"} for _, n, each in points]
+        said = [
+            {"row": label, "text": f"{label}, {n:,} {ladder.unit}: {difference_text(each)}"} for _, n, each in points
+        ]
         bars += [
             {**words, "x": x, "low": each.low, "high": each.high}
             for words, (x, _, each) in zip(said, points, strict=True)
@@ -167,7 +167,7 @@ def ladder_chart(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, 
 
 
 def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str, Look]) -> Section | None:
-    """Table and chart of the gaps by the number; None where no row has several."""
+    """Return table and chart of the gaps by number; None if no row has two numbers."""
     found, chart = climbed(ladder, results), ladder_chart(ladder, results, looks)
     if chart is None:
         return None
@@ -177,13 +177,12 @@ def ladder_section(ladder: Ladder, results: Sequence[Result], looks: Mapping[str
         f"Final validation loss less that of the reference at the same seed and {noun}, in nats, with its 95% "
         f"t-interval. {ladder.words}"
     )
-    body = "".join(f"<tr>{_line('td', line)}</tr>" for line in lines)
-    table = f"<table><thead><tr>{_line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-    drawn = legend(list(found), looks_of(ladder, results, looks), [chart]) + figures([chart])
-    shown = f'<p class="muted">{words}</p><div class="scroll">{table}</div>{drawn}'
+    rows = table(_numeric(head), [_numeric(line) for line in lines])
+    drawn = legend(list(found), line_looks(ladder, results, looks), [chart]) + chart_places([chart])
+    shown = f'<p class="muted">{words}</p>{rows}{drawn}'
     return Section(ladder.name, ladder.title, shown, [chart])
 
 
-def _line(tag: str, cells: Sequence[str]) -> str:
-    label, *numbers = (escape(cell) for cell in cells)
-    return f"<{tag}>{label}</{tag}>" + "".join(f'<{tag} class="number">{cell}</{tag}>' for cell in numbers)
+def _numeric(cells: Sequence[str]) -> list[Cell]:
+    label, *numbers = cells
+    return [(label, ""), *((number, "number") for number in numbers)]

@@ -1,22 +1,30 @@
-"""Results as one small JSON file: what tables and curves of losses are drawn from, without the run folders."""
+"""Results files: a sweep or comparison as one small JSON file, read back as rows, and merged with others."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.metrics import BESIDE_LOSS, ELAPSED, TRAIN_LOSS, VAL_LOSS, VAL_LOSS_SE
-from nanogpt_bench.report.planned import PlannedRow, planned_rows, planned_trials
-from nanogpt_bench.report.results import Row
-from nanogpt_bench.report.seeds import SEED_KEYS
+from nanogpt_bench.config.metrics import (
+    BESIDE_LOSS,
+    ELAPSED,
+    GRAD_NORM,
+    METRICS,
+    OVERHEAD,
+    SMOOTHED_LOSS,
+    TRAIN_LOSS,
+    VAL_LOSS,
+    VAL_LOSS_SE,
+    Metric,
+)
+from nanogpt_bench.report.rows import SEED_KEYS, Row, distinct, group_rows, identity
 from nanogpt_bench.runs.earlier import has_ended
-from nanogpt_bench.runs.find import SWEEP
+from nanogpt_bench.runs.find import SWEEP, TRIALS
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
-from nanogpt_bench.runs.looks import FIGURES, looks_of
 from nanogpt_bench.runs.read import Records, cleaned, finite
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
@@ -24,37 +32,37 @@ from nanogpt_bench.system.untrusted import read_json
 KIND = "nanogpt-bench results"
 VERSION = 1
 COMPARISON = "compare.json"
-#: of summary.json; all else in it follows from the settings or tells of files
+#: keys of summary.json; its other keys follow from the settings or name files
 OUTCOMES = (
     *("name", "seed", "status", "failure", "stop", "steps", "steps_planned", "tokens", "seconds", "tokens_per_s"),
     *("first_val_loss", "final_val_loss", "final_val_loss_se", "best_val_loss", "bits_per_byte", "lr", "arrived"),
     *("stall", "stall_metric", "alerts", "bytes_per_parameter", "bytes_per_quantized_parameter", "parameters"),
     *("quantized_parameters", *(metric.figure for metric in BESIDE_LOSS)),
 )
-#: of metrics.jsonl, at the steps of a validation
+#: series of metrics.jsonl, at the steps of a validation
 CURVES = ("step", "tokens", TRAIN_LOSS.name, VAL_LOSS.name, VAL_LOSS_SE.name, ELAPSED.name)
-#: of environment.json: they tell of the start of one run, not of what its numbers depend on
+#: keys of environment.json that describe one start, not what the numbers depend on
 PASSING = ("command", "started", "resumed")
-#: of a run's settings: what its row does not share
+#: settings in which the runs of a row differ
 OWN = {key.rpartition(".")[::2] for key in SEED_KEYS}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A results file as read: its rows, with runs that have no folder, the row to measure against, what was tuned."""
+    """A results file as read: rows whose runs have no folder, the label of the reference, and the tuning."""
 
     rows: tuple[Row, ...]
     baseline: str | None
     tuning: tuple[Mapping[str, Any], ...]
-    #: the trials of every search, as a row of runs
+    #: the trials of each search, as a row of runs
     trials: tuple[Row, ...] = ()
 
 
 def export(folder: Path) -> dict[str, Any]:
-    """Return the content of a results file: what the rows of a sweep or a comparison have come to, run by run.
+    """Return the content of a results file for the folder of a sweep or a comparison, run by run.
 
-    Settings that all runs share stand once, those of a row once a row; so do environments that are alike. A run that
-    has not come to its own end is left out, and its row says of which seeds there are none yet.
+    Settings that all runs share are written once, those of a row once per row, equal environments once. A run that has
+    not ended is left out, and its row lists the missing seeds.
 
     Raises:
         BenchError: the folder holds neither a sweep nor a comparison, or none of its runs has ended.
@@ -70,9 +78,8 @@ def export(folder: Path) -> dict[str, Any]:
     if not runs and not any(trials):
         raise BenchError(f"{str(folder)!r} has no run to export yet: none has ended")
     shared = _shared([_settings(run) for run in runs])
-    looks = {id(run): looks_of(run) for run in runs}
-    seen = {name for of_run in looks.values() for look in of_run.values() for name in look}
-    columns = _Columns([name for name in FIGURES if name in seen])
+    seen = {name for run in runs for figures in monitored_figures(run).values() for name in figures}
+    columns = _Columns([name for name in MONITORED if name in seen])
     return {
         "kind": KIND,
         "version": VERSION,
@@ -90,7 +97,7 @@ def export(folder: Path) -> dict[str, Any]:
 
 
 def _without_folders(command: Any) -> Any:
-    """A command, its absolute paths by their last part: where somebody's files lie is nobody else's business.
+    """Shorten the absolute paths of a command to their last part, so that no private folder is published.
 
     >>> _without_folders("nanogpt-bench sweep a.yaml --from /data/mine/b.json --out runs/a")
     'nanogpt-bench sweep a.yaml --from b.json --out runs/a'
@@ -105,7 +112,7 @@ def _without_folders(command: Any) -> Any:
 
 
 def _trials(rows: Sequence[PlannedRow], of_rows: Sequence[Mapping[int, Run]], columns: _Columns) -> dict[str, Any]:
-    """The trials of searches as rows: what a search begun elsewhere is gone on with (`nanogpt_bench.sweep.known`)."""
+    """Return the trials of searches as rows, from which a search elsewhere continues (`nanogpt_bench.sweep.known`)."""
     shared = _shared([_settings(run) for runs in of_rows for run in runs.values()])
     plain = replace(columns, figures=[])
     told = [_row(row, runs, shared, plain) for row, runs in zip(rows, of_rows, strict=True) if runs]
@@ -114,7 +121,7 @@ def _trials(rows: Sequence[PlannedRow], of_rows: Sequence[Mapping[int, Run]], co
 
 @dataclass
 class _Columns:
-    """What runs name by number: figures of the monitors, and environments as they are met."""
+    """Lists that runs refer to by index: names of monitored figures, and environments in order of appearance."""
 
     figures: list[str]
     environments: list[dict[str, Any]] = field(default_factory=list)
@@ -137,7 +144,7 @@ def _manifest(folder: Path) -> Mapping[str, Any]:
 
 
 def _ended(folder: Path, row: PlannedRow) -> dict[int, Run]:
-    """The runs of a row that have come to their own end, by their place in its plan."""
+    """Return the ended runs of a row by their index in its plan."""
     paths = {at: folder / name for at, (_, name) in enumerate(row.runs) if name is not None}
     found = {at: load_run(path) for at, path in paths.items() if is_run_folder(path)}
     return {at: run for at, run in found.items() if has_ended(run.summary)}
@@ -147,7 +154,7 @@ Setting = tuple[str, str]
 
 
 def _settings(run: Run) -> dict[Setting, Any]:
-    """A run's settings by (section, key), those that follow from its seed left out."""
+    """Return a run's settings by (section, key), without those that follow from its seed."""
     found = {("", key): value for key, value in run.config.items() if not isinstance(value, Mapping)}
     for section, content in run.config.items():
         if isinstance(content, Mapping):
@@ -192,7 +199,7 @@ def _run(run: Run, of_row: Mapping[Setting, Any], columns: _Columns) -> dict[str
     if environment not in columns.environments:
         columns.environments.append(environment)
     own = {key: value for key, value in _settings(run).items() if key not in of_row}
-    seen = looks_of(run) if columns.figures else {}
+    seen = monitored_figures(run) if columns.figures else {}
     looks = {str(step): [look.get(name) for name in columns.figures] for step, look in seen.items()}
     losses = [[record.get(name) for name in CURVES] for record in run.metrics if record.get(VAL_LOSS.name) is not None]
     return {
@@ -206,7 +213,7 @@ def _run(run: Run, of_row: Mapping[Setting, Any], columns: _Columns) -> dict[str
 
 
 def is_export(path: Path) -> bool:
-    """Whether a path is a file that may hold exported results, by its name."""
+    """True if a path is a JSON file, and so may be a results file."""
     return path.suffix == ".json" and path.is_file()
 
 
@@ -214,7 +221,7 @@ def read_export(path: Path) -> Exported:
     """Read a results file.
 
     Raises:
-        BenchError: it can't be read, or is none; in one line.
+        BenchError: the file can't be read or is no results file; in one line.
     """
     try:
         content = cleaned(read_json(path, times=8))
@@ -246,7 +253,7 @@ def _read_row(path: Path, row: Mapping[str, Any], shared: Mapping[str, Any], con
 
 
 def _over(settings: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with those of a row or a run put in, section by section."""
+    """Return settings updated by those of a row or a run, section by section."""
     config = {**settings}
     for section, content in own.items():
         config[section] = {**config.get(section, {}), **content} if isinstance(content, Mapping) else content
@@ -274,7 +281,7 @@ def _read_run(
 
 
 def to_json(content: Mapping[str, Any]) -> str:
-    """Return a results file's text: a line a run, so that what changed between two files can be read."""
+    """Return a results file's text, one line per run, so that a diff of two files is readable."""
     parts = {key: json.dumps(value, ensure_ascii=False) for key, value in content.items()}
     parts["rows"] = _lines(content["rows"])
     settings = json.dumps(content["trials"]["settings"], ensure_ascii=False)
@@ -291,3 +298,160 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
     ]
     return "[\n " + ",\n ".join(told) + "\n]"
+
+
+@dataclass
+class PlannedRow:
+    """A planned row: (seed, folder) of each of its runs, folder None until the run is planned."""
+
+    label: str
+    rule: str = "unknown"
+    format: str = "none"
+    runs: list[tuple[int | None, str | None]] = field(default_factory=list)
+    #: why no run will follow
+    why: str = ""
+
+
+def planned_rows(manifest: Mapping[str, Any], tuning: Mapping[str, Any]) -> list[PlannedRow]:
+    """Return the rows of sweep.json or compare.json, and those of tuning.json, in the order of the table.
+
+    A row under tuning has a run planned at each seed of the confirmation; a row whose trials all failed has none, and
+    the reason in `why`.
+    """
+    rows = {str(label): PlannedRow(str(label)) for label in manifest.get("order") or ()}
+    for row in manifest.get("rows") or ():  # a comparison's
+        settings = manifest.get("settings") or {}
+        _planned_row(rows, row).runs += [
+            (_planned_seed(settings.get(name)), str(name)) for name in dict.fromkeys(row["runs"])
+        ]
+    for run in manifest.get("runs") or ():  # a sweep's
+        if run.get("of_plan", True) and not str(run["name"]).startswith(f"{TRIALS}/"):
+            _planned_row(rows, run).runs.append((run.get("seed"), str(run["name"])))
+    seeds = (tuning.get("confirm") or {}).get("seeds") or ()
+    for search in tuning.get("rows") or ():
+        for label in search.get("rows") or ():
+            told = _planned_row(rows, {**search, "label": label})
+            if not told.runs:
+                told.why = given_up(search)
+                told.runs = [] if told.why else [(seed, None) for seed in seeds]
+    return list(rows.values())
+
+
+def _planned_seed(settings: Any) -> int | None:
+    seed: int | None = (settings or {}).get("seed")
+    return seed
+
+
+def planned_trials(tuning: Mapping[str, Any]) -> list[PlannedRow]:
+    """Return the searches of tuning.json as rows whose runs are the trials named there."""
+    return [
+        PlannedRow(
+            str(search.get("label")),
+            str(search.get("rule")),
+            str(search.get("format")),
+            [
+                (int(seed), str(name))
+                for trial in search.get("trials") or ()
+                for seed, name in zip(trial.get("losses") or (), trial["runs"], strict=False)
+            ],
+        )
+        for search in tuning.get("rows") or ()
+    ]
+
+
+def _planned_row(rows: dict[str, PlannedRow], told: Mapping[str, Any]) -> PlannedRow:
+    """Get or make the row of a label, and update its rule and format."""
+    row = rows.setdefault(str(told["label"]), PlannedRow(str(told["label"])))
+    row.rule, row.format = str(told.get("rule") or row.rule), str(told.get("format") or row.format)
+    return row
+
+
+def given_up(search: Mapping[str, Any]) -> str:
+    """Return the message of a search whose trials all failed, from its row of tuning.json; "" if one succeeded."""
+    if not search.get("over") or search.get("best"):
+        return ""
+    trials = search.get("trials")
+    runs = sum(len(trial.get("runs") or ()) for trial in trials) if isinstance(trials, Sequence) else 0
+    return f"failed: none of {runs} trials came to its end with a loss"
+
+
+#: share of a run's steps at which monitored figures are exported, beside the end
+TENTH = 0.1
+#: figures that every record has, whether or not monitors ran
+ALWAYS = (TRAIN_LOSS.name, SMOOTHED_LOSS.name, GRAD_NORM.name)
+#: significant digits of an exported figure: enough for ranks
+DIGITS = 4
+
+
+def _is_watched(metric: Metric) -> bool:
+    """True for a figure of the whole model: not of one bit, nor of the machine."""
+    return bool(metric.monitor) and metric.monitor != "resources" and metric != OVERHEAD and metric.name[-2:] != "_I"
+
+
+#: in the order of display
+_WATCHED = (one.name for metric in METRICS if _is_watched(metric) for one in metric.each)
+MONITORED = tuple(dict.fromkeys((*ALWAYS, *_WATCHED)))
+
+
+def monitored_figures(run: Run) -> dict[int, Mapping[str, float]]:
+    """Return monitored figures by step, at the last record within a tenth of the run's steps and at the last record.
+
+    A run whose monitors ran too seldom has the last record only; a run read from a results file has those of the file.
+    Values that are not finite are left out.
+    """
+    planned = run.number("steps_planned")
+    if run.looks or not planned:
+        return dict(run.looks)
+    curves = {name: list(zip(*run.curve(name), strict=True)) for name in MONITORED}
+    seen = sorted({step for name in MONITORED if name not in ALWAYS for step, _ in curves[name] if step > 0})
+    ends = [max((step for step in seen if step <= limit), default=None) for limit in (TENTH * planned, planned)]
+    return {int(end): _until(curves, end) for end in ends if end is not None}
+
+
+def _until(curves: Mapping[str, Sequence[tuple[float, float | None]]], end: float) -> dict[str, float]:
+    """Return the last value of every figure up to a step: each monitor has its own interval."""
+    known = {name: [y for x, y in points if 0 < x <= end and y is not None] for name, points in curves.items()}
+    return {name: float(f"{values[-1]:.{DIGITS}g}") for name, values in known.items() if values}
+
+
+def merged_rows(runs: Sequence[Run], files: Sequence[Exported]) -> list[Row]:
+    """Return the rows of run folders and results files together, each run once, from its longest record.
+
+    A row without runs is kept if no file has runs under its label. A seed is missing if no file has it.
+    """
+    every = [*runs, *(run for file in files for row in file.rows for run in row.runs)]
+    rows = group_rows(distinct(every))
+    places = {identity(run): at for at, row in enumerate(rows) for run in (*row.runs, *row.aside)}
+    labels = {row.label: at for at, row in enumerate(rows)}
+    of_files = [row for file in files for row in file.rows]
+    labels |= {row.label: places[identity(row.runs[0])] for row in of_files if row.runs}
+    there = {(row.label, run.seed) for row in of_files for run in row.runs}
+    for row in of_files:
+        at = labels.get(row.label)
+        known = set() if at is None else {run.seed for run in rows[at].runs}  # of run folders too
+        missing = tuple(
+            seed for seed in row.missing if (row.label, seed) not in there and (seed is None or seed not in known)
+        )
+        there |= {(row.label, seed) for seed in missing}  # counted once, though several files miss it
+        if at is not None:
+            rows[at] = replace(rows[at], missing=(*rows[at].missing, *missing))
+        elif missing or row.why:
+            labels[row.label] = len(rows)
+            rows.append(replace(row, missing=missing))
+    return rows
+
+
+def with_given_up(
+    rows: Sequence[Row], tunings: Iterable[Iterable[Mapping[str, Any]]], order: Sequence[str] = ()
+) -> list[Row]:
+    """Return the rows and those of tunings whose trials all failed, in the order of labels given."""
+    found, labels = list(rows), {row.label for row in rows}
+    for search in (search for tuning in tunings for search in tuning):
+        named = search.get("rows")
+        for label in map(str, named if isinstance(named, list) and (why := given_up(search)) else ()):
+            if label not in labels:
+                labels.add(label)
+                rule, fmt = (str(search.get(key) or "none") for key in ("rule", "format"))
+                found.append(Row(label, rule, fmt, (), why=why))
+    places = {label: at for at, label in enumerate(order)}
+    return sorted(found, key=lambda row: places.get(row.label, len(places)))

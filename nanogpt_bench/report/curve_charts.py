@@ -1,0 +1,322 @@
+"""Charts of curves over the steps: losses, stall, monitored figures, and recorded distributions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nanogpt_bench.config.metrics import ELAPSED, LOG, SHARE, SPREADS, TRAIN_LOSS, VAL_LOSS, Metric, Spread
+from nanogpt_bench.report.chart import (
+    PERCENT,
+    Chart,
+    Line,
+    Look,
+    Spec,
+    category,
+    ink,
+    limit_line,
+    lines,
+    names,
+    of_row,
+    over,
+    quantity,
+)
+from nanogpt_bench.report.results import Result, reference_name
+from nanogpt_bench.report.rows import Row, loss_unit
+from nanogpt_bench.report.tables import format_gap
+from nanogpt_bench.runs.curves import MAX_POINTS, decimate, smooth, smoothing_window
+from nanogpt_bench.runs.load import Distribution, Run
+
+BY_STEP, BY_TIME = "step", ELAPSED.name
+FEWEST_POINTS, MOST_POINTS = 60, 50 * MAX_POINTS  # of a curve, and of all curves of a chart
+EARLY_DIVERGENCE = "early_divergence"
+BAR_HEIGHT = 42
+#: titles of namespaces that differ from the capitalised name
+TITLES = {"grad": "Gradients", "quant": "Ranges", "val": "Labels"}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event on a row's curve, and its text."""
+
+    label: str
+    x: float
+    y: float
+    text: str
+
+
+def lines_of(
+    rows: Sequence[Row], key: str, against: str = BY_STEP, *, smoothed: bool = False, points: int = MAX_POINTS
+) -> list[Line]:
+    """Return the thinned curve of `key` of every run that has it, `smoothed` if it is noisy step by step.
+
+    With more than fifty runs each gets fewer than `points`, which bounds the whole.
+    """
+    limit = min(points, max(FEWEST_POINTS, MOST_POINTS // max(1, sum(len(row.runs) for row in rows))))
+    drawn = [_line(row, run, key, against, smoothed, limit) for row in rows for run in row.runs]
+    return [line for line in drawn if any(y is not None for y in line.ys)]
+
+
+def _line(row: Row, run: Run, key: str, against: str, smoothed: bool, limit: int) -> Line:
+    xs, ys = run.curve(key, against)
+    if smoothed:
+        ys = smooth(ys, smoothing_window(len(ys)))
+    kept = decimate(len(xs), limit)
+    return Line(row.label, run.seed, [xs[i] for i in kept], [ys[i] for i in kept])
+
+
+def first_lines(rows: Sequence[Row], key: str, steps: int) -> list[Line]:
+    """Return the curves of `key` up to step `steps`, as recorded."""
+    found = []
+    for row in rows:
+        for run in row.runs:
+            xs, ys = run.curve(key)
+            kept = [(x, y) for x, y in zip(xs, ys, strict=True) if x <= steps]
+            found.append(Line(row.label, run.seed, [x for x, _ in kept], [y for _, y in kept]))
+    return [line for line in found if any(y is not None for y in line.ys)]
+
+
+def marks(rows: Sequence[Row], drawn: Sequence[Line], against: str = BY_STEP) -> list[Mark]:
+    """Return the first alert of early divergence and the end of a failed run as marks on the runs' curves."""
+    curves = {(line.label, line.seed): line for line in drawn}
+    found = []
+    for row in rows:
+        for run in row.runs:
+            line = curves.get((row.label, run.seed))
+            found += [_mark(line, run, step, text, against) for step, text in _moments(run)] if line else []
+    return [mark for mark in found if mark is not None]
+
+
+def _moments(run: Run) -> list[tuple[int, str]]:
+    """Return (step, text) of each event that a loss curve marks."""
+    early = next((alert for alert in run.alerts if alert.kind == EARLY_DIVERGENCE), None)
+    moments = [(early.step, f"early divergence at step {early.step}")] if early else []
+    if run.status == "failed" and run.last_step is not None:
+        moments.append((run.last_step, f"failed at step {run.last_step}"))
+    return moments
+
+
+def _mark(line: Line, run: Run, step: int, text: str, against: str) -> Mark | None:
+    """Return a mark on the last known point at or before `step`, on the curve's own axis."""
+    steps, places = run.curve(against)
+    before = [place for at, place in zip(steps, places, strict=True) if at <= step and place is not None]
+    end = before[-1] if before else None
+    known = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None and end is not None and x <= end]
+    return Mark(line.label, end, known[-1][1], text) if known and end is not None else None
+
+
+def stall_lines(rows: Sequence[Row]) -> list[Line]:
+    """Return the stall over the steps of each row in which it counts, by the measure of its storage."""
+    found = []
+    for row in rows:
+        metric = next((run.stall_metric for run in row.runs if run.stall_counts and run.stall_metric), None)
+        if metric is not None:
+            found += lines_of([row], metric)
+    return found
+
+
+def loss_range(drawn: Sequence[Line]) -> tuple[float, float] | None:
+    """Return the ends of the loss axis: the lowest loss, and the highest after a sixth of the steps.
+
+    All runs fall from ln(vocabulary) in the first steps; an axis up to there would compress the part that differs.
+    """
+    last = max((line.xs[-1] for line in drawn if line.xs), default=0.0)
+    known = [(x, y) for line in drawn for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
+    late = [y for x, y in known if x >= last / 6]
+    if not late:
+        return None
+    bottom, top = min(late), max(late)
+    margin = 0.04 * (top - bottom) or 0.05
+    return bottom - margin, top + margin
+
+
+def close_range(drawn: Sequence[Line], reference: str | None) -> tuple[float, float] | None:
+    """Return the ends of the magnified loss axis; None without a reference.
+
+    They are the lowest loss of all and the reference's highest after a third of its steps.
+    """
+    own = [(x, y) for line in drawn if line.label == reference for x, y in zip(line.xs, line.ys, strict=True)]
+    late = [y for x, y in own if y is not None and x >= own[-1][0] / 3]
+    if not late:
+        return None
+    low = min(y for line in drawn for y in line.ys if y is not None)
+    margin = 0.06 * (max(late) - low) or 0.05
+    return low - margin, max(late) + margin
+
+
+def loss_charts(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
+    """Return the charts of validation and training loss, by step and by wall-clock, that have data."""
+    charts: list[Chart] = []
+    for name, metric in (("val", VAL_LOSS), ("train", TRAIN_LOSS)):
+        for against, axis, words in ((BY_STEP, "step", "by step"), (BY_TIME, "seconds", "by wall-clock")):
+            smoothed = metric is TRAIN_LOSS
+            drawn = lines_of(rows, metric.name, against, smoothed=smoothed)
+            caption = "Exponential moving average over the steps." if smoothed else "On the same held-out batches."
+            if drawn:
+                x, y = quantity("x", axis), quantity("y", loss_unit(rows), loss_range(drawn))
+                spec = lines(drawn, looks, x, y, marked=not smoothed)
+                spec["layer"] += _marks(marks(rows, drawn, against), looks, x, y)
+                charts.append(
+                    Chart(f"{name}-{axis}", f"{metric.title} {words}", caption, spec, 380, rows=rows_of(drawn))
+                )
+        if metric is VAL_LOSS:
+            charts += _close_chart(rows, looks, reference)
+    return charts
+
+
+def rows_of(drawn: Sequence[Line]) -> tuple[str, ...]:
+    """Return the rows of curves, each once."""
+    return tuple(dict.fromkeys(line.label for line in drawn))
+
+
+def _marks(marks: Sequence[Mark], looks: Mapping[str, Look], x: Spec, y: Spec) -> list[Spec]:
+    """Return open diamonds at early divergence and failure."""
+    if not marks:
+        return []
+    values = [{"row": mark.label, "x": mark.x, "y": mark.y, "text": f"{mark.label}: {mark.text}"} for mark in marks]
+    diamond = {"type": "point", "shape": "diamond", "size": 150, "strokeWidth": 2.5, "filled": False}
+    colour = of_row("color", looks)
+    return [over(values, diamond, x=x, y=y, color=colour, tooltip={"field": "text"})]
+
+
+def _close_chart(rows: Sequence[Row], looks: Mapping[str, Look], reference: str | None) -> list[Chart]:
+    """Return the validation loss magnified near the reference, where most rows overlap otherwise."""
+    drawn = lines_of(rows, VAL_LOSS.name)
+    limits = close_range(drawn, reference)
+    if limits is None:
+        return []
+    spec = lines(drawn, looks, quantity("x", "step"), quantity("y", loss_unit(rows), limits))
+    caption = "Magnified: the scale ends where the reference was after a third of its steps."
+    return [
+        Chart("val-close", "Validation loss near the reference", caption, spec, 380, wide=True, rows=rows_of(drawn))
+    ]
+
+
+def stall_chart(rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+    """Return the chart of the share of weights that a requested update left unmoved."""
+    drawn = stall_lines(rows)
+    if not drawn:
+        return None
+    spec = lines(drawn, looks, quantity("x", "step"), quantity("y", "share of weights", (-0.02, 1.04), format=".0%"))
+    return Chart(
+        "stall", "Stall: weights a requested update did not move", "", spec, 380, wide=True, rows=rows_of(drawn)
+    )
+
+
+def gap_chart(results: Sequence[Result], looks: Mapping[str, Look]) -> Chart | None:
+    """Return the bars of final validation losses above the reference's, with the seeds' spread as a whisker."""
+    others = [result for result in results if not result.reference]
+    if not any(result.gap for result in others):
+        return None
+    labels = [category(result.row.label) for result in others]
+    x = quantity("gap", loss_unit(result.row for result in others), zero=True, grid=False)
+    y = names("name", labels, labels=False, ticks=False, domain=False)
+    text = {"type": "text", "yOffset": -9, "color": ink("ink")}
+    left = text | {"align": "left", "limit": {"expr": "0.58 * width"}}
+    right = text | {"align": "right", "limit": {"expr": "0.4 * width"}}
+    bar = {"type": "bar", "height": 13, "yOffset": 8, "minBandSize": 2}
+    whisker = {"type": "rule", "yOffset": 8, "strokeWidth": 2, "color": ink("ink")}
+    layers = [
+        {"mark": bar, "encoding": {"x": x, "y": y, "color": of_row("color", looks)}},
+        {"mark": left, "encoding": {"x": {"value": 3}, "y": y, "text": {"field": "name"}}},
+        {"mark": right, "encoding": {"x": {"value": "width"}, "y": y, "text": {"field": "number"}}},
+        over([{"gap": 0}], {"type": "rule", "color": ink("muted")}, x=x),
+    ]
+    if any(result.gap and result.gap.spread for result in others):
+        layers.append({"mark": whisker, "encoding": {"x": x | {"field": "low"}, "x2": {"field": "high"}, "y": y}})
+    spec = {"data": {"values": [_bar(result) for result in others]}, "layer": layers}
+    title = f"Final validation loss above that of {reference_name(results)}"
+    caption = (
+        f"In {loss_unit(result.row for result in others)} and per cent; with several seeds their spread as a whisker."
+    )
+    return Chart("gap", title, caption, spec, 40 + BAR_HEIGHT * len(others), wide=True, drag="")
+
+
+def _bar(result: Result) -> dict[str, object]:
+    gap, label = result.gap, {"row": result.row.label, "name": category(result.row.label)}
+    if gap is None:
+        return {**label, "number": result.verdict.text, "gap": None, "low": None, "high": None}
+    spread = gap.spread or 0.0
+    ends = {"low": gap.mean - spread, "high": gap.mean + spread} if gap.spread else {"low": None, "high": None}
+    return {**label, "number": format_gap(result), "gap": gap.mean, **ends}
+
+
+def watched_charts(
+    rows: Sequence[Row], looks: Mapping[str, Look], figures: Sequence[Metric], limits: Mapping[str, float]
+) -> list[Chart]:
+    """Return a chart for each of `figures` that some run recorded; `limits` are dotted lines, by name."""
+    recorded = {key for row in rows for run in row.runs for key in run.metrics.names}
+    found = [
+        _watched_chart(rows, looks, figure, limits.get(figure.name)) for figure in figures if figure.name in recorded
+    ]
+    return [chart for chart in found if chart is not None]
+
+
+def _watched_chart(rows: Sequence[Row], looks: Mapping[str, Look], figure: Metric, limit: float | None) -> Chart | None:
+    drawn = lines_of(rows, figure.name)
+    if not drawn:
+        return None
+    share = {"format": PERCENT, "zero": True} if figure.unit == SHARE else {}
+    bent = {"log": True, "format": "~g", "tickCount": 5} if figure.chart == LOG and _spans_decades(drawn) else {}
+    y = quantity("y", figure.unit, _flat_range(drawn, share=bool(share)), **(share | bent))
+    spec = lines(drawn, looks, quantity("x", "step"), y)
+    spec["layer"] += [] if limit is None else [limit_line(limit, y=y)]
+    return Chart(f"watch-{figure.name.replace('/', '-')}", figure.title, figure.meaning, spec, rows=rows_of(drawn))
+
+
+def _flat_range(drawn: Sequence[Line], *, share: bool) -> tuple[float, float] | None:
+    """Return the ends of an axis for curves of one constant value, which span none; else None."""
+    known = {y for line in drawn for y in line.ys if y is not None}
+    if len(known) > 1 or (share and known != {0}):
+        return None
+    return (0.0, 1.0) if share else (min(known) - 1, max(known) + 1)
+
+
+def _spans_decades(drawn: Sequence[Line]) -> bool:
+    """True if positive values span a factor of thirty, where a linear axis would hide the small ones."""
+    known = [y for line in drawn for y in line.ys if y is not None]
+    return min(known) > 0 and max(known) / min(known) >= 30
+
+
+def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:
+    """Return a chart for each distribution that some row's first run recorded, one line per row over its layers."""
+    found = [_distribution_chart(spread, rows, looks) for spread in SPREADS if spread.chart]
+    return [chart for chart in found if chart is not None]
+
+
+def _distribution_chart(spread: Spread, rows: Sequence[Row], looks: Mapping[str, Look]) -> Chart | None:
+    drawn = [line for row in rows for line in _distribution_lines(spread, row)]
+    if not drawn:
+        return None
+    bent = {"log": True, "format": "~g", "tickCount": 5} if spread.chart == LOG else {}
+    y = quantity("y", "share", zero=True, format=PERCENT)
+    spec = lines(drawn, looks, quantity("x", spread.unit, **bent), y, step=True)
+    name = _drawn(spread).name.replace("/", "-")
+    return Chart(f"spread-{name}", spread.title, spread.meaning, spec, rows=rows_of(drawn))
+
+
+def _drawn(spread: Spread) -> Metric:
+    """Return the metric drawn: of several operands the weights."""
+    return spread.by("weight") if spread.operands else spread
+
+
+def _distribution_lines(spread: Spread, row: Row) -> list[Line]:
+    prefix = _drawn(spread).of("")
+    shares = merged_shares([d for run in row.runs[:1] for n, d in run.distributions.items() if n.startswith(prefix)])
+    xs = [x for x in shares if x > 0 or spread.chart != LOG]
+    return [Line(row.label, None, xs, [shares[x] for x in xs])] if xs else []
+
+
+def merged_shares(distributions: Sequence[Distribution]) -> dict[float, float]:
+    """Return the share at each value, or in the bin that begins there, over all distributions, in increasing order.
+
+    >>> merged_shares([Distribution(1, (1, 1), edges=(0, 1, 2)), Distribution(1, (2,), edges=(1, 2))])
+    {0: 0.25, 1: 0.75}
+    """
+    counts: Counter[float] = Counter()
+    for distribution in distributions:
+        places = distribution.values or (distribution.edges or ())[:-1]
+        counts.update(dict(zip(places, distribution.counts, strict=True)))
+    total = sum(counts.values())
+    return {place: counts[place] / total for place in sorted(counts)} if total else {}

@@ -1,0 +1,388 @@
+"""Rows of the table: runs of one setting, one per seed, their label, and the reference of each row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanogpt_bench.config.keys import keys_where
+from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
+from nanogpt_bench.data.batches import digests_of
+from nanogpt_bench.runs.earlier import has_ended
+from nanogpt_bench.runs.load import Run
+from nanogpt_bench.runs.read import finite
+from nanogpt_bench.system.errors import printable, shortened
+
+REFERENCE_RULE = "bf16-mixed"
+#: configuration keys in which the seeds of one row may differ
+SEED_KEYS = frozenset({"seed", "data.seed", "model.seed"})
+LONGEST_SETTING = 60  # of a setting's value in a label
+MOST_SETTINGS = 3  # that a label names
+MOST_NAMES = 3  # of runs in a label
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of one setting, one per seed, under the label of tables and figures."""
+
+    label: str
+    rule: str
+    format: str
+    runs: tuple[Run, ...]
+    #: seeds without a run yet, as far as known
+    missing: tuple[int | None, ...] = ()
+    #: why no run will follow
+    why: str = ""
+    #: further runs of seeds in `runs`, not counted
+    aside: tuple[Run, ...] = ()
+
+
+def shortfall(rows: Iterable[Row]) -> str:
+    """Return the count of runs out of those planned, in words; "" where none is missing.
+
+    >>> shortfall([Row("fp32", "fp32", "none", (), (1, 2))]), shortfall([])
+    ('0 of 2 runs', '')
+    """
+    counts = [(len(row.runs), len(row.missing)) for row in rows]
+    there, missing = (sum(each) for each in zip(*counts, strict=True)) if counts else (0, 0)
+    return f"{there} of {there + missing} runs" if missing else ""
+
+
+def row_label(rule: str, fmt: str) -> str:
+    """Return a setting's name: its format, unless its weights are floats, and its rule.
+
+    >>> row_label("nearest", "E4M3"), row_label("fp32", "none")
+    ('E4M3 nearest', 'fp32')
+    """
+    return rule if fmt == "none" else f"{fmt} {rule}"
+
+
+def group_rows(runs: Sequence[Run]) -> list[Row]:
+    """Group runs that differ in seeds only into rows, in order of first appearance; each seed counts once."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(setting_of(run), []).append(run)
+    labels = _distinct_labels(list(groups.values()))
+    return [
+        counted_once(Row(label, group[0].rule, group[0].format, tuple(group)))
+        for label, group in zip(labels, groups.values(), strict=True)
+    ]
+
+
+def counted_once(row: Row) -> Row:
+    """Return the row with one run per seed and the others aside: a repeated seed adds no spread."""
+    runs, aside = one_a_seed(row.runs)
+    return replace(row, runs=runs, aside=(*row.aside, *aside))
+
+
+def setting_of(run: Run) -> str:
+    """Return a key that the seeds of one setting share; a run without a config has one of its own."""
+    if not run.config:
+        return f"path:{run.path}"
+    # A corpus prepared anew under the same name is another one.
+    parts = [run.rule, run.format, _settings_without(run, SEED_KEYS), sorted(depends_on([run]))]
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+def setting_without(run: Run, keys: Set[str]) -> str:
+    """Return a key that runs share whose settings differ in seeds and `keys` only."""
+    if not run.config:
+        return f"path:{run.path}"
+    return json.dumps(_settings_without(run, SEED_KEYS | keys), sort_keys=True, default=str)
+
+
+def _settings_without(run: Run, keys: Set[str]) -> dict[str, Any]:
+    return {key: value for key, value in flat(run.config).items() if key not in keys}
+
+
+def _distinct_labels(groups: Sequence[Sequence[Run]]) -> list[str]:
+    """Return labels of rule and format; those that collide get the settings that differ, else names, else paths."""
+    labels = plain = [row_label(group[0].rule, group[0].format) for group in groups]
+    told = [_told_apart(label, group, groups, plain) for label, group in zip(plain, groups, strict=True)]
+    named = [_listed([run.name for run in group]) for group in groups]
+    paths = [_listed([printable(str(run.path)) for run in group]) for group in groups]
+    for endings in (told, named, paths):
+        labels = [
+            base + ending if labels.count(label) > 1 else label
+            for base, ending, label in zip(plain, endings, labels, strict=True)
+        ]
+    return labels
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the names of a row's runs as the end of its label."""
+    more = len(names) - MOST_NAMES
+    return f" ({', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''})"
+
+
+def _told_apart(label: str, group: Sequence[Run], groups: Sequence[Sequence[Run]], labels: Sequence[str]) -> str:
+    """Return the settings in which the groups of one label differ, such as ` lr=0.001`; "" if there are many."""
+    own = flat(group[0].config)
+    others = [flat(other[0].config) for other, name in zip(groups, labels, strict=True) if name == label]
+    keys = [k for k in own if k not in SEED_KEYS and any(other.get(k) != own[k] for other in others)]
+    if len(keys) > MOST_SETTINGS:
+        return ""
+    return "".join(f" {key.rsplit('.', 1)[-1]}={_short(own[key])}" for key in keys)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else shortened(" ".join(str(value).split()), LONGEST_SETTING)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten settings to dotted keys.
+
+    >>> flat({"a": 1, "b": {"c": 2}})
+    {'a': 1, 'b.c': 2}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+def learning_rate(run: Run) -> float | None:
+    """Return the peak learning rate on a run's record; None without one above 0."""
+    optimizer = run.config.get("optimizer")
+    configured = optimizer.get("lr") if isinstance(optimizer, Mapping) else None
+    rate = finite(run.summary.get("lr", configured))
+    return rate if rate is not None and rate > 0 else None
+
+
+def find_reference(rows: Sequence[Row], label: str | None = None) -> Row | None:
+    """Return the row of that label, by default the first BF16 autocast row; None where there is none."""
+    if label is not None:
+        return next((row for row in rows if row.label == label), None)
+    return next((row for row in rows if row.rule == REFERENCE_RULE), None)
+
+
+def references_of(rows: Sequence[Row], reference: Row | None) -> dict[str, Row]:
+    """Return each row's reference by the row's label; {} without a reference.
+
+    It is `reference` itself, or for a row of another corpus, length or size the row most like `reference` there, of the
+    same rule and format.
+    """
+    if reference is None:
+        return {}
+    apart = [row for row in rows if differences(row.runs, reference.runs)]
+    others = _most_like(reference, apart)
+    found = {row.label: others.get(depends_on(row.runs), reference) for row in apart}
+    # A row that is nobody else's reference is no reference, but a row that can't be compared.
+    needed = {other.label for label, other in found.items() if other.label != label}
+    found = {label: reference if other.label not in needed else other for label, other in found.items()}
+    return {row.label: found.get(row.label, reference) for row in rows}
+
+
+def _most_like(reference: Row, rows: Sequence[Row]) -> dict[frozenset[str], Row]:
+    """Return rows of the reference's rule and format by what their losses depend on; of several, the most like it."""
+    groups: dict[frozenset[str], list[Row]] = {}
+    for row in rows:
+        if (row.rule, row.format) == (reference.rule, reference.format):
+            groups.setdefault(depends_on(row.runs), []).append(row)
+    # Rates may be tuned for each row, so they count last; seeds and the task do not count.
+    aside, rates = {*SEED_KEYS, *keys_where("of_task")}, set(keys_where("is_rate"))
+
+    def apart(row: Row) -> tuple[int, int]:
+        one, other = ({} if not each.runs else flat(each.runs[0].config) for each in (row, reference))
+        differing = {key for key in (one.keys() | other.keys()) - aside if one.get(key) != other.get(key)}
+        return len(differing - rates), len(differing)
+
+    return {key: min(group, key=apart) for key, group in groups.items()}
+
+
+def loss_unit(rows: Iterable[Row]) -> str:
+    """Return the unit of the rows' losses: nats per token, or per label where documents are classified.
+
+    >>> loss_unit([])
+    'nats per token'
+    """
+    tasks = {run.config.get("task", "language") for row in rows for run in row.runs}
+    return "nats per label" if tasks == {"classify"} else "nats" if "classify" in tasks else "nats per token"
+
+
+def reference_beside(run: Run, references: Sequence[Row]) -> list[Row]:
+    """Return the first run of a comparable reference as a row to draw beside the run; [] without one."""
+    for reference in references:
+        if not differences([run], reference.runs[:1]):
+            return [Row(reference.label, reference.rule, reference.format, reference.runs[:1])]
+    return []
+
+
+def distinct(runs: Iterable[Run]) -> list[Run]:
+    """Return every run once, in order of first appearance; of several records of one run the longest."""
+    kept: dict[Hashable, Run] = {}
+    for run in runs:
+        key = identity(run)
+        kept[key] = max(kept.get(key, run), run, key=lambda each: (has_ended(each.summary), each.last_step or 0))
+    return list(kept.values())
+
+
+def identity(run: Run) -> Hashable:
+    """Return a key that records of one run share, and no two runs: settings, name, seed, first validation.
+
+    The time of that validation, to its last bit, tells runs of the same settings apart.
+    """
+    times, losses = run.curve(VAL_LOSS.name, ELAPSED.name)
+    return (setting_of(run), run.name, run.seed, times[0], losses[0]) if times else str(run.path)
+
+
+def seed_of(run: Run) -> Hashable | None:
+    """Return the seeds of run, data and model, which tell the runs of one setting apart; None if unknown.
+
+    >>> from pathlib import Path
+    >>> seed_of(Run(Path("a"), summary={"seed": 3})) == seed_of(Run(Path("b"), {"seed": 3, "data": {"seed": 3}}))
+    True
+    """
+    if run.seed is None:
+        return None
+    own = (run.config.get(section) for section in ("data", "model"))
+    given = (part.get("seed") if isinstance(part, Mapping) else None for part in own)
+    return (run.seed, *(run.seed if seed is None else _plain(seed) for seed in given))
+
+
+def _plain(seed: object) -> Hashable:
+    """Return a seed read from a file as something hashable."""
+    return seed if isinstance(seed, int) else repr(seed)
+
+
+def one_a_seed(runs: Iterable[Run]) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Split the runs of one setting into those that count, one per seed, and the rest.
+
+    The longest run of a seed counts, of several as long the first: a repeated run is no second seed.
+    """
+    found: dict[Hashable, list[Run]] = {}
+    for run in runs:
+        seed = seed_of(run)
+        found.setdefault(("unknown", id(run)) if seed is None else seed, []).append(run)
+    counted = tuple(max(group, key=_went) for group in found.values())
+    kept = set(map(id, counted))
+    return counted, tuple(run for group in found.values() for run in group if id(run) not in kept)
+
+
+def _went(run: Run) -> tuple[bool, bool, int]:
+    return run.status == "finished", has_ended(run.summary), run.last_step or 0
+
+
+def left_aside(label: str, counted: Sequence[Run], aside: Sequence[Run]) -> list[str]:
+    """Return a line for each run aside: its seed, the run that counts instead, and why."""
+    lines = []
+    for run in aside:
+        other = next(each for each in counted if seed_of(each) == seed_of(run))
+        why = "went further" if _went(other) > _went(run) else "went as far and comes first"
+        lines.append(f"{label}: {run.path} is not counted, since seed {run.seed} is there in {other.path}, which {why}")
+    return lines
+
+
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
+#: reads a comparable value from a run's records; None where they lack it
+Fact = Callable[[Run], Any]
+
+
+def differences(runs: Sequence[Run], others: Sequence[Run]) -> tuple[str, ...]:
+    """Return the names of facts that differ between runs and others and make a gap of their losses meaningless.
+
+    A fact that either run's records lack is skipped.
+
+    >>> differences([], [])
+    ()
+    """
+    return tuple(
+        name for name, fact in FACTS.items() if any(_differ(name, fact, run, other) for other in others for run in runs)
+    )
+
+
+def depends_on(runs: Sequence[Run]) -> frozenset[str]:
+    """Return everything that runs' losses depend on beside format, rule, learning rate and seed, as one value."""
+    return frozenset(repr([fact(run) for fact in FACTS.values()]) for run in runs)
+
+
+def _differ(name: str, fact: Fact, run: Run, other: Run) -> bool:
+    if name == "corpus" and _known_to_differ(_tokenizer, run, other):
+        # Two tokenizers make different tokens of one text, so the sources of the text are compared instead.
+        fact = _text
+    return _known_to_differ(fact, run, other)
+
+
+def _known_to_differ(fact: Fact, run: Run, other: Run) -> bool:
+    own, its = fact(run), fact(other)
+    return own is not None and its is not None and own != its
+
+
+def _setting(run: Run, section: str, key: str) -> Any:
+    """Return one value of a run's config; None where it is absent."""
+    part = run.config.get(section)
+    return part.get(key) if isinstance(part, Mapping) else None
+
+
+def _of_corpus(run: Run, key: str) -> Any:
+    corpus = run.environment.get("corpus")
+    return corpus.get(key) if isinstance(corpus, Mapping) else None
+
+
+def _tokens(run: Run) -> dict[str, Any] | None:
+    """Return the digest of each split's tokens, and of its labels if any."""
+    splits = _of_corpus(run, "splits")
+    if not isinstance(splits, Mapping):
+        return None
+    digests = {name: part.get("sha256") for name, part in splits.items() if isinstance(part, Mapping)}
+    return digests | digests_of(splits) if digests and all(digests.values()) else None
+
+
+def _text(run: Run) -> Any:
+    """Return the source of the corpus."""
+    return _of_corpus(run, "source")
+
+
+def _tokenizer(run: Run) -> Any:
+    return run.environment.get("tokenizer")
+
+
+def _size(run: Run) -> Any:
+    shape = [_setting(run, "model", key) for key in SHAPE]
+    return shape if None not in shape else None
+
+
+def _started_from(run: Run) -> Any:
+    """Return the origin of the first weights; random weights of all seeds count as one."""
+    model = run.config.get("model")
+    return [model["init_from"]] if isinstance(model, Mapping) and "init_from" in model else None
+
+
+def _steps(run: Run) -> Any:
+    planned = _setting(run, "train", "max_steps")
+    return run.number("steps_planned") if planned is None else planned
+
+
+def _training_tokens(run: Run) -> Any:
+    data = run.config.get("data")
+    return [data["train_tokens"]] if isinstance(data, Mapping) and "train_tokens" in data else None
+
+
+def _batch(run: Run) -> Any:
+    """Return the sequences per step: batch size times accumulation."""
+    parts = [_setting(run, "train", key) for key in ("batch_size", "accumulation")]
+    known = [part for part in parts if isinstance(part, int)]
+    return known[0] * known[1] if len(known) == len(parts) else None
+
+
+def _validation(run: Run) -> Any:
+    """Return count, size and seed of the validation batches: the draw depends on all three."""
+    parts = [_setting(run, "eval", "batches"), _setting(run, "train", "batch_size"), _setting(run, "eval", "seed")]
+    return parts if None not in parts else None
+
+
+#: facts of a run's records, beside the settings marked `of_task` (`nanogpt_bench.config.field`)
+FACTS: Mapping[str, Fact] = {
+    "task": lambda run: run.config.get("task"),
+    "corpus": _tokens,
+    "training tokens": _training_tokens,
+    "tokenizer": _tokenizer,
+    "size": _size,
+    "first weights": _started_from,
+    "steps": _steps,
+    "batch size": _batch,
+    "validation": _validation,
+}
