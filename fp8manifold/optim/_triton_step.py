@@ -18,7 +18,7 @@ from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._variant import Variant
 
-__all__ = ["is_triton", "kind_of", "run_triton"]
+__all__ = ["is_triton", "kind_of", "run_triton", "spec_of"]
 
 _ELEMENTS: Final = 2048
 """Of a program: 16 a thread, which loads and stores bytes by 128 bits."""
@@ -103,7 +103,7 @@ def kind_of(job: Job, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
         aligned=aligned,
         long=long,
     )
-    return rows, length, repeats, (_spec(job.variant, job.held["weight"].dtype, job.held["gradient"].dtype), tile)
+    return rows, length, repeats, (spec_of(job.variant, job.held["weight"].dtype, job.held["gradient"].dtype), tile)
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
@@ -117,7 +117,7 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 
 @lru_cache(maxsize=1024)
-def _spec(variant: Variant, weight: torch.dtype, gradient: torch.dtype) -> Spec:
+def spec_of(variant: Variant, weight: torch.dtype, gradient: torch.dtype) -> Spec:
     fmt = format_of(variant.fmt or _MOMENT)
     return Spec(
         direction=variant.direction,
