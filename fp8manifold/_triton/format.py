@@ -129,9 +129,7 @@ def encoding_steps(bits, F: tl.constexpr, EXTRA: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
-def encode_magnitude(
-    bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr
-):
+def encode_magnitude(bits, draw, F: tl.constexpr, EXTRA: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr):
     """The code of float32 bits without sign, rounded."""
     steps, below = encoding_steps(bits, F, EXTRA, 24 if STOCHASTIC and FIXED else 0)
     if not STOCHASTIC:

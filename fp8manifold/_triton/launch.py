@@ -2,24 +2,37 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold._native._layouts import JOB
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import Spec, Tile
 
-__all__ = ["Kind", "chunks_of", "launch"]
+__all__ = ["Kind", "KernelsUnavailableError", "Launched", "chunks_of", "launch"]
 
 Kind = tuple[Spec, Tile]
 """What a kernel is compiled for."""
 
+_CHECKED: Final = 2048
+"""Elements that a program looks at for the verdict on finiteness."""
+
 _BUFFERS: Final = 2
 """How many tables are being uploaded at a time: one is filled while the other may still be on its way."""
+
+
+class KernelsUnavailableError(RuntimeError):
+    """A kernel could not be compiled; nothing has been launched."""
+
+
+class Launched(NamedTuple):
+    """How many launches steps took, and the verdict: not 0 where they were refused."""
+
+    count: int
+    refused: Tensor
 
 
 class _Staging:
@@ -76,10 +89,19 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
     return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
+Call = tuple[Any, Tensor, tuple[Any, ...]]
+"""A kernel, its table of chunks, and what follows the two tables."""
+
+
 def launch(
-    records: NDArray[np.void], kinds: Sequence[Kind], device: torch.device, refused: Tensor | None = None
-) -> int:
-    """Take the steps of some records in place, and say in how many launches.
+    records: NDArray[np.void],
+    kinds: Sequence[Kind],
+    device: torch.device,
+    refused: Tensor | None = None,
+    *,
+    check: bool = False,
+) -> Launched:
+    """Take the steps of some records in place.
 
     All kernels are compiled before the first is launched: what fails has changed nothing.
 
@@ -88,36 +110,69 @@ def launch(
         kinds: what each is stepped by.
         device: where all of it lies.
         refused: int32, one element: nothing is stepped where it is not 0.
-    """
-    from fp8manifold._triton.step import step_kernel
+        check: refuse all steps where the square of any gradient is not finite.
 
-    groups: dict[Kind, list[int]] = {}
+    Raises:
+        KernelsUnavailableError: a kernel could not be compiled.
+    """
+    rows, lengths = records["rows"].tolist(), records["length"].tolist()
+    sizes = [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
+    if refused is None:
+        refused = torch.zeros(1, dtype=torch.int32, device=device) if check else _nothing_refused(device)
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        calls = _checks(kinds, sizes, device, refused) if check else []
+        for (spec, tile), members in _groups(kinds).items():
+            chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
+            calls.append((_kernels()[0], chunks, (refused, spec, tile)))
+        table = _staging(device).upload(records.view(np.int32), device)
+        _compile(table, calls)
+        for kernel, chunks, facts in calls:
+            kernel[(len(chunks),)](table, chunks, *facts, **options())
+    return Launched(len(calls), refused)
+
+
+def _kernels() -> tuple[Any, Any]:
+    """The step's, and the verdict's."""
+    try:
+        from fp8manifold._triton.arrays import finite_kernel
+        from fp8manifold._triton.step import step_kernel
+    except Exception as error:  # whatever another release of Triton lacks
+        raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
+    return step_kernel, finite_kernel
+
+
+def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
+    groups: dict[Any, list[int]] = {}
     for i, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(i)
-    refused = _nothing_refused(device) if refused is None else refused
-    rows, lengths = records["rows"].tolist(), records["length"].tolist()
-    with torch.cuda.device(device if device.type == "cuda" else -1):
-        table = _staging(device).upload(records.view(np.int32), device)
-        calls = []
-        for (spec, tile), members in groups.items():
-            chunks = chunks_of(tile, tuple((i, rows[i], lengths[i]) for i in members), device)
-            calls.append((table, chunks, refused, spec, tile))
-        _compile(step_kernel, calls)
-        for call in calls:
-            step_kernel[(len(call[1]),)](*call, **options())
-    return len(calls)
+    return groups
 
 
-_compiled: Final[set[tuple[torch.device, Spec, Tile]]] = set()
+def _checks(
+    kinds: Sequence[Kind], sizes: Sequence[tuple[int, int, int]], device: torch.device, refused: Tensor
+) -> list[Call]:
+    """The verdict's launches, one for each dtype of gradients."""
+    tile = Tile(1, _CHECKED, 0, "one", aligned=False)
+    calls: list[Call] = []
+    for dtype, members in _groups([spec.gradient for spec, _ in kinds]).items():
+        flat = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
+        calls.append((_kernels()[1], chunks_of(tile, flat, device), (refused, dtype, _CHECKED)))
+    return calls
+
+
+_compiled: Final[set[tuple[Any, ...]]] = set()
 """What has been compiled before; Triton keeps the code."""
 
 
-def _compile(kernel: Any, calls: Sequence[tuple[Tensor, Tensor, Tensor, Spec, Tile]]) -> None:
-    for call in calls:
-        known = (call[0].device, call[3], call[4])
-        if known not in _compiled and call[0].device.type == "cuda":
-            kernel.warmup(*call, grid=(len(call[1]),), **options())
-            _compiled.add(known)
-
-
-assert JOB.itemsize % 4 == 0
+def _compile(table: Tensor, calls: Sequence[Call]) -> None:
+    for kernel, chunks, (refused, *facts) in calls:
+        known = (table.device, kernel, *facts)
+        if known in _compiled or table.device.type != "cuda":
+            continue
+        try:
+            kernel.warmup(table, chunks, refused, *facts, grid=(len(chunks),), **options())
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler's absence or failure raises
+            raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
+        _compiled.add(known)

@@ -230,9 +230,7 @@ def _root_code(root, inverse, draw, S: tl.constexpr):
 
 
 @triton.jit
-def store_average(
-    words, SLOT: tl.constexpr, at, inside, value, inverse, root, word, S: tl.constexpr, T: tl.constexpr
-):
+def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, word, S: tl.constexpr, T: tl.constexpr):
     UPPER: tl.constexpr = SLOT == 6 and S.first
     if S.moments == "float32":
         store(words, SLOT, tl.float32, at, value, inside, T.aligned)

@@ -1,5 +1,6 @@
 """A step on a GPU by Triton's kernels: the same records as native code's, one launch for all parameters of a kind."""
 
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
@@ -12,8 +13,9 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import Spec, Tile, format_of
-from fp8manifold._triton.launch import Kind, launch
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Launched, launch
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._variant import Variant
@@ -25,6 +27,7 @@ _ELEMENTS: Final = 2048
 _LONGEST: Final = 1024
 """Of a row whose averages share a block and that a program takes at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
+_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
 _MOMENT: Final = FloatFormat(4, 3)
 
@@ -36,21 +39,29 @@ def is_triton(job: Job, dtype: torch.dtype) -> bool:
         weight.device.type == "cuda"
         and gradient.device == weight.device
         and gradient.dtype in _DTYPES
+        and job.variant.writeback in _WRITEBACKS
         and has_code(job, dtype)
+        and not _given_up
         and _triton.is_available()
     )
 
 
 def run_triton(
-    jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[np.int32], refused: Tensor | None = None
-) -> int:
-    """Take the steps in place, and say in how many launches.
+    jobs: Sequence[Job],
+    numbers: NDArray[np.float32],
+    keys: NDArray[np.int32],
+    refused: Tensor | None = None,
+    *,
+    check: bool = False,
+) -> Launched | None:
+    """Take the steps in place; None, with nothing changed and one warning ever, where kernels can't be compiled.
 
     Args:
         jobs: what to step, on one device; none of them shares memory with another.
         numbers: a row of hyperparameters each.
         keys: a row of round keys each.
         refused: int32, one element on the device: nothing is stepped where it is not 0.
+        check: refuse all steps where the square of any gradient is not finite.
     """
     records = np.zeros(len(jobs), dtype=JOB)
     kinds, kept, pointers, facts, sizes = [], [], [], [], []
@@ -65,7 +76,24 @@ def run_triton(
         facts.append((0, repeats, *job.ends))
     records["pointers"], records["facts"], records["keys"], records["hyper"] = pointers, facts, keys, numbers
     records["rows"], records["length"] = zip(*sizes, strict=True)
-    return launch(records, kinds, jobs[0].held["weight"].device, refused)
+    try:
+        return launch(records, kinds, jobs[0].held["weight"].device, refused, check=check)
+    except KernelsUnavailableError as error:
+        _give_up(error)
+        return None
+
+
+_given_up: Final[list[str]] = []
+"""Why there are no kernels, once that is known: it was warned of."""
+
+
+def _give_up(error: Exception) -> None:
+    _given_up.append(first_line := str(error).strip().splitlines()[0])
+    warnings.warn(
+        f"optimizer steps on the GPU run without Triton's kernels: {first_line}; the same results, slower",
+        CompileUnavailableWarning,
+        stacklevel=3,
+    )
 
 
 def _scale(job: Job) -> Tensor | None:

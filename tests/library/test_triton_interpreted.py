@@ -40,7 +40,9 @@ def run(*arguments: str, package: Path = PACKAGE) -> tuple[int, str, dict[str, i
 def test_steps_have_the_bits_of_native_code_and_of_the_oracle() -> None:
     """Every optimizer, write-back and kind of average, and a covering set of formats, shapes and storages."""
     code, output, counts = run(
-        str(HERE / "test_step_oracle.py"), "-k", "native and not (test_options or in_one_loop or residual_of or widened)"
+        str(HERE / "test_step_oracle.py"),
+        "-k",
+        "native and not (test_options or in_one_loop or residual_of or widened)",
     )
     assert code == 0, output[-3000:]
     assert counts["jobs"] > 400
@@ -68,7 +70,7 @@ FAULTS = {
     "subnormal": ("format.py", "tl.maximum(magnitude & 0x7F800000, (127 + F.EMIN) << 23)", "magnitude & 0x7F800000"),
     "root": ("stages.py", "(twice + 1.0)", "twice"),
     "bound": ("stages.py", "- 125) >> 1) + 120", "- 125) >> 1) + 121"),
-    "draw": ("format.py", "(0xFFFFFF - draw)", "(0xFFFFFE - draw)"),
+    "draw": ("format.py", "(0xFFFFFF - draw)", "draw"),
 }
 
 
@@ -84,6 +86,8 @@ def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
     text = source.read_text(encoding="utf-8")
     assert text.count(right) == 1
     source.write_text(text.replace(right, wrong), encoding="utf-8")
-    code, output, _ = run(str(HERE / "triton_cases.py"), "-k", "test_steps_of_every_shape", package=package)
+    cases = "test_arrays" if fault == "phase" else "test_steps_of_every_shape"
+    code, output, _ = run(str(HERE / "triton_cases.py"), "-k", cases, package=package)
     assert code == 1
-    assert "of a step of Variant" in output
+    assert "AssertionError" in output
+    assert "different" in output or "of a step of Variant" in output

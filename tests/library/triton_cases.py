@@ -29,7 +29,9 @@ FORMATS = (
     *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
 )
 SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
-WAYS = tuple((w, m) for w in ("nearest", "stochastic", "residual8", "residual4") for m in ("float32", "bfloat16", "8bit"))
+WAYS = tuple(
+    (w, m) for w in ("nearest", "stochastic", "residual8", "residual4") for m in ("float32", "bfloat16", "8bit")
+)
 
 
 def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
@@ -154,7 +156,9 @@ def test_codes_against_their_definition(name: str) -> None:
     finite = sorted({x for x in expected.tolist() if math.isfinite(x) and x >= 0})
     pairs = zip(finite, finite[1:], strict=False)
     parts = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3))
-    between = [float(np.float32(float(Fraction(a) + (Fraction(b) - Fraction(a)) * part))) for a, b in pairs for part in parts]
+    between = [
+        float(np.float32(float(Fraction(a) + (Fraction(b) - Fraction(a)) * part))) for a, b in pairs for part in parts
+    ]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
     assert encode_on_gpu(x, fmt, None).int().tolist() == wanted.tolist()

@@ -48,7 +48,9 @@ def step_both(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[n
     """Native code on the jobs, kernels on copies, and no difference."""
     twins = [twin(job) for job in jobs]
     run_native(jobs, numbers, keys)
-    COUNTS["launches"] += run_triton(twins, numbers, keys)
+    launched = run_triton(twins, numbers, keys)
+    assert launched is not None
+    COUNTS["launches"] += launched.count
     for job, other in zip(jobs, twins, strict=True):
         COUNTS["jobs"] += 1
         COUNTS["elements"] += job.layout.numel
