@@ -222,6 +222,8 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "stiffness-adamw-momentum": stiffness_adamw("momentum, float32 moments", writeback="momentum"),
     "stiffness-adamw-k0": stiffness_adamw("stochastic, k = 0", stiffness=0.0),
     "stiffness-adamw-annealed": stiffness_adamw("stochastic, k from 1 to 0", stiffness=fm.optim.anneal(1.0, 0.0, 1000)),
+    "stiffness-adamw-dither": stiffness_adamw("stochastic, dithered draws", draws="dither"),
+    "stiffness-adamw-e2m5": stiffness_adamw("stochastic, float32 moments", "E2M5"),
     "stiffness-adamw-e5m2": stiffness_adamw("stochastic, float32 moments", "E5M2"),
     "stiffness-adamw-e3m4": stiffness_adamw("stochastic, float32 moments", "E3M4"),
     "stiffness-adamw-e7m0": stiffness_adamw("stochastic, float32 moments", "E7M0"),

@@ -7,7 +7,9 @@ from typing import Final, Literal, NamedTuple
 from torch import Tensor
 
 import fp8manifold as fm
+from fp8manifold._numerics.codec import decode_signed, decode_with_ulp, encode_signed
 from fp8manifold.formats import as_format
+from fp8manifold.optim._writeback import split_codes
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import BLOCK_SIZE, amax_of, amax_scale, storage_scale, widened_scale
 
@@ -77,11 +79,10 @@ def rounded(x: Tensor, way: Way, step: int, stream: int, seed: int, draws: Draws
         code = fm.round_to_grid(x, way.fmt, "stochastic", seed=seed, step=step, stream=stream, draws=draws)
         return code, code
     words = fm.random_bits(x.shape, seed=seed, step=step, stream=stream, draws=draws)
-    largest = as_format(way.fmt).max
-    spacing = fm.ulp(x, way.fmt) * 2.0**-way.residual_bits
-    parts = (x.double().abs() / spacing + words.double() * 2.0**-24).floor()  # more bits than a float32 has
-    kept = (parts * spacing * x.sign()).float().clamp(-largest, largest)
-    return kept, fm.round_to_grid(kept, way.fmt)
+    fmt, bits = as_format(way.fmt), way.residual_bits
+    signed = encode_signed(x, fmt, words, bits)  # what the optimizers keep, and the codes that they put it beside
+    codes, _ = split_codes(signed, fmt, bits)
+    return decode_signed(signed, fmt, bits)[0], decode_with_ulp(codes, fmt)[0]
 
 
 def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, **key: int) -> tuple[Tensor, Tensor]:

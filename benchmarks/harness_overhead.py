@@ -36,8 +36,7 @@ from _record import add_option, record
 
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import Corpus, load_corpus
 from nanogpt_bench.step.anomalies import Sentry

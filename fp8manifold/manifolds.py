@@ -331,8 +331,9 @@ class FP8Manifold(StiffnessManifold):
         return super().random(*size, dtype=dtype, device=device)
 
     def extra_repr(self) -> str:
-        """Format, scale, metric and rounding."""
-        return f"{super().extra_repr()}, rounding={self.rounding}"
+        """Format, scale, metric and rounding, and how random bits are drawn if not independently."""
+        draws = "" if self.draws == "independent" else f", draws={self.draws}"
+        return f"{super().extra_repr()}, rounding={self.rounding}{draws}"
 
     def _check_point_on_manifold(self, x: Tensor, *, atol: float = 1e-5, rtol: float = 1e-5) -> tuple[bool, str | None]:
         off = int((self.projx(x) != x).sum())

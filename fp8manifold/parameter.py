@@ -23,8 +23,9 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
 
     Args:
         w, fmt: as in :class:`FP8Tensor`.
-        options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``seed``, ``dtype`` and ``keep_remainder``, as
-            there, and ``requires_grad``: whether it is trained, which it is unless told otherwise.
+        options: ``granularity``, ``headroom``, ``scale``, ``rounding``, ``draws``, ``seed``, ``dtype`` and
+            ``keep_remainder``, as there, and ``requires_grad``: whether it is trained, which it is unless told
+            otherwise.
 
     An :class:`FP8Tensor` without ``fmt`` and options is taken as it is: the parameter shares its codes and scales.  So
     it is with the attributes of a parameter for options, which is how libraries that move weights rebuild one.

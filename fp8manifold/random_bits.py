@@ -174,6 +174,18 @@ def word_range(
     return x
 
 
+def words_at(positions: Tensor, words: Words) -> Tensor:
+    """The random words at any positions, int64, of one tensor; int32, of the same shape."""
+    high = positions >> 32
+    x = torch.empty_like(positions, dtype=torch.int32)
+    for each in high.unique().tolist():
+        first, second, third = round_keys(words, each)
+        low = ((positions & (2**32 - 1)) + (first % 2**32)) & (2**32 - 1)
+        signed = torch.where(low < 2**31, low, low - 2**32).to(torch.int32)
+        x = torch.where(high == each, mix(signed, second, third), x)
+    return x
+
+
 def _has_numpy(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and type(x) is Tensor and x.device.type == "cpu"
 

@@ -21,6 +21,7 @@ __all__ = [
     "amax_scale",
     "scale_of_amax",
     "storage_scale",
+    "usual_headroom",
     "wide_amax",
     "widened_scale",
 ]
@@ -177,7 +178,7 @@ def refitted_scale(amax: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
     It suits them where none saturates and :func:`widened_scale` would not narrow it; what is no power of two (memory
     without values) suits nothing.
     """
-    fresh = _placing_scale(amax, _placed_at(fmt, None))
+    fresh = _placing_scale(amax, _placed_at(fmt, usual_headroom(fmt, 1.0)))
     made = (torch.frexp(scale).mantissa == 0.5) & scale.isfinite()
     beyond = amax >= scale * (fmt.max + fmt.ulp_max / 2)
     shrunk = (amax > 0) & (fresh * _HYSTERESIS <= scale)
@@ -220,10 +221,19 @@ def widened_scale(amax: Tensor, scale: Tensor, fmt: FormatLike, headroom: float 
     return torch.where(saturated | shrunk, fresh, scale)
 
 
+def usual_headroom(fmt: FloatFormat, least: float) -> float:
+    """The headroom where nobody says: 16, or what keeps the largest weight at 8 times the smallest normal.
+
+    ``least`` is 1 for codes, whose scale the library's optimizers widen as soon as its end is reached, and 2 for a
+    scale that stays.
+    """
+    return min(16.0, max(least, fmt.max / (8 * fmt.min_normal)))
+
+
 def _placed_at(fmt: FloatFormat, headroom: float | None) -> float:
     """Where the largest of stored weights is placed, in units of the scale."""
     if headroom is None:
-        headroom = min(16.0, max(2.0, fmt.max / (8 * fmt.min_normal)))
+        headroom = usual_headroom(fmt, 2.0)
     check_number("headroom", headroom, 1.0)
     return min(fmt.max / headroom, math.ldexp(fmt.ulp_min, _DEPTH))
 

@@ -28,6 +28,7 @@ from fp8manifold._encoded.stored_scale import (
     describe_scale,
     fresh_scale,
     given_scale,
+    own_headroom,
     warn_if_lost,
     warn_if_saturated,
 )
@@ -62,7 +63,8 @@ class FP8Tensor(EncodedTensor):
         fmt: a format or its name.
         granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), or for each
             ``block`` of 32 along the last.  A tensor of fewer than two dimensions has one scale instead of channels.
-        headroom: of the scale, as in :func:`fp8manifold.storage_scale`.
+        headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
+            binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
         scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
             shape.  What lies beyond its range saturates.
         rounding: how values written in place are rounded: ``stochastic`` or ``nearest``.
@@ -130,7 +132,8 @@ class FP8Tensor(EncodedTensor):
             dtype = w.dtype if w.dtype in DTYPES else torch.float32
         if granularity == "channel" and w.dim() < 2:
             granularity = "tensor"
-        parts = fresh_scale(w, fmt, granularity, headroom) if scale is None else given_scale(scale, w, granularity)
+        room = own_headroom(fmt, headroom)
+        parts = fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
         block_size = BLOCK_SIZE if granularity == "block" else None
         wide = expand_scale(parts, block_size, w.shape)
         codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
@@ -352,7 +355,7 @@ class FP8Tensor(EncodedTensor):
         """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.
 
         Args:
-            headroom: as in :func:`fp8manifold.storage_scale`.
+            headroom: as in the constructor.
 
         Returns:
             Whether any scale changed, by one :meth:`rescale_`.
@@ -365,7 +368,7 @@ class FP8Tensor(EncodedTensor):
             >>> w.adapt_scale_(headroom=2.0), w.scale.item(), w.tolist(), w.adapt_scale_(headroom=2.0)
             (True, 2.0, [448.0, 1.0], False)
         """
-        new = widened_scale(self.largest(), self.scale, self.format, headroom)
+        new = widened_scale(self.largest(), self.scale, self.format, own_headroom(self.format, headroom))
         if changes := bool((new != self.scale).any()):
             self.rescale_(new)
         return changes

@@ -308,7 +308,7 @@ def _add_run(commands: Any) -> Parser:
 def _run_epilog() -> str:
     """Return the end of `run --help`: examples, the shipped configurations' names and the topics of the settings."""
     from nanogpt_bench.commands.help_topics import overview
-    from nanogpt_bench.config.shipped import shipped_configs
+    from nanogpt_bench.config.settings import shipped_configs
 
     return (
         "examples:\n  nanogpt-bench run e4m3.yaml --train.max_steps 500\n"

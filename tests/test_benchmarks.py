@@ -449,8 +449,8 @@ def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
     printed = run("write_back_noise.py", *options)
     for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
         part = printed.partition(f"{optimizer}:")[2]
-        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:21])}
-        assert len(rows) == 17
+        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:23])}
+        assert len(rows) == 19
         today = rows["E2M5, rows, room 2, every 100 steps"]
         assert float(today[1]) > float(rows["E2M5, rows, room 1, widened at once"][1]) > 0
         assert today[5] == today[6].removesuffix(" |")
@@ -469,7 +469,7 @@ def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]
 
 
 @pytest.mark.parametrize("draws", ["independent", "dither"])
-@pytest.mark.parametrize("residual_bits", [0, 4, 8])
+@pytest.mark.parametrize("residual_bits", [0, 2, 4, 8])
 def test_an_exact_write_back_leaves_no_error(modules: dict[str, ModuleType], draws: str, residual_bits: int) -> None:
     script, (start, updates) = modules["_write_back"], steps_of_spacings(10, 0.125)
     way = script.Way("E2M5", room=2, residual_bits=residual_bits)

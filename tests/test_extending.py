@@ -16,7 +16,7 @@ ADDED = ("A format", "An optimizer", "An optimizer of the bench", "A setting of 
 ADDED = (*ADDED, "A chart")
 MOST_FILES = 2
 #: lines, as everywhere
-LONGEST_FILE = 400
+LONGEST_FILE = 500
 #: run in the copy: trains with everything that was added, writes the report, and looks where each should be told of
 CHECK = """
 import json, sys
@@ -25,7 +25,7 @@ from pathlib import Path
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config import schema
-from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.schema import OPTIONS
 
 assert Path(fm.__file__).is_relative_to(Path.cwd()), fm.__file__
 sys.path.insert(0, "docs")
@@ -94,7 +94,7 @@ def test_the_changes_of_the_guide_do_what_it_says(copy: Path) -> None:
     lengths = {
         name: len((copy / name).read_text(encoding="utf-8").splitlines()) for name in set().union(*files.values())
     }
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
         [sys.executable, "-c", CHECK], cwd=copy, env=environment, capture_output=True, text=True, timeout=300

@@ -18,6 +18,7 @@ from fp8manifold.scaling import (
     amax_of,
     refitted_scale,
     storage_scale,
+    usual_headroom,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "describe_scale",
     "fresh_scale",
     "given_scale",
+    "own_headroom",
     "power_of_two",
     "refit_scale_",
     "warn_if_lost",
@@ -42,6 +44,11 @@ def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom:
     if w.is_meta:
         return torch.empty(_scale_shape(w.shape, granularity), device="meta")
     return storage_scale(w, fmt, granularity, headroom=headroom)
+
+
+def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
+    """The headroom that a caller gives to codes, or the usual one, of 1 at least."""
+    return usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:

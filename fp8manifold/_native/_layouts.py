@@ -31,8 +31,8 @@ SPEC: Final = np.dtype(
 
 JOB: Final = np.dtype(
     [
-        # spec, weight, gradient, scale, residual, first, second, largest, first_bound, second_bound
-        ("pointers", np.uint64, 10),
+        # spec, weight, gradient, scale, residual, first, second, largest, first_bound, second_bound, reached
+        ("pointers", np.uint64, 11),
         ("rows", np.int64),
         ("length", np.int64),
         ("facts", np.int32, 4),  # scales, repeats, low_exponent, high_exponent

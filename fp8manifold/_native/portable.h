@@ -21,6 +21,13 @@
 #define CLONED
 #endif
 
+/* Threads may set one flag at the same time, to the same value. */
+#if defined(__GNUC__)
+#define SET(flag) __atomic_store_n(flag, 1, __ATOMIC_RELAXED)
+#else
+#define SET(flag) (*(volatile int32_t *)(flag) = 1)
+#endif
+
 /* Elements a stage passes on at a time: few enough that all of a tile's arrays stay in the first-level cache. */
 #define TILE 512
 

@@ -12,6 +12,15 @@ CLONED static void draw_words(const Keys *given, Tile *t)
     LOOP(t->words[i] = random_word(keys, (uint32_t)(t->at + i));)
 }
 
+/* Whether one of the codes is that of the largest magnitude. */
+CLONED static int holds_last(const Format *f, const uint8_t *codes, int n)
+{
+    const uint8_t magnitude = (uint8_t)(f->sign_bit - 1), last = (uint8_t)f->max_code;
+    uint8_t found = 0;
+    LOOP(found |= (uint8_t)((codes[i] & magnitude) == last);)
+    return found;
+}
+
 static void take_tile(const Job *j, const Local *l, const Block *b, Tile *t)
 {
     const Spec *s = j->spec;
@@ -104,7 +113,9 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
     const InOneLoop loop = in_one_loop(j);
     Block block = {1, 1, 1, 1};
     Local l = local_at(j, row, first, exact);
+    const uint8_t *codes = j->spec->storage == CODES ? j->weight : NULL;
     float largest = 0;
+    int reached = 0;
     for (int pass = in_blocks ? 0 : 1; pass < 2; pass++) {
         for (int64_t at = first + start; at < first + stop; at += t->n) {
             const int64_t left = first + stop - at;
@@ -114,6 +125,7 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
                 l = local_at(j, row, at, exact);
             if (pass == 1) {
                 (loop ? loop : take_tile)(j, &l, &block, t);
+                reached |= codes && holds_last(&j->spec->format, codes + at, t->n);
                 continue;
             }
             const float here = largest_of(j, &l, t);
@@ -122,6 +134,8 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
         if (pass == 0)
             block = next_block(j, largest, row);
     }
+    if (reached)
+        SET(j->reached);
 }
 
 /* Parts that a job can be cut into: rows, or pieces of them. */

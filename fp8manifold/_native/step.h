@@ -8,7 +8,7 @@
 
 enum { ADAM, SGD, LION, MADAM, MUON };                      /* directions */
 enum { CODES, GRID, FREE, PLAIN };                          /* storages */
-enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_RESIDUAL4, WRITE_MOMENTUM };
+enum { WRITE_NEAREST, WRITE_STOCHASTIC, WRITE_RESIDUAL8, WRITE_RESIDUAL4, WRITE_RESIDUAL2, WRITE_MOMENTUM };
 enum { FLOAT32, BFLOAT16, EIGHT_BITS };                     /* moments */
 enum { LINEAR, EXPONENTIAL, TANGENT, MULTIPLICATIVE };      /* geometries */
 enum { FIELD_NONE, FIELD_LINEAR, FIELD_SQRT, FIELD_SQUARE, FIELD_POWER };
@@ -38,6 +38,7 @@ typedef struct {
     void *first, *second;    /* averages: float32, bfloat16 or codes */
     float *largest;          /* AMSGrad's */
     float *first_bound, *second_bound;
+    int32_t *reached;        /* set where a code is the format's last, to either side */
     int64_t rows, length;
     int32_t scales;          /* ONE_SCALE, ... */
     int32_t repeats;         /* rows that share one scale */
@@ -48,6 +49,6 @@ typedef struct {
 
 /* As NumPy lays them out; a platform that differs is not built for. */
 _Static_assert(sizeof(Spec) == 96, "the size of SPEC in _layouts.py");
-_Static_assert(sizeof(Job) == 224, "the size of JOB in _layouts.py");
+_Static_assert(sizeof(Job) == 232, "the size of JOB in _layouts.py");
 
 #endif

@@ -5,13 +5,15 @@ from typing import TypeGuard
 
 from torch import Tensor
 
+from fp8manifold._encoded.traits import DRAWS
+from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
 from fp8manifold.nn._operands import OperandName, OperandSpec
 from fp8manifold.nn._spec import LayerSpec, check_options_are_taken
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_blocks", "check_storage", "is_stored"]
+__all__ = ["check_blocks", "check_draws", "check_storage", "is_stored"]
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
@@ -35,6 +37,16 @@ def _check_stored(storage: str, spec: LayerSpec) -> None:
                 f"weight has {option}={value!r}, which needs storage='master', not storage={storage!r}: a stored "
                 "weight has a static power-of-two scale, and is rounded when it is written"
             )
+
+
+def check_draws(draws: str, storage: str) -> None:
+    """Refuse a kind of draws that there is not, or one for weights that are not written back."""
+    check_choice("draws", draws, DRAWS)
+    if draws != "independent" and storage == "master":
+        raise ValueError(
+            f"draws={draws!r} needs storage='fp8' or 'grid', not storage={storage!r}, whose weights are floats: "
+            "nothing is drawn for them"
+        )
 
 
 def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, out_features: int) -> None:

@@ -10,6 +10,7 @@ from fp8manifold._encoded.stored_scale import fresh_scale, warn_if_saturated
 from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -32,6 +33,7 @@ def grid_weight(
     headroom: float | None,
     rounding: Literal["nearest", "stochastic"],
     seed: int,
+    draws: Draws,
 ) -> tuple[geoopt.ManifoldParameter, FP8Manifold]:
     """The nearest points of a grid at a scale of its own, and their manifold.
 
@@ -39,7 +41,7 @@ def grid_weight(
         weight: float tensor.
         fmt: format of the grid.
         granularity, headroom: of the scale.
-        rounding, seed: of the manifold.
+        rounding, seed, draws: of the manifold.
 
     Raises:
         TypeError: a dtype that lacks points of the grid.
@@ -51,7 +53,7 @@ def grid_weight(
             "take storage='fp8', or quantise a model that has values"
         )
     values = weight.detach()
-    manifold = FP8Manifold(fmt, fresh_scale(values, fmt, granularity, headroom), rounding, seed)
+    manifold = FP8Manifold(fmt, fresh_scale(values, fmt, granularity, headroom), rounding, seed, draws=draws)
     check_dtype_holds(manifold, weight.dtype)
     projected = manifold.projx(values) if has_values(weight) else values.clone()
     return geoopt.ManifoldParameter(projected, manifold=manifold, requires_grad=weight.requires_grad), manifold

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from fp8manifold._encoded.storage import expand_scale
+from fp8manifold._encoded.traits import Rounding
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.nn._byte_weight import byte_weight
 from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
-from fp8manifold.nn._checks import check_blocks, check_storage, is_stored
+from fp8manifold.nn._checks import check_blocks, check_draws, check_storage, is_stored
 from fp8manifold.nn._codes_linear import linear
 from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients, round_gradient
 from fp8manifold.nn._grid_weight import (
@@ -33,7 +35,7 @@ from fp8manifold.nn._recomputation import Pass, pass_of
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
 from fp8manifold.nn._spec import LayerSpec
 from fp8manifold.parameter import FP8Parameter
-from fp8manifold.random_bits import Stream
+from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, Granularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -69,7 +71,7 @@ class QuantizedLinear(nn.Linear):
         spec: formats and options.
         storage: ``master``, ``grid`` or ``fp8``.
         headroom: of the stored weights' scale, as in :func:`fp8manifold.storage_scale`.
-        rounding: of stored weights: what geoopt's own optimizers round with.
+        rounding, draws: of stored weights, where what writes has none of its own; see :func:`quantize_model`.
         seed: of stored weights and of stochastic rounding in the two passes; every layer needs one of its own.
         keep_remainder: with ``fp8``, keep what rounding left, for residuals to begin with; fine-tuning needs it.
         defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
@@ -107,16 +109,18 @@ class QuantizedLinear(nn.Linear):
         storage: Storage = "master",
         *,
         headroom: float | None = None,
-        rounding: Literal["nearest", "stochastic"] = "stochastic",
+        rounding: Rounding = "stochastic",
         seed: int = 0,
         keep_remainder: bool = False,
         defer_weight_gradient: bool = False,
         global_with: Self | None = None,
+        draws: Draws = "independent",
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
         check_storage(storage, spec, keep_remainder)
+        check_draws(draws, storage)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
@@ -130,7 +134,7 @@ class QuantizedLinear(nn.Linear):
         self._defers, self.has_plain_state = defer_weight_gradient, False
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
-        self._take_weight(linear.weight, rounding, seed)
+        self._take_weight(linear.weight, rounding, seed, draws)
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
@@ -219,18 +223,21 @@ class QuantizedLinear(nn.Linear):
     def _described_formats(self) -> str:
         names = {name: self._operands[name].format.name if name in self._operands else NONE for name in OPERANDS}
         shown = [f"{name}={names[name]}" for name in OPERANDS if name in OPERANDS[:2] or names[name] != NONE]
-        return f"{', '.join(shown)}, storage={self.storage}"
+        own = self.weight if isinstance(self.weight, FP8Tensor) else self.manifold
+        draws = getattr(own, "draws", "independent")
+        shown += [f"storage={self.storage}", *([f"draws={draws}"] if draws != "independent" else [])]
+        return ", ".join(shown)
 
-    def _take_weight(self, weight: Tensor, rounding: Literal["nearest", "stochastic"], seed: int) -> None:
+    def _take_weight(self, weight: Tensor, rounding: Rounding, seed: int, draws: Draws) -> None:
         operand = self._operands.get("weight")
         if operand is None:
             return
         if has_values(weight) and not bool(weight.isfinite().all()):
             raise ValueError(f"a weight of shape {tuple(weight.shape)} holds NaN or Inf: it can't be quantised")
         if self.storage == "grid":
-            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed)
+            self.weight, self.manifold = grid_weight(weight, operand.format, *self._placing(), rounding, seed, draws)
         elif self.storage == "fp8":
-            self.weight = self._in_codes(weight, operand.format, rounding, seed)
+            self.weight = self._in_codes(weight, operand.format, rounding, seed, draws)
 
     def _make_scalers(self, shared: SharedAmax | None) -> None:
         """One for every operand whose scale is not stored with it."""
@@ -286,21 +293,14 @@ class QuantizedLinear(nn.Linear):
             self.draws += 1
         return draw
 
-    def _in_codes(
-        self, weight: Tensor, fmt: FloatFormat, rounding: Literal["nearest", "stochastic"], seed: int
-    ) -> FP8Parameter:
-        if weight.dtype not in (torch.float32, torch.bfloat16):
-            raise TypeError(f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers")
-        return FP8Parameter(
-            weight.detach(),
-            fmt,
-            granularity=self._operands["weight"].granularity,
-            headroom=self._headroom,
-            rounding=rounding,
-            seed=seed,
-            keep_remainder=self._keep_remainder,
-            requires_grad=weight.requires_grad,
-        )
+    def _in_codes(self, weight: Tensor, *how: Any) -> FP8Parameter:
+        granularity, headroom = self._placing()
+        kept = self._keep_remainder
+        return byte_weight(weight, *how, granularity=granularity, headroom=headroom, keep_remainder=kept)
+
+    def _encoded(self, values: Tensor, weight: FP8Tensor) -> FP8Parameter:
+        """Floats as the layer's own weight is: in its format, with its rounding, seed and draws."""
+        return self._in_codes(values, weight.format, weight.rounding, weight.seed, weight.draws)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -313,7 +313,7 @@ class QuantizedLinear(nn.Linear):
         if self.bias is not None:
             self.bias.copy_(fresh.bias)
         if isinstance(self.weight, FP8Parameter):
-            weight = self._in_codes(fresh.weight, self.weight.format, self.weight.rounding, self.weight.seed)
+            weight = self._encoded(fresh.weight, self.weight)
             self.weight.adopt(weight)
             self.weight.counter.zero_()
             self.weight.remainder = weight.remainder
@@ -381,7 +381,7 @@ class QuantizedLinear(nn.Linear):
             return None
         if not isinstance(saved, FP8Tensor):
             floats = saved.detach().to(weight.dtype)
-            state_dict[prefix + "weight"] = self._in_codes(floats, weight.format, weight.rounding, weight.seed)
+            state_dict[prefix + "weight"] = self._encoded(floats, weight)
         elif saved.format != weight.format:
             return f"{prefix}weight is of {saved.format.name}, but this layer's is of {weight.format.name}"
         else:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fp8manifold._encoded.traits import DRAWS
 from fp8manifold._numerics.checks import check_int, check_keys
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._candidates import is_conv1d, obstacle
@@ -18,7 +19,7 @@ from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["put_layers", "recipe_of", "spec_as_json"]
 
-_OPTIONS: Final = ("storage", "rounding", "headroom", "keep_remainder", "defer_weight_gradient")
+_OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder", "defer_weight_gradient")
 
 
 def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -76,10 +77,10 @@ def _can_be_replaced(module: nn.Module) -> bool:
 
 def _options_of(layer: QuantizedLinear) -> dict[str, Any]:
     options: dict[str, Any] = {"storage": layer.storage}
-    if isinstance(layer.weight, FP8Tensor):
-        options["rounding"] = layer.weight.rounding
-    elif layer.manifold is not None:
-        options["rounding"] = layer.manifold.rounding
+    own = layer.weight if isinstance(layer.weight, FP8Tensor) else layer.manifold
+    if own is not None:
+        options["rounding"] = own.rounding
+        options |= {"draws": own.draws} if own.draws != DRAWS[0] else {}  # which older versions do not know
     given = {
         "headroom": layer._headroom,
         "keep_remainder": layer._keep_remainder,

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold.nn._candidates import is_conv1d, is_linear, obstacle
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
-from fp8manifold.nn._checks import check_blocks, check_storage
+from fp8manifold.nn._checks import check_blocks, check_draws, check_storage
 from fp8manifold.nn._conv1d import QuantizedConv1D, linear_of
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
+from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
@@ -44,6 +45,7 @@ def quantize_model(
     keep_remainder: bool = False,
     defer_weight_gradients: bool = False,
     tied: Tied = "refuse",
+    draws: Draws = "independent",
 ) -> nn.Module:
     """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
 
@@ -66,13 +68,20 @@ def quantize_model(
         storage: ``master`` (float copy, quantised forward), ``grid`` (float values on the grid, no master copy) or
             ``fp8`` (the same in one byte a weight).
         granularity: of the weight scales, where a bare format is given.
-        headroom, rounding, keep_remainder: as in :class:`QuantizedLinear`.
+        headroom, keep_remainder: as in :class:`QuantizedLinear`.
+        rounding: of stored weights, where what writes has none of its own, as geoopt's and torch's optimizers.
         seed: the seeds of stored weights and of stochastic rounding derive from it, one a layer.
         defer_weight_gradients: leave the weights' gradients in float in the backward pass, for
             :func:`quantize_weight_gradients` to quantise once they have been clipped.
         tied: what to do with a layer whose weight is another module's too, such as an output layer that shares the
             embedding's: ``refuse``, ``untie`` it (it gets a copy, and the embedding stays float) or ``leave`` it as it
             is.  The embedding is never quantised.
+        draws: random draws of one stored weight, write by write: ``independent``, or ``dither``, which spreads them
+            evenly (:func:`fp8manifold.random_bits`).  As with ``rounding``, an optimizer's own option goes before it:
+            the optimizers here that have a write-back of their own have draws of their own, too, ``independent``
+            unless told otherwise.  Those that may have none (``draws=None`` in :class:`RiemannianAdam`,
+            :class:`RiemannianSGD`, :class:`StiffnessWrapper`), and everything else that writes, take the weight's.
+            A state dict has it with ``fp8``; with ``grid``, as rounding, it is the layer's.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
@@ -96,6 +105,7 @@ def quantize_model(
     check_choice("rounding", rounding, ("nearest", "stochastic"))
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
+    check_draws(draws, storage)
     specs = _matched_specs(model, read_formats(formats, granularity))
     shared = _shared_weights(model, specs)
     if tied == "refuse":
@@ -105,6 +115,7 @@ def quantize_model(
     options: dict[str, Any] = {
         "headroom": headroom,
         "rounding": rounding,
+        "draws": draws,
         "keep_remainder": keep_remainder,
         "defer_weight_gradient": defer_weight_gradients,
     }

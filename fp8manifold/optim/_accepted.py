@@ -6,6 +6,7 @@ from typing import Any, Final, get_args
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.packed import packed_width
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
@@ -182,12 +183,22 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
                 f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
             )
-    kept_in = {8: torch.int8, 4: torch.uint8}.get(rule_of(group).residual_bits)
-    if kept_in and "residual" in entry and entry["residual"].dtype != kept_in:
+    bits = rule_of(group).residual_bits
+    if bits and "residual" in entry and (found := _width_of(entry["residual"], parameter)) != bits:
+        kept = entry["residual"]
+        width = f"of {found} bits" if found else f"of shape {tuple(kept.shape)} in {kept.dtype}"
         raise ValueError(
-            f"{_state_of(parameter)} has a residual in {entry['residual'].dtype}, "
-            f"but writeback={group['writeback']!r} keeps it in {kept_in}: its width can't change over a run"
+            f"{_state_of(parameter)} has a residual {width}, but writeback={group['writeback']!r} keeps one of "
+            f"{bits} bits: its width can't change over a run"
         )
+
+
+def _width_of(residual: Tensor, parameter: Tensor) -> int | None:
+    """The bits a weight of a residual; None of what is none of this parameter's."""
+    if residual.dtype == torch.int8:
+        return 8
+    held, parameter = local_of(residual), local_of(parameter)
+    return packed_width(held.shape, parameter.shape) if residual.dtype == torch.uint8 else None
 
 
 def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:

@@ -17,7 +17,7 @@ from fp8manifold.optim._halves import rounds_at_random
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._plan import Grid, grid_of, make_state, manifold_of, own_manifold, stiffness_field
-from fp8manifold.optim._rescale import widened
+from fp8manifold.optim._rescale import at_an_end, widen
 from fp8manifold.optim._schedules import scheduled
 from fp8manifold.optim._variant import variant_of
 from fp8manifold.optim._writeback import WRITEBACKS
@@ -70,11 +70,6 @@ class GridOptimizer(ManifoldOptimizer):
         if due and grid.storage != "plain":
             self._refresh(group, grid, state)
         job = self._job(group, parameter, state, grid, words)
-        held = parameter if grid.share is None else grid.share.local
-        if due and isinstance(held, FP8Tensor) and widened(held, state, grid, job.variant, words):
-            self.widened_scales += 1
-            self._refresh(group, grid, state)
-            job = self._job(group, parameter, state, grid, words)
         gradient = local_of(self._gradient(group, parameter)).contiguous().resolve_neg()  # compilers see memory
         job.held["gradient"] = gradient if job.share is None else job.share.gathered(gradient)
         job.parameter, job.group, job.in_place = parameter, group, grid.in_place
@@ -117,6 +112,16 @@ class GridOptimizer(ManifoldOptimizer):
                 bounds = (state["reference"], group["damping"], group["clip"])
                 job.ends = end_exponents(*bounds, grid.fmt.mantissa_bits)
         return job
+
+    def _widen(self, jobs: list[Job]) -> None:
+        for job, grid in at_an_end(jobs):
+            state, held = self.state[job.parameter], local_of(job.parameter)
+            assert isinstance(held, FP8Tensor)
+            changed = widen(state, grid, held, job.variant, job.words)
+            one = not held.scale.dim()
+            self.widened_scales += 0 if one and grid.ranks.rank else changed  # of one that all share, the first counts
+            if changed and one:
+                self._refresh(job.group, grid, state)
 
     def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:
         """Compute S_ref and the bounded share."""

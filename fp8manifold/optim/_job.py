@@ -158,6 +158,8 @@ class Job:
     back: dict[str, Tensor] = field(default_factory=dict)
     #: how the draws for the weight follow each other, step by step
     draws: str = "independent"
+    #: whether the step left a code of the largest magnitude, where it looked for one
+    reached: list[bool] = field(default_factory=list)
 
     @cached_property
     def key(self) -> Stream:

@@ -23,7 +23,7 @@ __all__ = ["has_code", "is_native", "places_of", "run_native", "sum_of_squares"]
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
-_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "residual2", "momentum")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE, _A_ROW, _AN_ELEMENT = range(3)
@@ -65,6 +65,7 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
     kept: list[object] = []
     pointers, sizes, facts = [], [], []
     wide = [_in_float32(job) for job in jobs]
+    reached = np.zeros(len(jobs), dtype=np.int32)
     for job in wide:
         rows, length, kind, scale = _matrix(job)
         spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
@@ -72,11 +73,15 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
         pointers.append([spec.ctypes.data, *places_of(job, gradient, scale)])
         sizes.append((rows, length))
         facts.append((kind, job.layout.repeats, *job.ends))
-    records["pointers"], records["facts"], records["keys"], records["hyper"] = pointers, facts, keys, numbers
+    places = reached.ctypes.data + reached.itemsize * np.arange(len(jobs), dtype=np.uint64)
+    records["pointers"] = np.column_stack([np.array(pointers, dtype=np.uint64), places])
+    records["facts"], records["keys"], records["hyper"] = facts, keys, numbers
     records["rows"], records["length"] = zip(*sizes, strict=True)
     threads = threads_for(sum(job.layout.numel for job in jobs))
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(jobs), threads)
-    for job, stepped in zip(jobs, wide, strict=True):
+    for job, stepped, found in zip(jobs, wide, reached.tolist(), strict=True):
+        if job.variant.storage == "codes":
+            job.reached.append(bool(found))
         if stepped is not job:
             _store_halves(job, stepped.held["weight"])
 

@@ -47,7 +47,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             under :func:`step_in_backward`.
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
-        widened_scales: how often a one-byte parameter that had reached the end of its range was given a wider scale.
+        widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
     """
@@ -362,7 +362,11 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Take the planned steps."""
         for table in tables_of([job for job in jobs if job.held["weight"].numel()]):
             self._take_together(*table)
+        self._widen(jobs)
         note_changes([job.parameter for job in jobs])
+
+    def _widen(self, jobs: list[Job]) -> None:
+        """Widen scales that the step has left a weight at the end of."""
 
     def _take_together(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
         """Take the steps of one device and dtype: in one go, but for those taken alone."""

@@ -168,7 +168,7 @@ def grid_of(parameter: Tensor) -> Grid:
 
 def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[str, Any]) -> None:
     """Add what the variant keeps and the state lacks."""
-    if all(map(state.__contains__, variant.keeps)) and variant.residual_bits != 4:
+    if all(map(state.__contains__, variant.keeps)) and not variant.rule.packs:
         return
     held = local_of(parameter)
     dtype = STORED[variant.moments] or working_dtype(parameter)

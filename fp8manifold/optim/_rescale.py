@@ -1,67 +1,106 @@
-"""Widening the scale of one-byte weights that have reached the end of their range: rare, explicit, unbiased."""
+"""Wider scales for one-byte weights: doubled as soon as a step leaves a weight at the end of its range, unbiased."""
 
 import logging
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed
-from fp8manifold._ranks import local_of
-from fp8manifold.optim._job import row_view
-from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._residuals import pack_nibbles, unpack_nibbles
+from fp8manifold._ranks import Ranks, local_of
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._job import Job, row_view
+from fp8manifold.optim._plan import Grid, grid_of
+from fp8manifold.optim._residuals import pack_residual, unpack_residual
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import load_weights
 from fp8manifold.optim._writeback import split_codes, unless_special
-from fp8manifold.random_bits import draw_of, word_range
-from fp8manifold.scaling import widened_scale
+from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["widened"]
+__all__ = ["at_an_end", "widen"]
 
-_LOG = logging.getLogger("fp8manifold")
-_FOR_RESCALING = 2
+_LOG: Final = logging.getLogger("fp8manifold")
+_FOR_RESCALING: Final = 2
 """A fourth key word, so that no draw of a step is used again."""
 
 
-def widened(
-    parameter: FP8Tensor, state: dict[str, Any], grid: Grid, variant: Variant, words: tuple[int, int, int]
-) -> bool:
-    """Give each scale whose largest weight is the format's its headroom back; whether there was any.
+def at_an_end(jobs: Sequence[Job]) -> list[tuple[Job, Grid]]:
+    """The one-byte parameters of which a step has left a weight at the end of its range.
 
-    Weights, with the residual kept beside them, are rounded stochastically once, which moves none that the wider grid
-    holds.  Scales are never narrowed here: that is :meth:`FP8Tensor.adapt_scale_`.  Where processes hold a part of it
-    each, they do so together.
+    Rows that a process holds are its own to widen.  Of one scale for the rows of several processes all of these
+    processes are told.
     """
-    old = parameter.scale
-    widest = 2.0 ** min(127, 127 - math.floor(math.log2(parameter.format.max)))  # its max is still a float32
-    largest = parameter.largest() if old.dim() else grid.ranks.largest(parameter.largest())
-    new = widened_scale(largest, old, parameter.format).clamp(max=widest).maximum(old)
-    if not grid.ranks.any(not torch.equal(old, new), old.device):
-        return False
-    change = describe_change(old, new)
-    _LOG.info("%s of shape %s saturates: %s", parameter.format.name, tuple(parameter.shape), change)
-    if not parameter.numel():
-        old.copy_(new)
-        return True
-    bits, layout = variant.residual_bits, grid.layout(blocks=False)
-    arrays = {"weight": grid.weight.view(layout.dims), "scale": row_view(old, parameter.shape, layout)}
+    kept = [(job, grid_of(job.parameter)) for job in jobs if job.variant.storage == "codes"]
+    found = [_holds_last(job, grid) for job, grid in kept]
+    shared: dict[int, tuple[Ranks, list[int]]] = {}
+    for i, (_, grid) in enumerate(kept):
+        if grid.share is not None and grid.scale is not None and not grid.scale.dim():
+            shared.setdefault(id(grid.ranks.group), (grid.ranks, []))[1].append(i)
+    for ranks, places in shared.values():
+        flags = torch.tensor([found[i] for i in places], dtype=torch.int32, device=kept[places[0]][1].weight.device)
+        for i, flag in zip(places, ranks.largest(flags).tolist(), strict=True):
+            found[i] = bool(flag)
+    return [one for one, here in zip(kept, found, strict=True) if here]
+
+
+def _holds_last(job: Job, grid: Grid) -> bool:
+    """Whether one of the codes is that of the largest magnitude; native code has looked already."""
+    if job.reached or not grid.weight.numel():
+        return any(job.reached)
+    assert grid.fmt is not None
+    return bool(((grid.weight & (grid.fmt.sign_bit - 1)) == grid.fmt.max_code).any())
+
+
+def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, variant: Variant, words: tuple[int, int, int]) -> int:
+    """Double each scale whose largest weight is the format's, and return how many there were.
+
+    Their weights, with the residual kept beside them, are rounded stochastically once, which moves none that the wider
+    grid holds.  No scale becomes narrower: that is :meth:`FP8Tensor.adapt_scale_`.
+    """
+    old, fmt = held.scale, held.format
+    widest = 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))  # its max is still a float32
+    largest = held.largest() if old.dim() else grid.ranks.largest(held.largest())
+    new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest).maximum(old)
+    if not (count := int((new != old).sum())):
+        return 0
+    _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
+    if held.numel():
+        _rewrite(state, grid, new, variant, words)
+    old.copy_(new)
+    return count
+
+
+def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, variant: Variant, words: tuple[int, int, int]) -> None:
+    """Round the weights of every scale that changes to its new grid."""
+    layout, shape, bits = grid.layout(blocks=False), grid.weight.shape, variant.residual_bits
+    assert grid.fmt is not None
+    assert grid.scale is not None
+    of_rows = [row_view(scale, shape, layout).reshape(-1, 1) for scale in (grid.scale, new)]
+    rows = (of_rows[0] != of_rows[1]).flatten().nonzero().flatten()
+    weight = grid.weight.view(len(of_rows[0]), -1)
+    arrays = {"weight": weight[rows]}
     if bits:
         kept = local_of(state["residual"])
-        arrays["residual"] = (kept if bits == 8 else unpack_nibbles(kept, parameter.shape)).view(layout.dims)
-    ratio = row_view(old / new, parameter.shape, layout)
-    x = load_weights(variant, arrays, torch.float32).x * ratio
-    offset = 0 if grid.share is None else grid.share.offset
-    draws = draw_of(word_range(offset, x.numel(), (*words, _FOR_RESCALING), x.device)).view(x.shape)
+        residual = unpack_residual(kept, shape, bits).view(weight.shape)
+        arrays["residual"] = residual[rows]
+    x = load_weights(variant, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
+    places = (rows * weight.shape[1] + (0 if grid.share is None else grid.share.offset)).unsqueeze(1)
+    places = places + torch.arange(weight.shape[1], device=x.device)
+    draws = draw_of(words_at(places, (*words, _FOR_RESCALING)))
+    codes, rest = _rounded(x, grid.fmt, draws, bits)
+    weight[rows] = unless_special(codes, arrays["weight"], grid.fmt)
+    if bits:
+        residual[rows] = rest.to(torch.int8)
+        if bits != 8:
+            kept.copy_(pack_residual(residual.view(shape), bits, in_rows=kept.dim() > 1))
+
+
+def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes, and what is kept beside them."""
     if not bits:
-        codes = encode_finite(x, parameter.format, draws)
-    else:
-        codes, residual = split_codes(encode_signed(x, parameter.format, draws, bits), parameter.format, bits)
-        residual = residual.to(torch.int8).view(parameter.shape)
-        kept.copy_(residual if bits == 8 else pack_nibbles(residual, in_rows=kept.dim() > 1))
-    weight = arrays["weight"]
-    weight.copy_(unless_special(codes, weight, parameter.format))
-    parameter.scale.copy_(new)
-    return True
+        return (codes := encode_finite(x, fmt, draws)), codes
+    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits)

@@ -1,4 +1,4 @@
-"""ULP residuals as a state keeps them: a byte a weight or half of one, which steps take as whole bytes."""
+"""ULP residuals as a state keeps them: a byte a weight, half of one or a quarter, which steps take as whole bytes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,29 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.packed import packed_length
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._job import Job
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["first_residual", "pack_nibbles", "unpack_nibbles", "unpacked"]
+__all__ = ["first_residual", "pack_residual", "unpack_residual", "unpacked"]
 
 
-def pack_nibbles(values: Tensor, *, in_rows: bool = False) -> Tensor:
-    """Signed 4-bit values, two a byte, the even position in the low half: flat, or each row in bytes of its own."""
+def pack_residual(values: Tensor, bits: int, *, in_rows: bool = False) -> Tensor:
+    """Signed values (int8) of 8 bits as they are; of 4 or 2 bits uint8, the first in a byte's lowest bits.
+
+    They are packed flat, or each row in bytes of its own.
+    """
+    if bits == 8:
+        return values
     flat = values.reshape(values.shape[0], values.shape[1:].numel()) if in_rows else values.reshape(-1)
-    if flat.shape[-1] % 2:
-        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], 1))], dim=-1)
-    pairs = flat.to(torch.int16) & 15
-    return (pairs[..., 0::2] | (pairs[..., 1::2] << 4)).to(torch.uint8)
+    length, each = flat.shape[-1], 8 // bits
+    padding = each * packed_length(length, bits) - length
+    if padding:
+        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], padding))], dim=-1)
+    fields = flat.to(torch.int16) & ((1 << bits) - 1)
+    packed = fields[..., 0::each]
+    for place in range(1, each):
+        packed = packed | (fields[..., place::each] << (bits * place))
+    return packed.to(torch.uint8)
 
 
-def unpack_nibbles(packed: Tensor, shape: torch.Size) -> Tensor:
+def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
     """The way back, as int8, contiguous."""
-    low = (packed << 4).view(torch.int8) >> 4
-    high = packed.view(torch.int8) >> 4
+    if bits == 8:
+        return packed.view(shape)
+    fields = [(packed << (8 - bits - place)).view(torch.int8) >> (8 - bits) for place in range(0, 8, bits)]
     length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
-    return torch.stack([low, high], dim=-1).flatten(-2)[..., :length].reshape(shape).contiguous()
+    return torch.stack(fields, dim=-1).flatten(-2)[..., :length].reshape(shape).contiguous()
 
 
 def first_residual(parameter: Tensor, bits: int) -> Tensor:
@@ -39,23 +51,25 @@ def first_residual(parameter: Tensor, bits: int) -> Tensor:
     if isinstance(held, FP8Tensor) and held.remainder is not None:
         start = held.remainder.clone()
         void_remainder(held)
-    packed = start if bits == 8 else pack_nibbles(_coarser(start), in_rows=held is not parameter)
-    return spread(parameter, packed)
+    return spread(parameter, pack_residual(_coarser(start, bits), bits, in_rows=held is not parameter))
 
 
-def _coarser(remainder: Tensor) -> Tensor:
-    """Parts of 1/256 of a step as parts of 1/16."""
-    return ((remainder.to(torch.int16) + 8) >> 4).clamp_(-8, 7).to(torch.int8)
+def _coarser(remainder: Tensor, bits: int) -> Tensor:
+    """Parts of 1/256 of a step as parts of ``2^-bits``, half up."""
+    if bits == 8:
+        return remainder
+    cut, end = 8 - bits, 1 << (bits - 1)
+    return ((remainder.to(torch.int16) + (1 << (cut - 1))) >> cut).clamp_(-end, end - 1).to(torch.int8)
 
 
 @contextmanager
 def unpacked(jobs: Sequence[Job], state: dict[Tensor, Any]) -> Iterator[None]:
     """Hold them as int8 while the steps are taken."""
-    packed = [(job, local_of(state[job.parameter]["residual"])) for job in jobs if job.variant.residual_bits == 4]
+    packed = [(job, local_of(state[job.parameter]["residual"])) for job in jobs if job.variant.rule.packs]
     for job, kept in packed:
         rows = kept if job.share is None else job.share.gathered(kept)
-        job.held["residual"] = unpack_nibbles(rows, job.held["weight"].shape)
+        job.held["residual"] = unpack_residual(rows, job.held["weight"].shape, job.variant.residual_bits)
     yield
     for job, kept in packed:
         residual = job.held["residual"] if job.share is None else job.share.own(job.held["residual"])
-        kept.copy_(pack_nibbles(residual, in_rows=kept.dim() > 1))
+        kept.copy_(pack_residual(residual, job.variant.residual_bits, in_rows=kept.dim() > 1))

@@ -5,9 +5,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.packed import packed_width
 from fp8manifold._ranks import Share, share_of
 from fp8manifold.distributed import rows_of
-from fp8manifold.optim._residuals import pack_nibbles, unpack_nibbles
+from fp8manifold.optim._residuals import pack_residual, unpack_residual
 from fp8manifold.optim._variant import BOUNDS
 
 __all__ = ["rows_of_state"]
@@ -51,8 +52,14 @@ def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
     if name in _BOUNDS:
         in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
     elif name == "residual" and value.dtype == torch.uint8:
-        flat = value.dim() == 1
-        in_rows = pack_nibbles(unpack_nibbles(value, share.shape), in_rows=True) if flat else value
+        in_rows = _residual_in_rows(value, share.shape)
     else:
         in_rows = value if value.shape == share.shape else None
     return value if in_rows is None else rows_of(in_rows, parameter)
+
+
+def _residual_in_rows(packed: Tensor, shape: torch.Size) -> Tensor:
+    bits = packed_width(packed.shape, shape)
+    if packed.dim() > 1 or bits is None:
+        return packed
+    return pack_residual(unpack_residual(packed, shape, bits), bits, in_rows=True)

@@ -77,7 +77,7 @@ class Variant:
             "injects": rounds and rule.injects,
             "draws_for_moments": self.moments != "float32" and bool(stores),
             "stores": stores,
-            "keeps": (*stores, *bounds, *(rule.state if rule.residual_bits == 8 else ())),
+            "keeps": (*stores, *bounds, *(() if rule.packs else rule.state)),
         }
         for name, value in conclusions.items():
             object.__setattr__(self, name, value)

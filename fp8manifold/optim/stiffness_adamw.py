@@ -37,12 +37,12 @@ class StiffnessAdamW(StiffnessOptimizer):
         stiffness: the exponent k, 0 for AdamW: a number, or a function of the steps taken, such as :func:`anneal`.
         metric: what S is: ``ulp``, ``log``, ``euclidean`` or a function S(x, fmt).
         writeback: how what was asked for becomes a point of the grid.  ``nearest`` and ``stochastic`` round.
-            ``residual8`` and ``residual4`` keep what rounding leaves in 8 or 4 bits a weight, rounded stochastically
-            to 1/256 or 1/16 of an ULP (a -0 becomes +0).  ``momentum`` rounds stochastically and gives the error to the
-            first average.  Ordinary bfloat16 and float16 parameters are rounded to their dtype: to nearest under
-            ``nearest``, stochastically under all others, finite values saturating.
+            ``residual8``, ``residual4`` and ``residual2`` keep what rounding leaves in 8, 4 or 2 bits a weight, rounded
+            stochastically to 1/256, 1/16 or 1/4 of an ULP (a -0 becomes +0).  ``momentum`` rounds stochastically and
+            gives the error to the first average.  Ordinary bfloat16 and float16 parameters are rounded to their dtype:
+            to nearest under ``nearest``, stochastically under all others, finite values saturating.
         draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
-            that less noise adds up (:func:`fp8manifold.random_bits`).
+            that less noise adds up (:func:`fp8manifold.random_bits`).  A weight's own ``draws`` are for other writers.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
             square root), the last two with stochastic rounding that is right in the mean: of the second average itself,
             not of its root.  float64 parameters have float64 averages under ``float32``.

@@ -222,6 +222,7 @@ class StiffnessMuon(StiffnessOptimizer):
         if shared:
             with unpacked(shared, self.state):
                 views = take_shared_steps(shared, _factor, self._is_observed)
+            self._widen(shared)
             note_changes([job.parameter for job in shared])
             for view in views:
                 if self.observer is not None:

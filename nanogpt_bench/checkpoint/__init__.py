@@ -7,12 +7,9 @@ This package knows files, not trainers. A checkpoint is a folder `checkpoints/st
     manifest.json                                   size and SHA-256 of every file, its own SHA-256 last
 """
 
-from nanogpt_bench.checkpoint.commit import commit
-from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, CheckpointNotWritten, Contents
-from nanogpt_bench.checkpoint.disk import Disk
-from nanogpt_bench.checkpoint.layout import CHECKPOINTS, clean, steps
+from nanogpt_bench.checkpoint.format import CHECKPOINTS, BrokenCheckpoint, CheckpointNotWritten, Contents, clean, steps
 from nanogpt_bench.checkpoint.read import newest, read, verify
-from nanogpt_bench.checkpoint.space import bytes_of, check_room
+from nanogpt_bench.checkpoint.write import Disk, bytes_of, check_room, commit
 
 __all__ = [
     "CHECKPOINTS",

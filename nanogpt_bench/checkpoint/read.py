@@ -11,11 +11,24 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from nanogpt_bench.checkpoint import tensor_file
-from nanogpt_bench.checkpoint.bounded_json import parse
-from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, Contents
-from nanogpt_bench.checkpoint.layout import MANIFEST, STATE, step_folder, step_of, steps
-from nanogpt_bench.checkpoint.manifest import LIMIT, Entry, Manifest, decompose
+from nanogpt_bench.checkpoint.format import (
+    HEADER,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    PREFIX,
+    STATE,
+    BrokenCheckpoint,
+    Contents,
+    Entry,
+    Manifest,
+    decompose,
+    from_bytes,
+    parse,
+    read_header,
+    step_folder,
+    step_of,
+    steps,
+)
 from nanogpt_bench.system.errors import one_line
 from nanogpt_bench.system.untrusted import open_file
 
@@ -89,7 +102,7 @@ def read(folder: Path, only: Collection[str] | None = None) -> Contents:
                 if name == STATE:
                     contents.facts = _check_state(data, manifest)
                     continue
-                contents.tensors[stem], metadata = tensor_file.from_bytes(data)
+                contents.tensors[stem], metadata = from_bytes(data)
                 contents.metadata |= {stem: metadata} if metadata else {}
         return contents
 
@@ -103,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
     if folder.is_symlink() or not folder.is_dir():
         raise ValueError("is a symbolic link" if folder.is_symlink() else "is no folder")
     with _about(MANIFEST), _opened(folder / MANIFEST) as file:
-        manifest = decompose(file.read(LIMIT + 1))
+        manifest = decompose(file.read(MANIFEST_LIMIT + 1))
     with os.scandir(folder) as items:
         extra = next((item.name for item in items if item.name not in manifest.files and item.name != MANIFEST), None)
     if extra is not None:
@@ -175,9 +188,9 @@ def _check_tensors(file: BinaryIO, entry: Entry, path: Path) -> None:
     digest, begun = hashlib.sha256(data), data
     while data := file.read(CHUNK):
         digest.update(data)
-        begun += data if len(begun) < tensor_file.PREFIX + tensor_file.HEADER else b""
+        begun += data if len(begun) < PREFIX + HEADER else b""
     _check_digest(digest, entry)
-    tensor_file.read_header(begun)
+    read_header(begun)
     try:
         with safe_open(path, framework="pt"):
             pass

@@ -33,8 +33,8 @@ from nanogpt_bench.runs.earlier import (
     plain,
     read_earlier,
     summary_of,
+    why_again,
 )
-from nanogpt_bench.runs.ends import why_again
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import locked, new_folder
 from nanogpt_bench.system.signals import RESUMABLE, StopRequest, stop_requests

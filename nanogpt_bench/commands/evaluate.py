@@ -17,11 +17,9 @@ from nanogpt_bench.commands.evaluation import Evaluation, measured
 from nanogpt_bench.commands.run import say
 from nanogpt_bench.config.metrics import OF_LABELS
 from nanogpt_bench.config.precedence import has_format
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import Resolved, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.weights import load_weights, save_weights

@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 import fp8manifold as fm
 from nanogpt_bench.commands.run import exit_code, trained
-from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.settings import build_config, load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import Resolved, build_config, find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.model.causal import find_model, reading, skeleton
 from nanogpt_bench.model.weights import fill

@@ -7,11 +7,10 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_type_hints
 
-from nanogpt_bench.config.check import type_name
-from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.keys import FIELDS, type_name
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.shipped import FOLDER, shipped_configs
+from nanogpt_bench.config.settings import FOLDER, shipped_configs
 from nanogpt_bench.system.errors import BenchError, nearest
 
 RULES_TOPIC, CONFIGS_TOPIC, GENERAL, ALL = "rules", "configs", "general", "all"

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.settings import load_settings, parse_overrides
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_settings, parse_overrides
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_text

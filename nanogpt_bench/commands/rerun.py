@@ -17,8 +17,7 @@ from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.exported import read_export
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.tables import padded
-from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.runs.facts import DECIDING, MINOR, differing, settings_of
+from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
 from nanogpt_bench.runs.load import Run, load_run
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import start_facts
@@ -73,7 +72,7 @@ def _chosen(row: Row, seed: int | None) -> list[Run]:
 
 def _planned(row: Row, run: Run, data_dir: Path | None) -> PlannedPoint:
     """The same training once more: every setting as recorded, and the threads that it had."""
-    settings = settings_of(run) | ({} if data_dir is None else {"data.dir": str(data_dir)})
+    settings = settings_of(run.config) | ({} if data_dir is None else {"data.dir": str(data_dir)})
     settings["runtime.threads"] = run.environment.get("threads") or settings.get("runtime.threads")
     if run.environment.get("gpu") is None:
         settings["runtime.device"] = "cpu"
@@ -87,7 +86,8 @@ def _compare(runs: Sequence[Run], planned: Sequence[PlannedPoint], *, anyway: bo
     config = resolve(build_config(planned[0].settings))
     here = environment(open_corpus(config), config.runtime.threads) | start_facts(config)
     deciding, minor = (
-        dict.fromkeys(line for run in runs for line in differing(run, here, facts)) for facts in (DECIDING, MINOR)
+        dict.fromkeys(line for run in runs for line in differing(run.environment, here, facts))
+        for facts in (DECIDING, MINOR)
     )
     if deciding and not anyway:
         raise BenchError(f"not the same row: {'; '.join(deciding)}; --anyway trains it all the same")

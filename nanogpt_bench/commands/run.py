@@ -13,8 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.follow import followed
 from nanogpt_bench.step.older import resolve_for

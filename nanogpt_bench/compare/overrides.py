@@ -7,9 +7,8 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.config.keys import FIELDS, get
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS
 from nanogpt_bench.config.rules import RULES, Rule
-from nanogpt_bench.config.schema import ROUNDED
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, ROUNDED
 from nanogpt_bench.system.errors import BenchError
 
 LR = "optimizer.lr"

@@ -19,8 +19,7 @@ from nanogpt_bench.report.build import facts_of, write_report
 from nanogpt_bench.report.merged import with_given_up
 from nanogpt_bench.report.results import Result, Row, find_reference, measure
 from nanogpt_bench.report.studies import read_studies
-from nanogpt_bench.runs.earlier import DATE, MANIFEST, drop_checkpoints, summary_of
-from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.runs.earlier import DATE, MANIFEST, drop_checkpoints, has_ended, summary_of
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text

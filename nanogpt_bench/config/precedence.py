@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, RIEMANNIAN, unit
 from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
-from nanogpt_bench.config.schema import ROUNDED
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, RIEMANNIAN, ROUNDED, unit
 
 Settings = dict[str, Any]
 _TIED = (

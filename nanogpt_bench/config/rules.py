@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from nanogpt_bench.config.keys import keys_where
 from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ROUNDED
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -87,6 +88,7 @@ RULES: dict[str, Rule] = {
     "stochastic-8bit": _one_byte("adamw", 2e-3, "stochastic", "stochastic with 8-bit moments", moments="8bit"),
     "residual8": _one_byte("adamw", 2e-3, "residual8", "AdamW, what rounding loses kept in 8 bits a weight"),
     "residual4": _one_byte("adamw", 2e-3, "residual4", "AdamW, what rounding loses kept in 4 bits a weight"),
+    "residual2": _one_byte("adamw", 2e-3, "residual2", "AdamW, what rounding loses kept in 2 bits a weight"),
     "momentum": _one_byte("adamw", 2e-3, "momentum", "AdamW, what rounding loses put into the momentum"),
     "muon": Rule(
         "float32",
@@ -286,3 +288,22 @@ def stall_counts(storage: str | None, writeback: str | None) -> bool:
     (True, False, True)
     """
     return storage not in ROUNDED or loses_steps(storage, writeback) is not False
+
+
+def reference_settings(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a reference: those of all runs without what belongs to their rule, and its own.
+
+    >>> reference_settings({"rule": "nearest", "model.format": "E4M3", "seed": 1}, {"rule": "fp32"})
+    {'seed': 1, 'rule': 'fp32'}
+    """
+    of_rule = keys_where("of_rule")
+    return {key: value for key, value in base.items() if key not in of_rule} | dict(reference)
+
+
+def float_rule(precision: str | None) -> str:
+    """Return the rule of AdamW on float weights at a precision: autocast unless it is float32.
+
+    >>> float_rule("float32"), float_rule("bf16-mixed")
+    ('fp32', 'bf16-mixed')
+    """
+    return "fp32" if precision == "float32" else "bf16-mixed"

@@ -10,11 +10,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import section, setting
-from nanogpt_bench.config.machine import RuntimeConfig
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
-from nanogpt_bench.config.training import EvalConfig, TrainConfig
 from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, ShadowConfig, TrackingConfig
+
+#: optimizers of other packages, on float weights only
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
+#: of the library's own optimizers, beside those of their kind
+_OWN: dict[str, Any] = {"damping": 2.0**-8, "clip": 2.0**4, "stabilize_every": None, "reset_every": None}
+_DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
+_ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
+_SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
+_LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, **_DECAY}
+_EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
+#: the options every optimizer takes, with their defaults; all others must be left out. A rule has rates of its own
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAM,
+    "sgd": _SGD,
+    **dict.fromkeys(PEERS, _ADAM),
+    "stiffness_adamw": {**_ADAM, **_EXPONENT},
+    "stiffness_sgd": {**_SGD, **_EXPONENT},
+    "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
+    "stiffness_lion": {**_LION, **_EXPONENT},
+    "madam": {**_ADAM, **_OWN, "lr": 1e-2, "float_lr": 1e-3, "weight_decay": 0.0},
+    "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},
+    "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
+    "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
+}
+#: the library's own, each a class of fp8manifold.optim without its underscores
+OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
+#: what the options are called, of which each optimizer takes some
+OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
+#: those that step weights on manifolds of geoopt's too
+RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
+_UNITS = {
+    "sgd": "gradients",
+    "stiffness_sgd": "gradients",
+    "stiffness_lion": "signs",
+    "madam": "a share of the weight",
+    "riemannian_adam": "ULPs a step",
+    "riemannian_sgd": "ULPs for a code gradient of 1",
+}
+
+
+def unit(optimizer: str) -> str:
+    """Return what one of an optimizer's learning rate stands for; that of one unit suits the others of it.
+
+    >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
+    (True, 'ULPs a step')
+    """
+    return _UNITS.get(optimizer, "AdamW's steps")
+
 
 STORAGES = ("float32", "master", "grid", "fp8", "continuous")
 #: storages whose points are a format's values: a step is rounded when it is written back
@@ -26,7 +71,7 @@ ON_FLOATS = ("stiffness_muon",)
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
-WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "momentum")
+WRITEBACKS = ("nearest", "stochastic", "residual8", "residual4", "residual2", "momentum")
 LOSING = ("nearest",)
 MOMENTS = ("float32", "bfloat16", "8bit")
 #: how the random draws of one weight follow each other, step by step
@@ -34,6 +79,10 @@ DRAWS = ("independent", "dither")
 SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
 #: courses of an option from its value at the first step to that at the last
 COURSES = ("linear", "cosine", "step")
+PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
+STOPS = ("nan", "divergence", "plateau")
+PARALLEL = ("ddp", "fsdp")
+ANOMALY_POLICIES = ("skip", "stop", "rollback")
 #: what is learnt: the next token, or the labels of a document
 TASKS = ("language", "classify")
 POOLINGS = ("mean", "last")
@@ -134,7 +183,8 @@ class ModelConfig:
     )
     headroom: float | None = setting(
         None,
-        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16",
+        "grid and fp8 storage: largest value of the grid over a row's initial amax; null: by format, at most 16 (of "
+        "few binades 2, and 1 in fp8 storage, which widens)",
         minimum=1.0,
         of_rule=True,
         of_formats=True,
@@ -308,6 +358,92 @@ class OptimizerConfig:
         minimum=0.0,
         maximum=1.0,
         of_rule=False,
+    )
+
+
+@dataclass
+class TrainConfig:
+    """The length and the shape of the training."""
+
+    max_steps: int = setting(
+        2000,
+        "optimizer steps",
+        minimum=1,
+        instead="nanogpt-bench evaluate measures a loss without training",
+        of_task=True,
+    )
+    batch_size: int = setting(12, "sequences in a micro-batch", minimum=1, of_task=True)
+    accumulation: int = setting(1, "micro-batches in a step", minimum=1, of_task=True)
+    precision: str | None = setting(
+        None,
+        "float32, bf16-mixed (autocast) or bf16-pure; null: the rule's, or bf16-mixed",
+        choices=PRECISIONS,
+        of_rule=True,
+    )
+    step_in_backward: bool = setting(
+        False,
+        "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers, "
+        "without clipping or accumulation; what is watched of gradients is left out",
+    )
+    recompute: bool = setting(
+        False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"
+    )
+    parallel: str | None = setting(
+        None,
+        "how the processes of torchrun share a run: ddp (each holds the model) or fsdp (each holds rows of every "
+        "weight), and train.batch_size / processes sequences of every batch; null: one process",
+        choices=PARALLEL,
+        changes_numbers=False,
+    )
+    max_seconds: float | None = setting(
+        None, "stop after this many seconds; null: never", above=0.0, changes_numbers=False
+    )
+    on_anomaly: str = setting(
+        "skip",
+        "what becomes of a step whose loss or gradient is not finite: skip it, and end the run after "
+        "alerts.nan_patience of them in a row; stop at the first; rollback: skip, and then go back to the newest "
+        "checkpoint and read on with other batches. Weights or optimizer state that are not finite are never skipped",
+        choices=ANOMALY_POLICIES,
+    )
+    max_rollbacks: int = setting(3, "on_anomaly rollback: times that a run goes back before it fails", minimum=0)
+    stop_on: list[str] = setting(
+        lambda: ["nan"],
+        "end the run on alerts.nan_patience steps in a row whose loss or gradient is not finite (nan), on a loss "
+        "that stays above where it was or should be (divergence: alerts.divergence), on a validation loss that no "
+        "longer falls (plateau: alerts.plateau)",
+        choices=STOPS,
+        changes_numbers=False,
+    )
+
+
+@dataclass
+class EvalConfig:
+    """The validation: always the same batches."""
+
+    interval: int = setting(250, "steps between validations", minimum=1)
+    batches: int = setting(20, "batches of train.batch_size sequences", minimum=1, of_task=True)
+    also: str | None = setting(
+        None, "another prepared text, in the same tokens, to validate on as well: what a fine-tuning forgets"
+    )
+    seed: int = setting(1337, "chooses the validation batches", minimum=0, of_task=True)
+
+
+@dataclass
+class RuntimeConfig:
+    """The machine."""
+
+    device: str = setting("auto", "auto takes a GPU when there is one", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, "CPU threads; null: torch's own choice", minimum=1)
+    compile: bool = setting(
+        False,
+        "compile the model with torch.compile: the first step and the first validation take long; steps into which a "
+        "monitor hooks itself run uncompiled",
+    )
+    peak_tflops: float | None = setting(
+        None,
+        "10^12 operations a second of the machine, for mfu; null: those of known GPUs",
+        above=0.0,
+        changes_numbers=False,
     )
 
 

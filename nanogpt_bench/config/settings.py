@@ -1,23 +1,36 @@
 """From YAML files and `--section.key value` overrides to a checked `Config`, and back to YAML.
 
-Keys are checked here, so that a typo is answered with its nearest valid spelling; `config.check` checks values.
+A key that does not exist is refused here with its nearest valid spelling; `config.keys` checks values.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nanogpt_bench.config.check import NULL_WORDS, checked, own_spellings, parse_text, type_name
-from nanogpt_bench.config.keys import FIELDS, SECTIONS, mapping_above
+from nanogpt_bench.config.keys import (
+    FIELDS,
+    NULL_WORDS,
+    SECTIONS,
+    checked,
+    mapping_above,
+    own_spellings,
+    parse_text,
+    type_name,
+)
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, nearest, one_line, unknown
+
+if TYPE_CHECKING:
+    from fp8manifold import LayerSpec
+    from nanogpt_bench.model.gpt import GPTShape
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), say: Callable[[str], None] | None = None) -> Config:
@@ -257,3 +270,89 @@ def to_yaml(config: Config) -> str:
     ['rule: null', 'seed: 42']
     """
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+FOLDER = Path(__file__).parent.parent / "configs"
+
+
+def shipped_configs() -> list[str]:
+    """Return the names of the shipped files.
+
+    >>> "e4m3.yaml" in shipped_configs()
+    True
+    """
+    return sorted(path.name for path in FOLDER.glob("*.yaml"))
+
+
+def find_config(name: str) -> Path:
+    """Return the path of a configuration file: `name` itself, or the shipped file of that name.
+
+    >>> find_config("configs/e4m3.yaml").name
+    'e4m3.yaml'
+
+    Raises:
+        BenchError: neither exists; names the nearest shipped file.
+    """
+    return find_shipped(name, FOLDER, "config")
+
+
+def find_shipped(name: str, folder: Path, kind: str) -> Path:
+    """Return the path of a YAML file: `name` itself, or the file of that name in a folder of the package.
+
+    Raises:
+        BenchError: neither exists; names the nearest shipped file.
+    """
+    path = Path(name)
+    try:
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise BenchError(f"{kind} {name!r} can't be read: {error.strerror or error}") from None
+    last = path.name if path.suffix else f"{path.name}.yaml"
+    if path.parent.as_posix() in (".", folder.name) and (folder / last).is_file():
+        return folder / last
+    shipped = sorted(each.name for each in folder.glob("*.yaml"))
+    guess = nearest(last, shipped)
+    hint = f"; did you mean {guess!r}?" if guess else ";"
+    raise BenchError(f"{kind} {name!r} does not exist{hint} shipped: {', '.join(shipped)}")
+
+
+class Resolved(Config):
+    """What a run is made from; `step.resolve.resolve` alone makes it, once, and nothing in it is left to resolve.
+
+    Its keys are those of `Config`: written down, they are a configuration that resolves to the same.
+    """
+
+    #: linear layer -> what is quantised in it; `model.formats` is how that is written down
+    layers: Mapping[str, LayerSpec]
+    #: shape of the model that a run began with whose `model.init_from` is gone since
+    begun: GPTShape | None
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Refuse: `dataclasses.replace` would leave out what was resolved, and keep what no longer holds.
+
+        Raises:
+            TypeError: always; change the configuration that it was resolved from, and resolve that.
+        """
+        raise TypeError("a Resolved comes from resolve() alone; change the Config before, and resolve it again")
+
+    @classmethod
+    def filling(cls, config: Config, begun: GPTShape | None) -> Resolved:
+        """Return a copy of a configuration, to be filled in."""
+        made = cls.__new__(cls)
+        vars(made).update({name: _copied(section) for name, section in vars(config).items()})
+        made.layers, made.begun = {}, begun
+        return made
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _copied(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        made = copy.copy(value)
+        held = {name: _copied(item) for name, item in vars(value).items() if isinstance(item, dict | list)}
+        vars(made).update(held)
+        return made
+    return value

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanogpt_bench.config.field import setting
+from nanogpt_bench.config.metrics import LIMITS
 
 WANDB_MODES = ("off", "auto", "offline", "online")
 #: what an alert can be about, and how loud it is
@@ -44,9 +45,11 @@ class AlertsConfig:
     save_on_anomaly: bool = setting(True, "keep the state before the first step that is not finite, in anomaly/")
     nan_cooldown_s: float = setting(60.0, "seconds before the same alert about NaN is repeated", minimum=0.0)
     cooldown_s: float = setting(300.0, "seconds before any other alert is repeated", minimum=0.0)
-    stall: float = setting(0.5, "largest share of stalled weights", minimum=0.0, maximum=1.0)
-    overflow: float = setting(0.01, "largest share of values beyond the range", minimum=0.0, maximum=1.0)
-    kurtosis: float = setting(10.0, "largest kurtosis of a tensor; a normal distribution has 3", minimum=1.0)
+    stall: float = setting(LIMITS["stall"], "largest share of stalled weights", minimum=0.0, maximum=1.0)
+    overflow: float = setting(LIMITS["overflow"], "largest share of values beyond the range", minimum=0.0, maximum=1.0)
+    kurtosis: float = setting(
+        LIMITS["kurtosis"], "largest kurtosis of a tensor; a normal distribution has 3", minimum=1.0
+    )
     attention_entropy: float = setting(0.1, "smallest mean entropy of an attention head, in nats", minimum=0.0)
     baseline: str | None = setting(
         None, "run folder whose losses divergence is measured against; null: the run's own", changes_numbers=True
@@ -118,7 +121,10 @@ class FailureConfig:
     )
     smoothing: int = setting(10, "window of the moving average the training loss is judged by, in steps", minimum=1)
     stall: float = setting(
-        0.5, "stall: share of the weights whose requested update nearest rounding lost", above=0.0, maximum=1.0
+        LIMITS["stall"],
+        "stall: share of the weights whose requested update nearest rounding lost",
+        above=0.0,
+        maximum=1.0,
     )
     noise: float = setting(
         1.0, "rounding_noise: power of the updates over the variance of their rounding, on a plateau", above=0.0
@@ -126,8 +132,12 @@ class FailureConfig:
     batch_fall: float = setting(
         0.02, "rounding_noise: nats by which the plateau is lower at a larger batch size", above=0.0
     )
-    overflow: float = setting(0.01, "overflow: share of the values beyond the format's largest", above=0.0, maximum=1.0)
-    kurtosis: float = setting(10.0, "outlier_explosion: raw kurtosis of a block's output (normal: 3)", above=0.0)
+    overflow: float = setting(
+        LIMITS["overflow"], "overflow: share of the values beyond the format's largest", above=0.0, maximum=1.0
+    )
+    kurtosis: float = setting(
+        LIMITS["kurtosis"], "outlier_explosion: raw kurtosis of a block's output (normal: 3)", above=0.0
+    )
     kurtosis_growth: float = setting(3.0, "outlier_explosion: and that kurtosis over its first value", minimum=1.0)
     entropy: float = setting(
         0.1, "attention_collapse: attention's entropy over that of uniform attention", above=0.0, below=1.0

@@ -1,7 +1,7 @@
 """How a run failed: ten classes of failure judged from its folder, a timeline, and what was predicted of E7M0."""
 
-from nanogpt_bench.failures.batches import BatchEffect
 from nanogpt_bench.failures.classify import classify, diagnose, failures_of
+from nanogpt_bench.failures.criteria import BatchEffect
 from nanogpt_bench.failures.finding import (
     CLEAR,
     FOUND,

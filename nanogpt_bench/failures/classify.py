@@ -1,4 +1,4 @@
-"""How a run failed: the ten classes judged from its folder, and the order in which things happened."""
+"""How a run failed: the ten classes judged from its folder, a timeline, and the lead time of the warning."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanogpt_bench.config.metric import ABOVE
-from nanogpt_bench.config.metrics import ELAPSED
+from nanogpt_bench.config.metrics import ABOVE, ELAPSED
 from nanogpt_bench.config.watching import FailureConfig
-from nanogpt_bench.failures import losses, values, weights
-from nanogpt_bench.failures.batches import batch_effect
-from nanogpt_bench.failures.criteria import worst
-from nanogpt_bench.failures.evidence import Evidence, read
-from nanogpt_bench.failures.finding import KINDS, Criterion, Diagnosis, Event, Finding, LeadTime
-from nanogpt_bench.runs.load import Run
+from nanogpt_bench.failures.criteria import KURTOSIS_OF_BLOCKS, findings
+from nanogpt_bench.failures.evidence import Evidence, read, worst
+from nanogpt_bench.failures.finding import Criterion, Diagnosis, Event, Finding, LeadTime
+from nanogpt_bench.runs.load import Alert, Run
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.runs.watched import Alert
 
 #: what a kurtosis alert warns of, beside the failure that ended a run
 ANNOUNCED = ("nan", "divergence", "exploding_gradients")
@@ -34,7 +30,7 @@ def classify(
     Raises:
         BenchError: a path is no run folder.
     """
-    return _findings(read(run, thresholds), [read(other, thresholds) for other in siblings])
+    return list(findings(read(run, thresholds), [read(other, thresholds) for other in siblings]))
 
 
 def diagnose(
@@ -46,8 +42,8 @@ def diagnose(
         BenchError: a path is no run folder.
     """
     evidence = read(run, thresholds)
-    findings = _findings(evidence, [read(other, thresholds) for other in siblings])
-    return Diagnosis(tuple(findings), _timeline(evidence, findings), _lead_time(evidence, findings))
+    found = findings(evidence, [read(other, thresholds) for other in siblings])
+    return Diagnosis(found, _timeline(evidence, found), _lead_time(evidence, found))
 
 
 def failures_of(run: Run | Path, *, siblings: Iterable[Run | Path] = ()) -> list[dict[str, Any]]:
@@ -56,28 +52,11 @@ def failures_of(run: Run | Path, *, siblings: Iterable[Run | Path] = ()) -> list
     return [finding.summary_entry() for finding in diagnosis.found]
 
 
-def _findings(evidence: Evidence, siblings: Sequence[Evidence]) -> list[Finding]:
-    plateau = losses.plateau(evidence)
-    judged = [
-        weights.stall(evidence),
-        weights.rounding_noise(evidence, plateau, batch_effect(evidence, siblings)),
-        values.overflow(evidence),
-        values.outlier_explosion(evidence),
-        values.attention_collapse(evidence),
-        values.zero_gradients(evidence),
-        values.exploding_gradients(evidence),
-        losses.nan(evidence),
-        plateau,
-        losses.divergence(evidence),
-    ]
-    return sorted(judged, key=lambda finding: KINDS.index(finding.kind))
-
-
-def _timeline(evidence: Evidence, findings: Sequence[Finding]) -> tuple[Event, ...]:
+def _timeline(evidence: Evidence, judged: Sequence[Finding]) -> tuple[Event, ...]:
     """The first step of every criterion that held, of every kind of alert, and the end, in the order of steps."""
     events = [
         _criterion_event(finding.kind, criterion)
-        for finding in findings
+        for finding in judged
         for criterion in finding.criteria
         if criterion.fired
     ]
@@ -99,8 +78,8 @@ def _alert_event(alert: Alert) -> Event:
     return Event(alert.step, alert.kind, "alert", alert.message or alert.kind, alert.value, alert.threshold)
 
 
-def _lead_time(evidence: Evidence, findings: Sequence[Finding]) -> LeadTime | None:
-    begin, failed = _warned(evidence), _failure(evidence, findings)
+def _lead_time(evidence: Evidence, judged: Sequence[Finding]) -> LeadTime | None:
+    begin, failed = _warned(evidence), _failure(evidence, judged)
     if begin is None or failed is None:
         return None
     kind, end = failed
@@ -116,7 +95,7 @@ def _warned(evidence: Evidence) -> int | None:
     Alerts themselves tell only where those figures are missing: the first of a run is mostly about the gradient of the
     output layer, whose kurtosis is high by nature, and a cool-down keeps later ones back.
     """
-    series, limit = worst(evidence, values.KURTOSIS_OF_BLOCKS), finite(evidence.setting("alerts.kurtosis"))
+    series, limit = worst(evidence, KURTOSIS_OF_BLOCKS), finite(evidence.setting("alerts.kurtosis"))
     if series:
         bound = evidence.limits.kurtosis if limit is None else limit
         above = (step for step, value in zip(series.steps, series.values, strict=True) if value > bound)
@@ -125,9 +104,9 @@ def _warned(evidence: Evidence) -> int | None:
     return None if alert is None else alert.step
 
 
-def _failure(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, int] | None:
+def _failure(evidence: Evidence, judged: Sequence[Finding]) -> tuple[str, int] | None:
     """The kind and step of what the alert could have announced: the first sign, or what ended the run."""
-    signs = [(f.kind, f.step) for f in findings if f.kind in ANNOUNCED and f.step is not None]
+    signs = [(f.kind, f.step) for f in judged if f.kind in ANNOUNCED and f.step is not None]
     failure = evidence.run.failure or {}
     step = finite(failure.get("step"))
     if step is not None:

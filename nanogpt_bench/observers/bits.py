@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.observers.capture import Capture, flowing
 from nanogpt_bench.observers.figures import Monitor
-from nanogpt_bench.observers.operands import flowing
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.step.layers import is_rounded
 from nanogpt_bench.step.points import Step

@@ -22,11 +22,10 @@ from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
 from nanogpt_bench.observers.ranges import Ranges
 from nanogpt_bench.observers.shadow import ShadowObserver
-from nanogpt_bench.observers.stall import Stall
+from nanogpt_bench.observers.stall import Stall, Zones
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
-from nanogpt_bench.observers.zones import Zones
 from nanogpt_bench.step.constraints import constrained_weights
 from nanogpt_bench.step.layers import linear_layers
 from nanogpt_bench.step.points import Observer

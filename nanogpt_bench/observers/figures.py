@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from nanogpt_bench.config.metric import OVER, Metric
+from nanogpt_bench.config.metrics import OVER, Metric
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.step.points import Observer, Step
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metric import Metric
+from nanogpt_bench.config.metrics import Metric
 from nanogpt_bench.observers.attention import buffers_kept
 from nanogpt_bench.step.points import Observer, Step
 

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metric import Metric
-from nanogpt_bench.config.metrics import MonitorConfig
-from nanogpt_bench.observers.capture import Capture
+from nanogpt_bench.config.metrics import Metric, MonitorConfig
+from nanogpt_bench.observers.capture import Capture, Operand, flowing, of_weight
 from nanogpt_bench.observers.figures import Monitor
-from nanogpt_bench.observers.operands import Operand, flowing, of_weight
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
 from nanogpt_bench.step.layers import plain

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.reference import float_rule, reference_settings
-from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.config.rules import float_rule, reference_settings
+from nanogpt_bench.config.settings import Resolved, build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.step.formats import format_name
 from nanogpt_bench.step.layers import forward_weight, linear_layers

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.config.settings import Resolved, build_config
 from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.step.memory import held_bytes, plain_tensors
 from nanogpt_bench.step.points import Observer, Step

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from nanogpt_bench.config.metric import LOG, Metric, Spread
-from nanogpt_bench.config.metrics import SPREADS
+from nanogpt_bench.config.metrics import LOG, SPREADS, Metric, Spread
 from nanogpt_bench.report.chart import SHARE, Chart, lines, quantity
 from nanogpt_bench.report.loss_charts import shown
 from nanogpt_bench.report.palette import Look
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.series import Line
-from nanogpt_bench.runs.watched import Distribution
+from nanogpt_bench.runs.load import Distribution
 
 
 def distribution_charts(rows: Sequence[Row], looks: Mapping[str, Look]) -> list[Chart]:

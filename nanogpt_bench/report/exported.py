@@ -13,12 +13,11 @@ from nanogpt_bench.config.metrics import BESIDE_LOSS, ELAPSED, TRAIN_LOSS, VAL_L
 from nanogpt_bench.report.planned import PlannedRow, planned_rows, planned_trials
 from nanogpt_bench.report.results import Row
 from nanogpt_bench.report.seeds import SEED_KEYS
-from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.find import SWEEP
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.runs.looks import FIGURES, looks_of
-from nanogpt_bench.runs.read import cleaned, finite
-from nanogpt_bench.runs.records import Records
+from nanogpt_bench.runs.read import Records, cleaned, finite
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import read_json
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nanogpt_bench.config.metric import OPERANDS
-from nanogpt_bench.config.metrics import CODE_COUNTS
+from nanogpt_bench.config.metrics import CODE_COUNTS, OPERANDS
 from nanogpt_bench.report.results import Result
 from nanogpt_bench.report.series import format_value
 from nanogpt_bench.runs.load import Histogram, Run

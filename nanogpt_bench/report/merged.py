@@ -10,7 +10,7 @@ from nanogpt_bench.config.metrics import ELAPSED, VAL_LOSS
 from nanogpt_bench.report.exported import Exported
 from nanogpt_bench.report.planned import given_up
 from nanogpt_bench.report.results import Row, group_rows, setting_of
-from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.load import Run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nanogpt_bench.config.metric import LOG, SHARE, Metric
+from nanogpt_bench.config.metrics import LOG, SHARE, Metric
 from nanogpt_bench.report import series
 from nanogpt_bench.report.chart import SHARE as PERCENT
 from nanogpt_bench.report.chart import Chart, limit_line, lines, quantity

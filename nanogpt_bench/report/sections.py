@@ -26,7 +26,7 @@ from nanogpt_bench.report.studies import Studies
 from nanogpt_bench.report.tables import Column, shown_columns
 from nanogpt_bench.report.tuned import tuned_section
 from nanogpt_bench.report.verdict import Thresholds, describe_ending
-from nanogpt_bench.runs.history import history_comment
+from nanogpt_bench.runs.environment import history_comment
 from nanogpt_bench.runs.load import Run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from nanogpt_bench.runs.ends import has_ended
+from nanogpt_bench.runs.earlier import has_ended
 from nanogpt_bench.runs.load import Run
 
 # The configuration keys in which the seeds of one row may differ.

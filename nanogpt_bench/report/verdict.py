@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from nanogpt_bench.config.metrics import LIMITS
 from nanogpt_bench.report.classes import classes_found, in_words
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.system.errors import BenchError
@@ -20,7 +21,7 @@ class Thresholds:
     """When a row counts as within reach of the reference, and what beside the loss is worth a word."""
 
     within: float = 0.10  # final val loss may exceed the reference's by this share
-    stall: float = 0.50  # share of weights whose requested update did not change them
+    stall: float = LIMITS["stall"]  # share of weights whose requested update did not change them
     cosine: float = 0.90  # mean gradient cosine against the float32 shadow, below which a row is doubtful
     alerts: int | None = None  # most alerts of a row that is not doubtful; None: they are counted, not judged
     behind: float = 0.05  # nats by which a final loss exceeds the reference's, twice its standard error at the least

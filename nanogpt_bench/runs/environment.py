@@ -1,4 +1,4 @@
-"""What a result depends on beside its configuration: versions, machine, corpus and the command typed."""
+"""environment.json: what a result depends on beside its settings, what changed on the way, whether it is so here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from nanogpt_bench.config.keys import FIELDS
+from nanogpt_bench.config.settings import flatten
 from nanogpt_bench.data.batches import Corpus
+from nanogpt_bench.system.errors import shortened
 
 #: of meta.json, what the losses depend on
 _OF_CORPUS = ("splits", "labels")
@@ -36,6 +38,8 @@ def environment(corpus: Corpus, threads: int | None = None) -> dict[str, Any]:
 
 def machine(threads: int | None = None) -> dict[str, Any]:
     """Return what a result depends on that is the same for all runs of a machine: versions and processors."""
+    import torch  # whoever reads a run folder does without
+
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -87,3 +91,112 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+GPU = "GPU"
+#: facts of environment.json without which a number is not that of the row, and what is said of them
+DECIDING = {
+    "torch": ("libraries", "torch"),
+    GPU: ("gpu",),
+    "text (SHA-256 of its training tokens)": ("corpus", "splits", "train", "sha256"),
+    "text (SHA-256 of its validation tokens)": ("corpus", "splits", "val", "sha256"),
+    "first weights (SHA-256)": ("init_from", "sha256"),
+}
+#: facts that may change its last digits
+MINOR = {
+    "numpy": ("libraries", "numpy"),
+    "fp8manifold": ("libraries", "fp8manifold"),
+    "commit": ("commit",),
+    "CPU": ("cpu",),
+}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a run's config.yaml, by dotted key.
+
+    Raises:
+        BenchError: one that this version does not know.
+    """
+    return {key: value for key, value in flatten(dict(config)) if key in FIELDS}
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any], facts: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Yield in words which facts differ between a run's environment and the one here."""
+    for name, keys in facts.items():
+        then, now = (_at(each, keys) for each in (there, here))
+        if then != now and not (name == GPU and then is None):  # what was trained on a CPU is so again
+            yield f"{name} was {_short(then)}, is {_short(now)}"
+
+
+def _at(facts: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        facts = facts.get(key) if isinstance(facts, Mapping) else None
+    return facts
+
+
+def _short(value: Any) -> str:
+    return "none" if value is None else f"{str(value)[:12]}…" if len(str(value)) > 40 else str(value)
+
+
+#: of a setting's value in a line
+LONGEST_VALUE = 200
+
+
+def config_history(environment: Any) -> list[dict[str, Any]]:
+    """Return the changes in the order of their steps, each as {"step": N, "changed": {key: [before, after]}}.
+
+    Only settings that change the numbers are in it, and the corpus. What does not fit is left out: the file may be
+    anyone's.
+
+    >>> config_history({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}, {"step": 6}]})
+    [{'step': 3, 'changed': {'optimizer.lr': [0.1, 0.2]}}]
+    """
+    resumed = environment.get("resumed") if isinstance(environment, Mapping) else None
+    return [
+        {"step": entry["step"], "changed": changed}
+        for entry in (resumed if isinstance(resumed, list) else [])
+        if isinstance(entry, Mapping) and isinstance(entry.get("step"), int) and (changed := _pairs(entry))
+    ]
+
+
+def _pairs(entry: Mapping[str, Any]) -> dict[str, list[Any]]:
+    changed = entry.get("changed")
+    if not isinstance(changed, Mapping):
+        return {}
+    return {str(key): list(pair) for key, pair in changed.items() if isinstance(pair, list | tuple) and len(pair) == 2}
+
+
+def latest(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return environment.json as it was where a run was last taken up: machine, versions, threads and corpus.
+
+    >>> latest({"threads": 2, "cpu": "a", "resumed": [{"step": 3, "threads": 1}]})["threads"]
+    1
+    """
+    resumed = environment.get("resumed")
+    now = dict(environment)
+    for entry in resumed if isinstance(resumed, list) else []:
+        now |= entry if isinstance(entry, Mapping) else {}
+    return now
+
+
+def history_lines(environment: Any) -> Iterator[str]:
+    """Yield a line for every change.
+
+    >>> list(history_lines({"resumed": [{"step": 3, "changed": {"optimizer.lr": [0.1, 0.2]}}]}))
+    ['settings were changed after step 3: optimizer.lr was 0.1, is 0.2; config.yaml alone does not repeat the run']
+    """
+    for entry in config_history(environment):
+        changes = ", ".join(
+            f"{key} was {_shown(was)}, is {_shown(now)}" for key, (was, now) in entry["changed"].items()
+        )
+        yield f"settings were changed after step {entry['step']}: {changes}; config.yaml alone does not repeat the run"
+
+
+def history_comment(environment: Any) -> str:
+    """Return those lines as the first ones of config.yaml; nothing where the settings are those of every step."""
+    return "".join(f"# {line}\n" for line in history_lines(environment))
+
+
+def _shown(value: Any) -> str:
+    """A value on one line of printable characters: JSON escapes all others."""
+    return shortened(json.dumps(value), LONGEST_VALUE)

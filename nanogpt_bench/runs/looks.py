@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nanogpt_bench.config.metric import Metric
-from nanogpt_bench.config.metrics import GRAD_NORM, METRICS, OVERHEAD, SMOOTHED_LOSS, TRAIN_LOSS
+from nanogpt_bench.config.metrics import GRAD_NORM, METRICS, OVERHEAD, SMOOTHED_LOSS, TRAIN_LOSS, Metric
 from nanogpt_bench.runs.load import Run
 
 TENTH = 0.1

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import CHECKPOINTS, BrokenCheckpoint, read, steps
-from nanogpt_bench.checkpoint.layout import MANIFEST, step_folder, step_of
+from nanogpt_bench.checkpoint.format import MANIFEST, step_folder, step_of
 from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.runs.history import latest
+from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import check_header
 from nanogpt_bench.system.words import counted

@@ -11,9 +11,8 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from nanogpt_bench.config.options import OPTIONS, RIEMANNIAN
-from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.schema import MANIFOLDS, Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, RIEMANNIAN, Config, ModelConfig, OptimizerConfig
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.model.gpt import linear_sizes
 from nanogpt_bench.system.errors import BenchError, one_line
 
@@ -84,59 +83,14 @@ def fill_rates(config: Config) -> None:
         optimizer.weight_decay = optimizer.weight_decay or 0.0
 
 
-def check_constraint(config: Resolved) -> None:
-    """Refuse a constraint that can't be kept, and settings that mean nothing without one or beside it.
+def check_constrained_layers(config: Resolved) -> None:
+    """Refuse a head that is the embedding too, and weights that are to lie on a grid as well.
 
     Raises:
-        BenchError: says which, and what is allowed.
+        BenchError: names the layer, and what to give for it.
     """
-    model, optimizer = config.model, config.optimizer
-    if model.constraint is None:
-        given = {"model.constrained": model.constrained, "optimizer.constrained_lr": optimizer.constrained_lr}
-        for key, value in given.items():
-            if value:
-                raise BenchError(f"{key}: {value!r} needs model.constraint stiefel or sphere")
-        return
-    _check_beside(config, f"model.constraint {model.constraint!r}")
-    if model.storage not in MANIFOLDS:
-        _check_rates(optimizer, f"model.storage {model.storage!r}")
-    _check_layers(config, constrained_layers(model))
-
-
-def _check_beside(config: Resolved, called: str) -> None:
-    """Refuse optimizers that don't know geoopt's manifolds, models that aren't the GPT, and bfloat16 weights."""
-    model, name = config.model, config.optimizer.name
-    if name not in RIEMANNIAN:
-        raise BenchError(
-            f"optimizer.name: {name!r} can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
-        )
-    beside = {"model.pretrained": model.pretrained, "model.torchao_float8": model.torchao_float8}
-    if config.train.precision == "bf16-pure":
-        beside["train.precision"] = config.train.precision
-    for key, value in beside.items():
-        if value is not None:
-            raise BenchError(f"{key}: {value!r} can't be used with {called}; leave one of them out")
-    if model.n_embd == 1:
-        raise BenchError(f"model.n_embd: 1 leaves nothing to turn under {called}; give 2 or more")
-
-
-def _check_rates(optimizer: OptimizerConfig, called: str) -> None:
-    """Refuse two rates where no weight is stepped by ULPs, and decay, which such weights alone have."""
-    if optimizer.lr != optimizer.float_lr:
-        raise BenchError(
-            f"optimizer.lr: {optimizer.lr:g} and optimizer.float_lr {optimizer.float_lr:g} are two rates for the same "
-            f"weights: none is stepped by ULPs with {called}; give one of them"
-        )
-    if optimizer.weight_decay:
-        raise BenchError(
-            f"optimizer.weight_decay: {optimizer.weight_decay:g} is of weights that {optimizer.name} steps by ULPs: "
-            f"none with {called}; leave it out"
-        )
-
-
-def _check_layers(config: Resolved, names: list[str]) -> None:
-    """Refuse a head that is the embedding too, and weights that are to lie on a grid as well."""
     model = config.model
+    names = constrained_layers(model) if model.constraint else []
     if model.tie_weights and "lm_head" in names:
         raise BenchError(
             "model.constrained: lm_head shares the token embedding's weight, which would be constrained with it; leave "

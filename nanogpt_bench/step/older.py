@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanogpt_bench.config.options import OPTIONS
-from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
+from nanogpt_bench.config.schema import OPTIONS, Config
+from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import as_begun
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.options import OPTIONS
-from nanogpt_bench.config.schema import MANIFOLDS, Config, OptimizerConfig
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
 from nanogpt_bench.step.constraints import constrained_weights, rate_of
 from nanogpt_bench.step.schedule import Course
 from nanogpt_bench.step.surgery import quantized_layers

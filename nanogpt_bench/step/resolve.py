@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
-from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.options import OPTION_NAMES, OPTIONS, OWN_OPTIMIZERS, PEERS, RIEMANNIAN, unit
-from nanogpt_bench.config.resolved import Resolved
-from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, rules_with_format
+from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts
+from nanogpt_bench.config.keys import get, keys_where
+from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
-    ON_FLOATS,
+    OPTIONS,
+    OWN_OPTIMIZERS,
     ROUNDED,
     Config,
     ModelConfig,
-    OptimizerConfig,
+    unit,
 )
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
-from nanogpt_bench.step.constraints import check_constraint, fill_constraint, fill_rates
+from nanogpt_bench.step.constraints import check_constrained_layers, fill_constraint, fill_rates
 from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
 from nanogpt_bench.step.parallel import check_parallel
 from nanogpt_bench.step.start import outlined_shape, pinned, start_shape
-from nanogpt_bench.step.task_keys import check_task, fill_task
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from
@@ -44,25 +43,24 @@ def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
         raise TypeError("a resolved configuration can't be resolved again")
     config = Resolved.filling(config, start)
     preset = _preset(config.rule)
-    fill_task(config)
+    refuse_as_given(config)
+    if config.task == "classify":
+        config.model.tie_weights, config.model.pooling = False, config.model.pooling or "mean"
     _fill_sizes(config.model, start)
     _fill_seeds(config)
     formats = fill_formats(config.model)
     if config.model.pretrained and config.model.tie_weights and formats:
         _fill(config.model, tied="leave")
-    _fill_outliers(config.model)
+    if config.model.outliers == "clip_sigma":
+        _fill(config.model, outlier_sigma=6.0)
     fill_constraint(config)
     _fill_rule(config, preset)
-    _check_storage(config)
-    _check_optimizer(config)
-    check_task(config)
-    _check_monitors(config)
-    _check_pretrained(config)
-    _check_in_backward(config)
+    refuse_conflicts(config)
+    _read_monitors(config)
     check_parallel(config)
     if formats:
         config.layers = dict(read_layers(config.model, formats))
-    check_constraint(config)
+    check_constrained_layers(config)
     return config
 
 
@@ -160,13 +158,6 @@ def _fill_seeds(config: Config) -> None:
     _fill(config.model, seed=config.seed)
 
 
-def _fill_outliers(model: ModelConfig) -> None:
-    if model.outliers == "clip_sigma":
-        _fill(model, outlier_sigma=6.0)
-    elif model.outlier_sigma is not None:
-        raise BenchError(f"model.outlier_sigma: {model.outlier_sigma} needs model.outliers clip_sigma")
-
-
 def _fill_rule(config: Config, preset: Rule) -> None:
     optimizer = config.optimizer
     if config.rule:
@@ -209,65 +200,9 @@ def _check_agreement(config: Config, preset: Rule) -> None:
         )
 
 
-def _check_storage(config: Config) -> None:
-    model, train = config.model, config.train
-    if model.tied is not None and not (model.tie_weights and model.formats):
-        raise BenchError(f"model.tied: {model.tied!r} needs model.tie_weights and a format; leave it out")
-    if model.storage == "float32" and model.formats:
-        by = f"rule {config.rule!r}" if config.rule and RULES[config.rule].storage == "float32" else "storage float32"
-        raise BenchError(
-            f"model.formats: {model.formats} can't be used with {by}, which keeps float weights; "
-            f"give another --rule: {', '.join(rules_with_format())}"
-        )
-    if model.storage == "float32" and model.granularity is not None:
-        by = f"rule {config.rule!r}" if config.rule else "storage float32"
-        raise BenchError(
-            f"model.granularity: {model.granularity!r} means nothing under {by}, whose weights are floats; leave it out"
-        )
-    if model.storage != "float32" and not model.formats:
-        by = f"rule {config.rule!r}" if config.rule else f"model.storage {model.storage!r}"
-        raise BenchError(f"{by} needs a format for the weights; give --model.format E4M3 or model.formats")
-    if model.storage != "float32" and train.precision == "bf16-pure":
-        raise BenchError(
-            f"train.precision: 'bf16-pure' can't be used with model.storage {model.storage!r}; "
-            "allowed: float32, bf16-mixed"
-        )
-
-
-def _check_optimizer(config: Config) -> None:
-    """Refuse an optimizer that can't step this storage, and options that this storage would ignore."""
-    optimizer, storage = config.optimizer, config.model.storage
-    on_floats = (*ON_FLOATS, *(RIEMANNIAN if config.model.constraint else ()))
-    if storage not in MANIFOLDS and optimizer.name in OWN_OPTIMIZERS and optimizer.name not in on_floats:
-        raise BenchError(
-            f"optimizer.name: {optimizer.name!r} needs model.storage {_either(MANIFOLDS)}, not {storage!r}; "
-            f"allowed with {storage!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
-        )
-    _check_peer(config)
-    for key in keys_where("storages"):
-        storages = FIELDS[key].facts["storages"]
-        if storage not in storages and get(config, key) not in (None, False):
-            raise BenchError(f"{key}: {get(config, key)!r} needs model.storage {_either(storages)}, not {storage!r}")
-    _check_options(optimizer)
-    _check_courses(optimizer)
-
-
-def _check_courses(optimizer: OptimizerConfig) -> None:
-    """Refuse the name of a course that leads nowhere, and a decay that can't be taken along one."""
-    for name in ("stiffness", "weight_decay"):
-        course = getattr(optimizer, f"{name}_schedule")
-        if course is not None and getattr(optimizer, f"{name}_end") is None:
-            raise BenchError(f"optimizer.{name}_schedule: {course!r} needs optimizer.{name}_end, where it leads to")
-    if optimizer.weight_decay_end is not None and not optimizer.weight_decay:
-        raise BenchError(
-            f"optimizer.weight_decay_end: {optimizer.weight_decay_end:g} needs optimizer.weight_decay above 0"
-        )
-
-
-def _check_monitors(config: Config) -> None:
-    """Refuse measures, budgets and levels that mean nothing."""
+def _read_monitors(config: Config) -> None:
+    """Read formats to measure against, budgets and levels of alerts; refuse those that mean nothing."""
     monitor, alerts = config.monitor, config.alerts
-    _check_trend(config)
     for key in ("activation_format", "gradient_format"):
         if getattr(monitor, key) is not None:
             name = format_name(getattr(monitor, key), f"monitor.{key}")
@@ -280,66 +215,6 @@ def _check_monitors(config: Config) -> None:
         if kind not in ALERT_KINDS:
             raise unknown("alerts.levels key", kind, ALERT_KINDS)
         alerts.levels[kind] = _level(kind, level)
-    if config.shadow.enabled and config.shadow.of == "master" and config.model.storage in ROUNDED:
-        raise BenchError(
-            f"shadow.of: 'master' needs a master copy, which model.storage {config.model.storage!r} does not have; "
-            "allowed: dequantised"
-        )
-
-
-def _check_pretrained(config: Config) -> None:
-    """Refuse what knows the GPT's own modules, and recomputation without transformers' models."""
-    needs_gpt = {
-        "shadow.enabled": config.shadow.enabled,
-        "runtime.compile": config.runtime.compile,
-        "model.torchao_float8": config.model.torchao_float8,
-        "model.dropout": config.model.dropout,
-        "model.outliers": None if config.model.outliers == "none" else config.model.outliers,
-    }
-    for key, value in needs_gpt.items():
-        if config.model.pretrained and value:
-            raise BenchError(f"{key}: {value!r} can't be used with model.pretrained; leave it out")
-    rank = config.model.lora_rank
-    if rank is not None and (not config.model.pretrained or config.optimizer.name not in ("adamw", "sgd")):
-        raise BenchError(f"model.lora_rank: {rank} needs model.pretrained, and adamw or sgd to step it")
-    if rank is not None and config.model.storage != "float32":
-        raise BenchError(
-            f"model.lora_rank: {rank} can't be used with formats: what they round would be frozen; --rule fp32"
-        )
-    if config.train.recompute and not config.model.pretrained:
-        raise BenchError("train.recompute: true needs model.pretrained; the GPT here keeps its activations")
-
-
-def _check_in_backward(config: Config) -> None:
-    """Refuse what needs all gradients at once."""
-    if not config.train.step_in_backward:
-        return
-    optimizer, storage = config.optimizer, config.model.storage
-    if optimizer.name == "fisher" or not (storage in MANIFOLDS or optimizer.name in ON_FLOATS):
-        raise BenchError(
-            f"train.step_in_backward: true needs an optimizer of the library that steps weights one by one, not "
-            f"{optimizer.name!r} with model.storage {storage!r}"
-        )
-    for key, value, allowed in (
-        ("optimizer.grad_clip", optimizer.grad_clip, 0.0),
-        ("train.accumulation", config.train.accumulation, 1),
-        ("shadow.enabled", config.shadow.enabled, False),
-    ):
-        if value != allowed:
-            raise BenchError(f"{key}: {value!r} can't be used with train.step_in_backward; give {allowed!r}")
-
-
-def _check_trend(config: Config) -> None:
-    """Refuse what nobody would look for once the trend of the loss is not followed."""
-    if config.monitor.trend:
-        return
-    for reason in ("divergence", "plateau"):
-        if reason in config.train.stop_on:
-            raise BenchError(f"train.stop_on: {reason!r} needs monitor.trend, which is off; leave one of them out")
-    if config.alerts.baseline is not None:
-        raise BenchError(
-            f"alerts.baseline: {config.alerts.baseline!r} needs monitor.trend, which is off; leave one of them out"
-        )
 
 
 def _level(kind: str, level: Any) -> str:
@@ -348,33 +223,6 @@ def _level(kind: str, level: Any) -> str:
         if str(level).lower() == known.lower() or (level is False and known == "off"):
             return known
     raise unknown(f"alerts.levels.{kind}", level, ALERT_LEVELS)
-
-
-def _check_peer(config: Config) -> None:
-    """Refuse another package's optimizer or layers beside ours, and Kahan sums where there is nothing to sum."""
-    name, storage, precision = config.optimizer.name, config.model.storage, config.train.precision
-    if name in PEERS and storage in MANIFOLDS:
-        raise BenchError(f"optimizer.name: {name!r} steps float weights; it can't be used with storage {storage!r}")
-    if name == "optimi_adamw" and precision != "bf16-pure":
-        raise BenchError(f"optimizer.name: {name!r} sums up bfloat16 weights; give train.precision bf16-pure")
-    recipe = config.model.torchao_float8
-    if recipe is not None and (storage != "float32" or precision == "bf16-pure"):
-        what = f"model.storage {storage!r}" if storage != "float32" else f"train.precision {precision!r}"
-        raise BenchError(f"model.torchao_float8: {recipe!r} can't be used with {what}")
-
-
-def _either(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _check_options(optimizer: OptimizerConfig) -> None:
-    """Refuse an option that this optimizer would ignore."""
-    for option in OPTION_NAMES:
-        value, takers = getattr(optimizer, option), [name for name, known in OPTIONS.items() if option in known]
-        if value is not None and optimizer.name not in takers:
-            raise BenchError(
-                f"optimizer.{option}: {value!r} is not an option of {optimizer.name}; it belongs to {', '.join(takers)}"
-            )
 
 
 def rule_name(config: Config) -> str:

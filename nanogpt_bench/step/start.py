@@ -9,8 +9,8 @@ from typing import Any
 
 from nanogpt_bench.checkpoint import steps
 from nanogpt_bench.checkpoint.read import read_manifest
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
 from nanogpt_bench.data.own_tokenizer import check_tokens
 from nanogpt_bench.model import pretrained

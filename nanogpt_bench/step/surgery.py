@@ -8,8 +8,8 @@ import geoopt
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, Config
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.step.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
@@ -63,6 +63,8 @@ def _grid_options(config: Config) -> dict[str, Any]:
         return {}
     rule = fm.optim.WRITEBACKS[writeback or "stochastic"]
     options: dict[str, Any] = {"rounding": rule.rounding}
+    if config.optimizer.draws is not None:
+        options["draws"] = config.optimizer.draws  # for whatever else writes
     if settings.headroom is not None:
         options["headroom"] = settings.headroom
     if settings.storage == "fp8" and rule.residual_bits:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_also
 from nanogpt_bench.model.gpt import GPT
 from nanogpt_bench.step.bfloat16 import bfloat16_products

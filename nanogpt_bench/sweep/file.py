@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from nanogpt_bench.config.check import bounds, inside, is_finite
 from nanogpt_bench.config.field import allowed
-from nanogpt_bench.config.settings import GivenTwice, parse_overrides, read_yaml
-from nanogpt_bench.config.shipped import find_config, find_shipped
+from nanogpt_bench.config.keys import bounds, inside, is_finite
+from nanogpt_bench.config.settings import GivenTwice, find_config, find_shipped, parse_overrides, read_yaml
 from nanogpt_bench.sweep.axes import Axis, assemble, read_axis, read_settings
 from nanogpt_bench.system import untrusted
 from nanogpt_bench.system.errors import BenchError, one_line, unknown

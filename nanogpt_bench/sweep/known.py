@@ -15,8 +15,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.report.exported import read_export
-from nanogpt_bench.runs.environment import machine
-from nanogpt_bench.runs.facts import DECIDING, MINOR, differing, settings_of
+from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.start import start_facts
@@ -47,21 +46,23 @@ class Known:
         self._places: dict[str, list[int]] = {}
         here = machine()
         for place, run in enumerate(self._runs):
-            self._places.setdefault(_settings(resolve(build_config(settings_of(run)))), []).append(place)
-            for line in differing(run, here, _INSTALLED):
+            self._places.setdefault(_settings(resolve(build_config(settings_of(run.config)))), []).append(place)
+            for line in differing(run.environment, here, _INSTALLED):
                 raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
-            self.notes |= dict.fromkeys(differing(run, here, MINOR))
+            self.notes |= dict.fromkeys(differing(run.environment, here, MINOR))
 
     def write(self, planned: PlannedPoint, folder: Path) -> bool:
         """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
         config = resolve(build_config(planned.settings))
         places = self._places.get(_settings(config), ())
         here = _here(config.data.dir, config.model.init_from) if places else {}
-        other = {place: list(differing(self._runs[place], here, _GIVEN)) for place in places}
+        other = {place: list(differing(self._runs[place].environment, here, _GIVEN)) for place in places}
         place = next((place for place in places if not other[place]), None)
         if place is None:
             # one of another text by its name is another run, and not worth a word
-            named = [place for place in places if settings_of(self._runs[place]).get("data.dir") == config.data.dir]
+            named = [
+                place for place in places if settings_of(self._runs[place].config).get("data.dir") == config.data.dir
+            ]
             self.notes |= dict.fromkeys(f"{line}: not taken" for place in named for line in other[place])
             return False
         self._taken.add(place)

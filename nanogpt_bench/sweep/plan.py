@@ -13,8 +13,7 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.config.keys import get, keys_where
-from nanogpt_bench.config.reference import reference_settings
-from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.rules import RULES, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.results import row_label

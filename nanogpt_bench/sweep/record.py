@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.compare.record import Record
 from nanogpt_bench.config.metrics import BESIDE_LOSS
-from nanogpt_bench.runs.earlier import drop_checkpoints, make_ready, plain, summary_of
-from nanogpt_bench.runs.ends import OF_TRAINING, has_ended, why_again
+from nanogpt_bench.runs.earlier import (
+    OF_TRAINING,
+    drop_checkpoints,
+    has_ended,
+    make_ready,
+    plain,
+    summary_of,
+    why_again,
+)
 from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.system.csv_cells import cell

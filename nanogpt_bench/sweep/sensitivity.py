@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.compare.plan import check_count
-from nanogpt_bench.config.reference import float_rule, reference_settings
+from nanogpt_bench.config.rules import float_rule, reference_settings
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.step.formats import format_name

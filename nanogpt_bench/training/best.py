@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanogpt_bench.checkpoint import Contents, commit, steps
-from nanogpt_bench.checkpoint.layout import step_folder
+from nanogpt_bench.checkpoint.format import step_folder
 from nanogpt_bench.runs.trained import BEST
 
 

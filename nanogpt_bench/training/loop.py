@@ -22,7 +22,7 @@ from nanogpt_bench.observers import Alert, Observer, Step
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import start_trackers
 from nanogpt_bench.observers.tracking import Trackers
-from nanogpt_bench.runs.history import config_history, history_comment
+from nanogpt_bench.runs.environment import config_history, history_comment
 from nanogpt_bench.step.anomalies import Sentry, figure_of
 from nanogpt_bench.step.memory import held_bytes
 from nanogpt_bench.step.points import Anomaly

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanogpt_bench.observers import Alert
-from nanogpt_bench.runs.ends import OF_TRAINING
+from nanogpt_bench.runs.earlier import OF_TRAINING
 
 
 @dataclass(frozen=True)

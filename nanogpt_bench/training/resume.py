@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.checkpoint import Contents, clean, newest, read
-from nanogpt_bench.checkpoint.layout import step_folder
+from nanogpt_bench.checkpoint.format import step_folder
 from nanogpt_bench.config.keys import FIELDS
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import digests_of
-from nanogpt_bench.runs.history import latest
+from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.ranks import Ranks

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from nanogpt_bench.config.resolved import Resolved
 from nanogpt_bench.config.schema import MANIFOLDS, ROUNDED, Config, OptimizerConfig
-from nanogpt_bench.config.settings import build_config, parse_overrides
+from nanogpt_bench.config.settings import Resolved, build_config, parse_overrides
 from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill

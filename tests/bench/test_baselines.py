@@ -12,8 +12,7 @@ from torch import nn
 
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer

@@ -18,8 +18,7 @@ from nanogpt_bench.compare.overrides import applies
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.report.build import report
 from nanogpt_bench.step.constraints import RowStiefel, constrained_weights

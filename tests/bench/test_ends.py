@@ -10,8 +10,7 @@ import pytest
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.compare.record import Record
-from nanogpt_bench.runs.earlier import make_ready
-from nanogpt_bench.runs.ends import has_ended, why_again
+from nanogpt_bench.runs.earlier import has_ended, make_ready, why_again
 from nanogpt_bench.training.outcome import Outcome
 
 FAILED = {"status": "failed", "stop": None}

@@ -14,7 +14,7 @@ from nanogpt_bench import data as corpus
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.evaluate import evaluate
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.system.errors import BenchError
 

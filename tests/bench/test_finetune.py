@@ -19,8 +19,7 @@ import causal_models
 import fp8manifold as fm
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.model.causal import load_causal, reading
 from nanogpt_bench.report.paired import Difference

@@ -14,8 +14,7 @@ from torch import nn
 import fp8manifold as fm
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config, to_yaml
-from nanogpt_bench.config.shipped import FOLDER, find_config
+from nanogpt_bench.config.settings import FOLDER, find_config, load_config, to_yaml
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.trainer import Trainer

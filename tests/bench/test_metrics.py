@@ -14,8 +14,19 @@ import pytest
 
 import nanogpt_bench
 from nanogpt_bench.config import metrics
-from nanogpt_bench.config.metric import ABOVE, BELOW, LARGEST, MEAN, OPERANDS, SMALLEST, TOGETHER, Metric
-from nanogpt_bench.config.metrics import METRICS, SPREADS, MonitorConfig
+from nanogpt_bench.config.metrics import (
+    ABOVE,
+    BELOW,
+    LARGEST,
+    MEAN,
+    METRICS,
+    OPERANDS,
+    SMALLEST,
+    SPREADS,
+    TOGETHER,
+    Metric,
+    MonitorConfig,
+)
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.watching import ALERT_KINDS, AlertsConfig
 from nanogpt_bench.training.train import run

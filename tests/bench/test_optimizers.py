@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8manifold as fm
-from nanogpt_bench.config.options import OPTIONS
+from nanogpt_bench.config.schema import OPTIONS
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.step.optimizers import build_optimizer, parameter_groups, stiffness_at

@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "optimizer__writeback": "residual4",
         "optimizer__moments": "8bit",
     },
+    "residual2": {"rule": "residual2", "model__format": "E4M3"},
     "riemannian": {"rule": "riemannian", "model__format": "E3M4"},
     "fp32": {"rule": "fp32"},
     "delayed": {
@@ -145,7 +146,7 @@ def test_one_two_and_three_go_on_from_each_others_checkpoints_to_the_bit(
             check_close(found, whole)
             continue
         assert bits(found, ("model",)) == bits(whole, ("model",))
-        packed = {name for name in bits(whole) if name.endswith("/residual") and kind == "residual4"}
+        packed = {name for name in bits(whole) if name.endswith("/residual") and kind in ("residual4", "residual2")}
         ours, theirs = bits(found), bits(whole)
         assert {name for name in theirs if ours[name] != theirs[name]} <= packed  # rows in bytes of their own
     again = trainer_of(settings(tiny, kind, None))

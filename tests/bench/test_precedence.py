@@ -11,12 +11,10 @@ import pytest
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.keys import FIELDS, get
-from nanogpt_bench.config.options import OPTIONS
 from nanogpt_bench.config.precedence import settle
 from nanogpt_bench.config.rules import RULES, available_rules, meaning, rules_with_format
-from nanogpt_bench.config.schema import Config
-from nanogpt_bench.config.settings import load_config, read_yaml
-from nanogpt_bench.config.shipped import find_config, shipped_configs
+from nanogpt_bench.config.schema import OPTIONS, Config
+from nanogpt_bench.config.settings import find_config, load_config, read_yaml, shipped_configs
 from nanogpt_bench.model.gpt import GPT, GPTShape
 from nanogpt_bench.step.resolve import resolve, rule_name
 from nanogpt_bench.step.surgery import quantize

@@ -8,8 +8,7 @@ import gpt2_checkpoints
 import pytest
 
 from nanogpt_bench.config.rules import available_rules
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import FOLDER, find_config, shipped_configs
+from nanogpt_bench.config.settings import FOLDER, find_config, load_config, shipped_configs
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 

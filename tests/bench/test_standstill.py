@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.observers.standstill import Standstill
+from nanogpt_bench.observers.alerts import Standstill
 from nanogpt_bench.step.points import Step
 
 

@@ -51,7 +51,9 @@ def test_a_layer_with_quantised_activations_only_has_no_quantised_weight() -> No
     assert not any("mlp" in name for name in quantized_layers(model))
 
 
-@pytest.mark.parametrize(("writeback", "kept"), [("residual8", True), ("residual4", True), ("stochastic", False)])
+@pytest.mark.parametrize(
+    ("writeback", "kept"), [("residual8", True), ("residual4", True), ("residual2", True), ("stochastic", False)]
+)
 def test_a_residual_finds_what_rounding_the_weights_left(writeback: str, kept: bool) -> None:
     model = quantized("--model.format=E4M3", "--model.storage=fp8", f"--optimizer.writeback={writeback}")
     layers = quantized_layers(model).values()
@@ -100,6 +102,15 @@ def test_a_quantized_layer_draws_its_weights_anew(storage: str) -> None:
     layer.reset_parameters()
     assert not torch.equal(layer.quantized_weight(), before)
     assert float(layer.quantized_weight().detach().std()) > 0.01
+
+
+@pytest.mark.parametrize("storage", ["grid", "fp8"])
+def test_draws_are_the_weights_own_as_well(storage: str) -> None:
+    """So that what writes beside the optimizer draws as it does, and a checkpoint says so."""
+    asked = quantized("--model.format=E4M3", f"--model.storage={storage}", "--optimizer.draws=dither")
+    assert {layer.weight.manifold.draws for layer in quantized_layers(asked).values()} == {"dither"}
+    plain = quantized("--model.format=E4M3", f"--model.storage={storage}")
+    assert {layer.weight.manifold.draws for layer in quantized_layers(plain).values()} == {"independent"}
 
 
 @pytest.mark.parametrize("storage", ["master", "grid", "fp8", "continuous"])

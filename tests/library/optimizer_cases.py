@@ -227,6 +227,7 @@ OURS: dict[str, Make] = {
     "stiffness-sgd-momentum": _made(StiffnessSGD, lr=0.005, writeback="momentum", stiffness=anneal(2.0, 0.0, 15)),
     "muon": _muon(),
     "muon-residual4-8bit": _muon(writeback="residual4", moments="8bit", refresh_every=3, maximize=True),
+    "muon-residual2-8bit": _muon(writeback="residual2", moments="8bit", draws="dither"),
     "muon-momentum-bfloat16": _muon(writeback="momentum", moments="bfloat16", stiffness=anneal(1.0, 0.0, 15)),
     "lion": _made(StiffnessLion, lr=0.01),
     "lion-residual4-8bit": _made(

@@ -14,7 +14,6 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import torch
 from scalar_grid import F32, Chart, Codes, exp2, exponent_of, f32, root
 
 import fp8manifold as fm
@@ -58,6 +57,7 @@ class Slow:
     storage: str = "codes"
     stream: int = 0
     groups: list[int] = field(default_factory=list)  # the entry of the scale that each weight has
+    one_scale: bool = False  # for all weights
     block: int = 0  # elements of a block of the averages; 0 for a row
     residual: list[int] = field(default_factory=list)
     averages: dict[str, list[Any]] = field(default_factory=dict)
@@ -162,9 +162,7 @@ class Slow:
     def step(self, gradient: Sequence[float]) -> None:
         options, n = self.options, len(self.stored)
         if self.storage != "plain" and self.steps % options["refresh_every"] == 0:
-            self._widen()
-            self.reference = self._mean_stiffness()
-            self._change_unit()
+            self._refresh()
         self.steps += 1
         self.numbers = self._numbers()
         words = (options["seed"], self.steps, self.stream)
@@ -181,23 +179,31 @@ class Slow:
             if self.rule.injects and self.rounds:
                 self._inject(weight, descent, target, after)
             self._keep(i, descent, noise[i])
+        if self._widen() and self.one_scale:
+            self._refresh()
 
-    def _widen(self) -> None:
-        """Scales whose largest code is the last one are given headroom, and their weights rounded stochastically."""
+    def _refresh(self) -> None:
+        self.reference = self._mean_stiffness()
+        self._change_unit()
+
+    def _widen(self) -> bool:
+        """Scales whose largest code is the last one double, and their weights rounded stochastically."""
         if self.storage != "codes" or self.fmt.max_code not in [c & (self.fmt.sign_bit - 1) for c in self.stored]:
-            return
-        n, old, words = len(self.stored), self.scales, (self.options["seed"], self.steps + 1, self.stream)
+            return False
+        n, old, words = len(self.stored), self.scales, (self.options["seed"], self.steps, self.stream)
         draws = [w % 2**32 >> 8 for w in word_range(0, n, (*words, 2), "cpu").tolist()]
         amax: dict[int, float] = {}
         for i, code in enumerate(self.stored):
             value = abs(self.fmt.decode_code(code))
             amax[self.groups[i]] = max(amax.get(self.groups[i], 0.0), 0.0 if math.isnan(value) else value * old[i])
-        largest = torch.tensor([amax[g] for g in self.groups])
-        new = torch.maximum(fm.scaling.widened_scale(largest, torch.tensor(old), self.fmt), torch.tensor(old)).tolist()
+        new = [s * 2 if amax[g] >= s * self.fmt.max else s for s, g in zip(old, self.groups, strict=True)]
         for i, draw in enumerate(draws):
+            if new[i] == old[i]:
+                continue
             x = float(self.weight(i).x) * old[i] / new[i]
             self._put(i, Codes(self.fmt, self.extra).round(x, draw), math.copysign(1.0, x) < 0, f32(1))
         self.scales = new
+        return True
 
     def _mean_stiffness(self) -> float:
         """Of the codes, without what is kept beside them."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import Madam, RiemannianAdam, RiemannianSGD, StiffnessAdamW, StiffnessLion, StiffnessSGD
-from fp8manifold.optim._residuals import unpack_nibbles
+from fp8manifold.optim._residuals import unpack_residual
 
 double = torch.float64
 FLOOR = 2.0**-4
@@ -229,8 +229,8 @@ def test_adamw_without_stiffness_is_torchs_where_nothing_is_rounded() -> None:
     torch.testing.assert_close(plain(p), plain(twin), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("writeback", ["residual8", "residual4"])
-def test_riemannian_adam_over_codes_is_adam_on_codes(writeback: str) -> None:
+@pytest.mark.parametrize(("writeback", "bits"), [("residual8", 8), ("residual4", 4), ("residual2", 2)])
+def test_riemannian_adam_over_codes_is_adam_on_codes(writeback: str, bits: int) -> None:
     """torch's Adam over the chart's coordinate, with gradient S g; codes and residual follow it to a few parts."""
     p = fm.FP8Parameter(normal(40, 25, seed=1, std=0.1), "E4M3", seed=1)
     scale = p.expanded_scale().double()
@@ -243,9 +243,7 @@ def test_riemannian_adam_over_codes_is_adam_on_codes(writeback: str) -> None:
         code.grad = fm.ulp(fm.from_chart(code.detach(), "E4M3"), "E4M3") * scale * p.grad.double()
         ours.step()
         torchs.step()
-    residual, parts = ours.state[p]["residual"], 256
-    if writeback == "residual4":
-        residual, parts = unpack_nibbles(residual, p.shape), 16
+    residual, parts = unpack_residual(ours.state[p]["residual"], p.shape, bits), 1 << bits
     position = fm.to_chart(p.dequantize().double() / scale, "E4M3") + residual / parts
     away = (position - code.detach()).abs() * parts
     assert away.mean() < math.sqrt(60) / 2  # 60 roundings of a part, half a part each at most

@@ -165,7 +165,19 @@ def test_residuals_at_their_ends() -> None:
         residual_saturation(torch.zeros(3))
 
 
-@pytest.mark.parametrize(("writeback", "ends"), [("residual8", 2 / 256), ("residual4", 2 / 16)])
+def test_packed_residuals_at_their_ends() -> None:
+    """How many bits each has is what the number of bytes says; the same bytes stand for others in each width."""
+    packed = torch.tensor([0b01_10_11_00, 0b01_00_00_01], dtype=torch.uint8)
+    assert residual_saturation(packed, 8) == 4 / 8
+    assert residual_saturation(packed, 7) == 4 / 7
+    assert residual_saturation(packed, 4) == 0
+    assert residual_saturation(packed.view(2, 1), 8) == 4 / 8
+    assert residual_saturation(packed.view(2, 1), 3 * 2) == 4 / 6
+    with pytest.raises(ValueError, match="residual has 2 bytes: size=9 weights of 4 bits take 5, of 2 bits 3"):
+        residual_saturation(packed, 9)
+
+
+@pytest.mark.parametrize(("writeback", "ends"), [("residual8", 2 / 256), ("residual4", 2 / 16), ("residual2", 2 / 4)])
 def test_residuals_of_an_optimizer_are_spread_evenly(writeback: str, ends: float) -> None:
     weight = stored_weight("E4M3", (201, 99))
     optimizer = StiffnessAdamW([weight], lr=0.01, writeback=writeback, seed=0)

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(
 KINDS: dict[str, Any] = {
     "adamw": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "residual4", "moments": "8bit", "refresh_every": 3}),
     "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
+    "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual2", "draws": "dither"}),
     "momentum": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16"}),
     "riemannian": (fm.optim.RiemannianAdam, {"float_lr": 0.01, "writeback": "stochastic", "amsgrad": True}),
 }

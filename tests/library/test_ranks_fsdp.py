@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fp8manifold as fm
 from fp8manifold._shards import FP8Shard
-from fp8manifold.optim._residuals import unpack_nibbles
+from fp8manifold.optim import WRITEBACKS
+from fp8manifold.optim._residuals import unpack_residual
 
 
 def sharded(net: Any, *, nested: bool = True, **options: Any) -> Any:
@@ -77,8 +78,15 @@ def stepped(name: str, writeback: str, moments: str, net: dict[str, Any], option
             parts.reshard()  # after a forward pass the root stays whole
     ours, its = optimizers
     assert ours.bounded_share == its.bounded_share
-    assert ours.widened_scales == its.widened_scales
-    return int(ours.widened_scales)
+    return same_count(ours, its)
+
+
+def same_count(ours: Any, its: Any) -> int:
+    """How many scales were widened: as many in all processes together as in one with everything."""
+    count = torch.tensor(ours.widened_scales)
+    torch.distributed.all_reduce(count)
+    assert int(count) == its.widened_scales
+    return int(count)
 
 
 COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
@@ -261,15 +269,15 @@ def vectors_stepped(name: str, writeback: str, moments: str, compile_: bool | No
         for key, value in state.items():
             if isinstance(value, DTensor):
                 rows, whole_rows = value.full_tensor()[: p.shape[0]], twin[key]
-                if key == "residual" and writeback == "residual4":  # each row has bytes of its own
-                    rows, whole_rows = (unpack_nibbles(packed, p.shape) for packed in (rows, whole_rows))
+                if key == "residual" and value.dtype == torch.uint8:  # each row has bytes of its own
+                    bits = WRITEBACKS[writeback].residual_bits
+                    rows, whole_rows = (unpack_residual(packed, p.shape, bits) for packed in (rows, whole_rows))
                 assert torch.equal(rows.flatten(), whole_rows.flatten()), key
             elif isinstance(value, Tensor):
                 assert torch.equal(value, twin[key]), key
             else:
                 assert value == twin[key], key
-    assert ours.widened_scales == its.widened_scales
-    return ours.widened_scales, ours.bounded_share
+    return same_count(ours, its), ours.bounded_share
 
 
 OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
@@ -282,6 +290,7 @@ OPTIONS_OF_LARGE_STEPS = {"RiemannianAdam": 8.0, "Madam": 0.8}
         ("StiffnessAdamW", "residual8", "8bit"),
         ("StiffnessMuon", "momentum", "float32"),
         ("StiffnessMuon", "residual4", "8bit"),
+        ("StiffnessAdamW", "residual2", "float32"),
         ("StiffnessLion", "stochastic", "8bit"),
         ("Madam", "residual4", "bfloat16"),
         ("RiemannianAdam", "residual8", "8bit"),

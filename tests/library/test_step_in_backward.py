@@ -18,6 +18,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "muon_residual8": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, writeback="residual8"),
     "adamw": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, moments="8bit"),
     "adamw_residual4": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, writeback="residual4"),
+    "lion_residual2": lambda m: optim.StiffnessLion(m.parameters(), 1e-3, writeback="residual2"),
     "adamw_annealed": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, stiffness=optim.anneal(1.0, 0.0, 3)),
     "lion": lambda m: optim.StiffnessLion(m.parameters(), 1e-3),
     "sgd": lambda m: optim.StiffnessSGD(m.parameters(), 1e-2, momentum=0.9),

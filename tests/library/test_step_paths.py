@@ -98,6 +98,12 @@ FAST: dict[str, Case] = {
     ),
     "adamw free": (ADAMW, lambda: [free_weight(normal(801, 97), "E4M3", 2.0**-5)], {"lr": 0.01, "stiffness": 0.37}),
     "lion residual4, k = 1": (LION, lambda: of_codes("E3M4"), {"lr": 0.01, "writeback": "residual4", "stiffness": 1.0}),
+    "adamw residual2": (ADAMW, of_codes, {"lr": 0.01, "writeback": "residual2", **DECAY}),
+    "riemannian adam residual2, dithered": (
+        "RiemannianAdam",
+        lambda: of_codes("E2M5"),
+        {"lr": 1.7, "writeback": "residual2", "draws": "dither"},
+    ),
     "madam": (MADAM, lambda: of_codes("E7M0"), {"lr": 0.1, **DECAY}),
     "riemannian adam free": (
         "RiemannianAdam",

@@ -22,7 +22,7 @@ from fp8manifold.optim import anneal
 from fp8manifold.optim._field import reference_stiffness
 from fp8manifold.optim._hyper import row
 from fp8manifold.optim._job import Job, Layout, key_row
-from fp8manifold.optim._residuals import unpack_nibbles
+from fp8manifold.optim._residuals import unpack_residual
 from fp8manifold.optim._run import run_all
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,6 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "StiffnessAdamW",
         {"lr": 0.02, "writeback": "residual4", "stiffness": anneal(1.0, 0.0, 5)},
     ),
+    "adamw residual2": ("StiffnessAdamW", {"lr": 0.02, "writeback": "residual2", "draws": "dither"}),
     "sgd injected, bfloat16": ("StiffnessSGD", {"lr": 0.3, "writeback": "momentum", "moments": "bfloat16"}),
     "lion, 8 bits": ("StiffnessLion", {"lr": 0.02, "moments": "8bit"}),
     "madam": ("Madam", {"lr": 0.1, "moments": "bfloat16"}),
@@ -69,8 +70,8 @@ def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Job, Tensor]
     state = optimizer._begin(group, p, 0)
     state["step"] += 1
     job, dtype = optimizer._plan(group, p, state), working_dtype(p)
-    if job.variant.residual_bits == 4:
-        job.held["residual"] = unpack_nibbles(state["residual"], p.shape)
+    if job.variant.rule.packs:
+        job.held["residual"] = unpack_residual(state["residual"], p.shape, job.variant.residual_bits)
     numbers = torch.tensor(row(job.numbers, dtype), dtype=torch.float64).to(dtype)
     return job, numbers
 

@@ -27,7 +27,8 @@ settings = hypothesis_settings(derandomize=True, deadline=None, database=None, m
 def test_values_are_the_nearest_at_the_scale(name: str, granularity: Any) -> None:
     w = normal(6, 96, std=0.1)
     p = fm.FP8Parameter(w, name, granularity=granularity)
-    scale = fm.storage_scale(w, name, granularity)
+    few_binades = name in ("E2M5", "E1M6", "E2M3", "E2M1")  # there codes begin without room, for it is made when needed
+    scale = fm.storage_scale(w, name, granularity, headroom=1.0 if few_binades else None)
     wide = scale.repeat_interleave(32, -1) if granularity == "block" else scale
     assert p.codes.dtype == torch.uint8
     assert p.scale.dtype == torch.float32

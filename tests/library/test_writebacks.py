@@ -13,10 +13,11 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import RiemannianSGD, StiffnessAdamW, StiffnessSGD
-from fp8manifold.optim._residuals import unpack_nibbles
+from fp8manifold._encoded.packed import packed_length, packed_width
+from fp8manifold.optim import WRITEBACKS, RiemannianSGD, StiffnessAdamW, StiffnessSGD
+from fp8manifold.optim._residuals import pack_residual, unpack_residual
 
-PARTS = {"residual8": 256, "residual4": 16}
+PARTS = {"residual8": 256, "residual4": 16, "residual2": 4}
 every_residual = pytest.mark.parametrize("writeback", PARTS)
 double = torch.float64
 
@@ -32,7 +33,8 @@ def held(p: fm.FP8Parameter, state: dict[str, Any]) -> Tensor:
     if residual is None:
         return p.dequantize().double()
     if residual.dtype == torch.uint8:
-        residual, parts = unpack_nibbles(residual, p.shape), 16
+        bits = packed_width(residual.shape, p.shape)
+        residual, parts = unpack_residual(residual, p.shape, bits), 1 << bits
     scale = p.expanded_scale().double()
     position = fm.to_chart(p.dequantize().double() / scale, p.format) + residual.double() / parts
     return fm.from_chart(position, p.format) * scale
@@ -95,7 +97,7 @@ def test_small_steps_add_up(fmt: str) -> None:
 
 
 def test_what_is_out_of_range_saturates_and_comes_back() -> None:
-    for writeback in ("nearest", "stochastic", "residual8", "residual4", "momentum"):
+    for writeback in WRITEBACKS:
         p = fm.FP8Parameter(torch.tensor([400.0, -400.0, 1.0]), "E4M3", scale=1.0)
         options = {"lr": 1.0, "momentum": 0.5, "stiffness": 0.0, "writeback": writeback, "refresh_every": 10**6}
         optimizer = move("StiffnessSGD", p, options, torch.tensor([-1e9, 1e9, 0.0]))
@@ -108,6 +110,44 @@ def test_what_is_out_of_range_saturates_and_comes_back() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- residuals
+@pytest.mark.parametrize("bits", [4, 2])
+def test_packed_values_come_back_and_their_size_tells_their_width(bits: int) -> None:
+    """Flat and in rows of any length, empty ones too; the first value has the lowest bits, as it always had."""
+    for length in range(13):
+        for shape in ((length,), (3, length), (1, length, 2)):
+            values = torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), shape, dtype=torch.int8)
+            for in_rows in (False, True):
+                packed = pack_residual(values, bits, in_rows=in_rows)
+                row = math.prod(shape[1:]) if in_rows else values.numel()
+                assert packed.dtype == torch.uint8
+                assert packed.shape[-1] == packed_length(row, bits)
+                assert packed.shape[-1] >= row * bits / 8
+                assert packed_width(packed.shape, shape) == (bits if row else 4)  # none are of either
+                assert torch.equal(unpack_residual(packed, values.shape, bits), values)
+    values = torch.tensor([1, -1, 0, -2], dtype=torch.int8)
+    assert pack_residual(values, bits).tolist() == ([0xF1, 0xE0] if bits == 4 else [0b10_00_11_01])
+
+
+@every_residual
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+@pytest.mark.parametrize(("start", "asked"), ASKED)
+def test_what_arrives_and_what_is_kept_are_what_was_asked_in_the_mean(
+    start: float, asked: float, draws: str, writeback: str
+) -> None:
+    """Code and residual together are one of two neighbours a part of an ULP apart, right in the mean to four sigma."""
+    n = 1 << 16
+    p = constant(start, n)
+    options = {"lr": 1.0, "momentum": 0.0, "stiffness": 0.0, "writeback": writeback, "draws": draws}
+    optimizer = move("StiffnessSGD", p, options, torch.full((n,), start - asked))
+    values = held(p, optimizer.state[p])
+    low, high = values.min().item(), values.max().item()
+    wanted = torch.tensor(start).sub(torch.tensor(start - asked)).double().item()
+    assert low <= wanted <= high
+    assert high - low <= ulp_of(p).max().item() / PARTS[writeback]
+    sigma = math.sqrt((wanted - low) * (high - wanted) / n)
+    assert abs(values.mean().item() - wanted) <= 4 * sigma
+
+
 @every_residual
 def test_residuals_start_from_the_float_weights(writeback: str) -> None:
     """Half a part of an ULP away from them before the first step, but where the last part is already half an ULP."""
@@ -165,7 +205,7 @@ def test_code_and_residual_are_one_number(writeback: str) -> None:
     """Steps of whole parts are exact, forth and back, over binades, subnormals and zero."""
     parts = PARTS[writeback]
     steps = [1 / parts, 3 / parts, 100 / parts, -1 / parts, 5.0, -104 / parts, -5.0, 1 / parts]
-    codes = torch.arange(0, 100, dtype=torch.uint8)
+    codes = torch.arange(0, 94, dtype=torch.uint8)  # 100 parts of 2 bits are 25 codes: none reaches the end
     p = fm.FP8Parameter.from_codes(torch.cat([codes, codes + 128]), 1.0, "E4M3", requires_grad=True)
     optimizer = optim.RiemannianSGD([p], lr=1.0, writeback=writeback, damping=0.0, clip=math.inf, compile=False)
     position = fm.to_chart(p.dequantize().double(), "E4M3")

@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["nanogpt_bench", "fp8manifold.formats",
     from nanogpt_bench.sweep import file as sweep_file
 
 import fp8manifold as fm
-from nanogpt_bench.config import shipped
+from nanogpt_bench.config.settings import FOLDER
 
 WEIGHT = fm.FP8Tensor(torch.linspace(-1, 1, 64).view(2, 32), "E4M3", granularity="block")
 TENSORS, OUTLINE = capture_tree({"a": [WEIGHT, (1, torch.ones(2))], 3: float("nan"), "b": torch.float32})
@@ -62,7 +62,7 @@ def texts(folder: Path) -> list[bytes]:
 
 #: what is fuzzed, and what it begins with
 TARGETS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
-    "config": (config, texts(shipped.FOLDER)),
+    "config": (config, texts(FOLDER)),
     "overrides": (overrides, [b"--train.max_steps=3\n--model.formats.attn=E4M3", b"--rule\nnearest\n--seed=1"]),
     "sweep": (sweep, texts(sweep_file.FOLDER)),
     "name": (name, [b"E4M3FNUZ_B-3", b"P3109_8P4F", b"e5m2ieee"]),

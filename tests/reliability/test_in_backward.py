@@ -13,8 +13,7 @@ from small_runs import STEPS, differences, traces, words
 from torch import nn
 
 import fp8manifold as fm
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError

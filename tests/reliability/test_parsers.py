@@ -25,9 +25,9 @@ from parsed import is_taken
 import fp8manifold as fm
 from nanogpt_bench.checkpoint.tree import capture_tree
 from nanogpt_bench.cli import main
-from nanogpt_bench.config import shipped
 from nanogpt_bench.config.keys import FIELDS, SECTIONS
 from nanogpt_bench.config.rules import RULES
+from nanogpt_bench.config.settings import FOLDER
 from nanogpt_bench.sweep import file as sweep_file
 
 #: of each of the coverage-guided fuzzers
@@ -141,7 +141,7 @@ def texts(folder: Path) -> st.SearchStrategy[str]:
 
 
 BYTES = st.binary(max_size=200)
-CONFIG_FILES = SETTINGS.map(as_yaml) | st.builds(edited, texts(shipped.FOLDER), EDITS) | VALUES.map(as_yaml) | BYTES
+CONFIG_FILES = SETTINGS.map(as_yaml) | st.builds(edited, texts(FOLDER), EDITS) | VALUES.map(as_yaml) | BYTES
 CALM_SWEEPS = st.builds(
     lambda axes, other, more: {"axes": axes} | ({} if more else other), CALM_AXES, SWEEPS, st.booleans()
 )

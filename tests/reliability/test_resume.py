@@ -15,8 +15,7 @@ import pytest
 from small_runs import STEPS, differences, traces, words
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.config.shipped import find_config
+from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report.sections import _config
 from nanogpt_bench.runs.load import load_run

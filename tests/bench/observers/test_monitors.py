@@ -22,7 +22,7 @@ from nanogpt_bench.observers.geometry import Geometry
 from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.ranges import Ranges
 from nanogpt_bench.observers.resources import Resources, flops_per_token
-from nanogpt_bench.observers.zones import Zones
+from nanogpt_bench.observers.stall import Zones
 from nanogpt_bench.step.layers import linear_layers
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.surgery import quantized_layers

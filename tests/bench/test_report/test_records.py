@@ -9,10 +9,9 @@ import tracemalloc
 
 import pytest
 
-from nanogpt_bench.runs import records as module
+from nanogpt_bench.runs import read as module
 from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.runs.read import finite
-from nanogpt_bench.runs.records import Records
+from nanogpt_bench.runs.read import Records, finite
 
 NAMES = ("step", "train/loss", "val/loss", "time/elapsed_s", "stall/arrived")
 

@@ -15,8 +15,7 @@ from nanogpt_bench.report.rates import rate_curves, rate_ticks
 from nanogpt_bench.report.results import find_reference, group_rows, measure
 from nanogpt_bench.report.studies import read_studies
 from nanogpt_bench.report.sweep_charts import limit_chart, parallel_chart, rate_chart, sensitivity_charts
-from nanogpt_bench.runs.load import load_run
-from nanogpt_bench.runs.watched import Distribution
+from nanogpt_bench.runs.load import Distribution, load_run
 
 
 def rows_of(paths):

@@ -14,9 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanogpt_bench.checkpoint.bounded_json import parse
-from nanogpt_bench.checkpoint.manifest import Entry, Manifest, compose, decompose
-from nanogpt_bench.checkpoint.tensor_file import from_bytes
+from nanogpt_bench.checkpoint.format import Entry, Manifest, compose, decompose, from_bytes, parse
 
 QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70)
@@ -111,8 +109,8 @@ def test_any_header_is_one_of_tensors_or_none(header: Any, data: bytes, length: 
 ATHERIS = """
 import sys, atheris
 with atheris.instrument_imports(include=["nanogpt_bench.checkpoint"]):
-    from nanogpt_bench.checkpoint.manifest import decompose
-    from nanogpt_bench.checkpoint.tensor_file import from_bytes
+    from nanogpt_bench.checkpoint.format import decompose
+    from nanogpt_bench.checkpoint.format import from_bytes
 def once(data):
     for parse in (decompose, from_bytes):
         try:

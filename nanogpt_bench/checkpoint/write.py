@@ -1,4 +1,4 @@
-"""A checkpoint onto the disk, whole or not at all, and those before it that are no longer needed away."""
+"""Write a checkpoint whole or not at all, where there is room, and remove those before it that are not kept."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nanogpt_bench.checkpoint.contents import BrokenCheckpoint, CheckpointNotWritten, Contents
-from nanogpt_bench.checkpoint.disk import Disk
-from nanogpt_bench.checkpoint.layout import (
+from nanogpt_bench.checkpoint.format import (
     CHECKPOINTS,
     MANIFEST,
     STATE,
+    BrokenCheckpoint,
+    CheckpointNotWritten,
+    Contents,
+    Entry,
+    Manifest,
     aside_folder,
     clean,
+    compose,
     partial_folder,
     step_folder,
     steps,
+    to_bytes,
 )
-from nanogpt_bench.checkpoint.manifest import Entry, Manifest, compose
 from nanogpt_bench.checkpoint.read import STATE_LIMIT, read_manifest, verify
-from nanogpt_bench.checkpoint.space import bytes_of, check_room
-from nanogpt_bench.checkpoint.tensor_file import to_bytes
 from nanogpt_bench.system.errors import BenchError, one_line
 
 
@@ -174,3 +178,95 @@ def _best(run_dir: Path, numbers: list[int], whole: Callable[[int], bool]) -> li
             if read_manifest(step_folder(run_dir, number)).best and whole(number):
                 return [number]
     return []
+
+
+#: bytes handed to the system at a time
+CHUNK = 1 << 20
+
+
+class Disk:
+    """Files and folders of one file system; tests put one in its place that fails where they want it to."""
+
+    def free(self, folder: Path) -> int:
+        """Return the bytes that may still be written below a folder."""
+        return shutil.disk_usage(folder).free
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder that must not exist."""
+        folder.mkdir()
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """Write a new file and wait until it is on the disk.
+
+        Raises:
+            OSError: the file exists, or the disk takes no more.
+        """
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            rest = memoryview(data)
+            while len(rest):
+                written = self.write(file, rest[:CHUNK])
+                if written <= 0:
+                    raise OSError(f"the system took {written} of {len(rest)} bytes")
+                rest = rest[written:]
+            self.sync(file)
+        finally:
+            os.close(file)
+
+    def write(self, file: int, data: memoryview) -> int:
+        """Write some of `data` and return how much."""
+        return os.write(file, data)
+
+    def sync(self, file: int) -> None:
+        """Wait until a file, or a folder's list of names, is on the disk."""
+        os.fsync(file)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Wait until the names in a folder are on the disk."""
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.sync(file)
+        finally:
+            os.close(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a folder another name, at once or not at all."""
+        os.rename(old, new)
+
+    def remove(self, folder: Path) -> None:
+        """Remove a folder and what is in it."""
+        shutil.rmtree(folder)
+
+
+#: for headers, state.json, the manifest and the file system's own bookkeeping
+OVERHEAD = 1 << 20
+
+
+def bytes_of(contents: Contents) -> int:
+    """Return the bytes that a checkpoint's tensors take on disk, without headers and state.json."""
+    tensors = [tensor for file in contents.tensors.values() for tensor in file.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def check_room(folder: Path, needed: int, what: str, disk: Disk | None = None) -> None:
+    """Refuse to begin what would not fit: `needed` bytes for `what` below a folder that may not exist yet.
+
+    Raises:
+        BenchError: too little room is left; nothing has been written.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = (disk or Disk()).free(there)
+    if free < needed + OVERHEAD:
+        raise BenchError(
+            f"{what} needs {megabytes(needed + OVERHEAD)} below {str(folder)!r}, {megabytes(free)} are free; "
+            "make room or choose another folder"
+        )
+
+
+def megabytes(size: int) -> str:
+    """Return a size in words.
+
+    >>> megabytes(1_250_000)
+    '1.2 MB'
+    """
+    return f"{size / 1e6:,.1f} MB"

@@ -1,0 +1,181 @@
+"""Settings that exclude each other, as tables: a setting, whether it can't be used beside the others, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from nanogpt_bench.config.keys import FIELDS, get, keys_where
+from nanogpt_bench.config.rules import rules_with_format
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    ON_FLOATS,
+    OPTION_NAMES,
+    OPTIONS,
+    OWN_OPTIMIZERS,
+    PEERS,
+    RIEMANNIAN,
+    ROUNDED,
+    Config,
+)
+from nanogpt_bench.system.errors import BenchError
+
+#: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error
+Row = tuple[str, bool, str]
+
+#: under `task: classify`, what can't be used and why
+_NOT_CLASSIFY = {
+    "model.pretrained": "which brings a head for the next token",
+    "model.tie_weights": "whose lm_head is no embedding's size",
+    "data.train_tokens": "which trains on documents; --limit-tokens of prepare makes fewer of them",
+    "eval.also": "whose labels another text does not have",
+    "train.parallel": "whose losses are a document's each",
+    "monitor.fisher": "whose labels are not drawn from a softmax",
+}
+
+
+def refuse_as_given(config: Config) -> None:
+    """Refuse settings that mean nothing under the task, before anything is filled in.
+
+    Raises:
+        BenchError: the setting, its value, and why.
+    """
+    classify = config.task == "classify"
+    rows = [("model.pooling", not classify, f"needs task 'classify', not {config.task!r}")]
+    rows += [
+        (k, classify, f"can't be used with task 'classify', {why}; leave it out") for k, why in _NOT_CLASSIFY.items()
+    ]
+    _refuse(config, rows)
+
+
+def refuse_conflicts(config: Config) -> None:
+    """Refuse a setting of a configuration, filled in, that can't be used beside the others or would be ignored.
+
+    Raises:
+        BenchError: the setting, its value, what it can't be used with, and what to give.
+    """
+    for table in (_storages, _options, _storage, _optimizer, _watching, _pretrained, _in_backward, _constraint):
+        _refuse(config, table(config))
+
+
+def _refuse(config: Config, rows: Iterable[Row]) -> None:
+    for key, refused, why in rows:
+        value = get(config, key)
+        if refused and _asks(value):
+            raise BenchError(f"{key}: {value!r} {why}")
+
+
+def _asks(value: Any) -> bool:
+    return value is not None and value is not False and value not in ("none", [], {})
+
+
+def _storages(config: Config) -> Iterator[Row]:
+    """Settings that mean something under some storages only."""
+    for key in keys_where("storages"):
+        storages, own = FIELDS[key].facts["storages"], config.model.storage
+        yield key, own not in storages, f"needs model.storage {_either(storages)}, not {own!r}"
+
+
+def _options(config: Config) -> Iterator[Row]:
+    """Options that the optimizer would ignore."""
+    name = config.optimizer.name
+    for option in OPTION_NAMES:
+        takers = [taker for taker, options in OPTIONS.items() if option in options]
+        why = f"is not an option of {name}; it belongs to {', '.join(takers)}"
+        yield f"optimizer.{option}", name not in takers, why
+
+
+def _storage(config: Config) -> Iterator[Row]:
+    model, own = config.model, config.model.storage
+    floats, impure = own == "float32", config.train.precision == "bf16-pure"
+    by = f"rule {config.rule!r}" if config.rule else "storage float32"
+    yield "model.outlier_sigma", model.outliers != "clip_sigma", "needs model.outliers clip_sigma"
+    tied = bool(model.tie_weights and model.formats)
+    yield "model.tied", not tied, "needs model.tie_weights and a format; leave it out"
+    others = f"give another --rule: {', '.join(rules_with_format())}"
+    yield "model.formats", floats, f"can't be used with {by}, which keeps float weights; {others}"
+    yield "model.granularity", floats, f"means nothing under {by}, whose weights are floats; leave it out"
+    for key in ("rule", "model.storage"):
+        why = "needs a format for the weights; give --model.format E4M3 or model.formats"
+        yield key, not floats and not model.formats, why
+    why = f"can't be used with model.storage {own!r}; allowed: float32, bf16-mixed"
+    yield "train.precision", not floats and impure, why
+    yield "model.torchao_float8", not floats, f"can't be used with model.storage {own!r}"
+    yield "model.torchao_float8", impure, "can't be used with train.precision 'bf16-pure'"
+
+
+def _optimizer(config: Config) -> Iterator[Row]:
+    optimizer, name, own = config.optimizer, config.optimizer.name, config.model.storage
+    on_floats = (*ON_FLOATS, *(RIEMANNIAN if config.model.constraint else ()))
+    needs = own not in MANIFOLDS and name in OWN_OPTIMIZERS and name not in on_floats
+    allowed = f"allowed with {own!r}: adamw, sgd, {', '.join(ON_FLOATS)}"
+    yield "optimizer.name", needs, f"needs model.storage {_either(MANIFOLDS)}, not {own!r}; {allowed}"
+    why = f"steps float weights; it can't be used with storage {own!r}"
+    yield "optimizer.name", name in PEERS and own in MANIFOLDS, why
+    kahan = name == "optimi_adamw" and config.train.precision != "bf16-pure"
+    yield "optimizer.name", kahan, "sums up bfloat16 weights; give train.precision bf16-pure"
+    for option in ("stiffness", "weight_decay"):
+        nowhere = getattr(optimizer, f"{option}_end") is None
+        yield f"optimizer.{option}_schedule", nowhere, f"needs optimizer.{option}_end, where it leads to"
+    yield "optimizer.weight_decay_end", not optimizer.weight_decay, "needs optimizer.weight_decay above 0"
+    why = "can't be used with task 'classify', whose labels are not drawn from a softmax; give another rule"
+    yield "optimizer.name", config.task == "classify" and name == "fisher", why
+
+
+def _watching(config: Config) -> Iterator[Row]:
+    followed, why = config.monitor.trend, "needs monitor.trend, which is off; leave one of them out"
+    for reason in ("divergence", "plateau"):
+        if reason in config.train.stop_on and not followed:
+            raise BenchError(f"train.stop_on: {reason!r} {why}")
+    yield "alerts.baseline", not followed, why
+    rounded = config.shadow.enabled and config.shadow.of == "master" and config.model.storage in ROUNDED
+    own = config.model.storage
+    why = f"needs a master copy, which model.storage {own!r} does not have; allowed: dequantised"
+    yield "shadow.of", rounded, why
+
+
+def _pretrained(config: Config) -> Iterator[Row]:
+    """What knows the GPT's own modules, and what only models of transformers have."""
+    model, given = config.model, config.model.pretrained is not None
+    for key in ("shadow.enabled", "runtime.compile", "model.torchao_float8", "model.dropout", "model.outliers"):
+        yield key, given and get(config, key) != 0, "can't be used with model.pretrained; leave it out"
+    steps = config.optimizer.name in ("adamw", "sgd")
+    yield "model.lora_rank", not (given and steps), "needs model.pretrained, and adamw or sgd to step it"
+    why = "can't be used with formats: what they round would be frozen; --rule fp32"
+    yield "model.lora_rank", model.storage != "float32", why
+    yield "train.recompute", not given, "needs model.pretrained; the GPT here keeps its activations"
+
+
+def _in_backward(config: Config) -> Iterator[Row]:
+    """What needs all gradients at once."""
+    train, name, own = config.train, config.optimizer.name, config.model.storage
+    at_once = name == "fisher" or not (own in MANIFOLDS or name in ON_FLOATS)
+    why = f"needs an optimizer of the library that steps weights one by one, not {name!r} with model.storage {own!r}"
+    yield "train.step_in_backward", at_once, why
+    for key, allowed in (("optimizer.grad_clip", 0.0), ("train.accumulation", 1), ("shadow.enabled", False)):
+        why = f"can't be used with train.step_in_backward; give {allowed!r}"
+        yield key, train.step_in_backward and get(config, key) != allowed, why
+
+
+def _constraint(config: Config) -> Iterator[Row]:
+    """What geoopt's manifolds can't keep, and two rates or decay where no weight is stepped by ULPs."""
+    model, optimizer, given = config.model, config.optimizer, config.model.constraint is not None
+    for key in ("model.constrained", "optimizer.constrained_lr"):
+        yield key, not given, "needs model.constraint stiefel or sphere"
+    called, name = f"model.constraint {model.constraint!r}", optimizer.name
+    why = f"can't keep weights on a manifold ({called}); allowed: {', '.join(RIEMANNIAN)}"
+    yield "optimizer.name", given and name not in RIEMANNIAN, why
+    impure = config.train.precision == "bf16-pure"
+    for key, beside in (("model.pretrained", True), ("model.torchao_float8", True), ("train.precision", impure)):
+        yield key, given and beside, f"can't be used with {called}; leave one of them out"
+    yield "model.n_embd", given and model.n_embd == 1, f"leaves nothing to turn under {called}; give 2 or more"
+    no_ulps, called = given and model.storage not in MANIFOLDS, f"model.storage {model.storage!r}"
+    rates = f"and optimizer.float_lr {optimizer.float_lr} are two rates for the same weights"
+    why = f"{rates}: none is stepped by ULPs with {called}; give one of them"
+    yield "optimizer.lr", no_ulps and optimizer.lr != optimizer.float_lr, why
+    why = f"is of weights that {name} steps by ULPs: none with {called}; leave it out"
+    yield "optimizer.weight_decay", no_ulps and bool(optimizer.weight_decay), why
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

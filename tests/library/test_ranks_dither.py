@@ -1,0 +1,181 @@
+"""Dithered draws over several processes: however a tensor is cut or reloaded, the bits of one, over an epoch's end."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from family_cases import VALID, ids, make
+from optimizer_cases import frozen
+from rank_cases import batch, loss_of, model, stored
+from rank_pool import Pool
+from test_ranks_fsdp import check_same, put_equal_gradients, sharded
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8manifold as fm
+from fp8manifold.random_bits import EPOCH
+
+BORDER = EPOCH - 2
+"""Writes that are behind each parameter when the steps begin that are compared: the third is of another epoch."""
+
+COMBINATIONS = [c for c in VALID if c[0] != "FisherNaturalGradient"]
+combined = pytest.mark.parametrize(("name", "writeback", "moments"), COMBINATIONS, ids=ids(COMBINATIONS))
+KINDS = {
+    "riemannian": ("RiemannianAdam", "stochastic", "8bit"),
+    "muon": ("StiffnessMuon", "stochastic", "8bit"),
+    "residual": ("StiffnessAdamW", "residual4", "bfloat16"),
+}
+
+
+def dithering(kind: tuple[str, str, str], net: nn.Module, **more: Any) -> Any:
+    name, writeback, moments = kind
+    options = {"writeback": writeback, "moments": moments, "draws": "dither", "refresh_every": 2, **more}
+    return make(name, net.parameters(), **options)
+
+
+def near_the_border(*optimizers: Any) -> None:
+    """Let states that have begun be as far as the last writes of an epoch."""
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            assert int(state["step"]) == 1
+            state["step"] += BORDER - 1
+
+
+def keeps(kind: tuple[str, str, str]) -> dict[str, Any]:
+    return {"keep_remainder": True} if kind[1].startswith("residual") else {}
+
+
+# ----------------------------------------------------------------------------------------------------------- rows
+def rows_stepped(kind: tuple[str, str, str], net: dict[str, Any], *, own: bool = False, **more: Any) -> bool:
+    """Steps of rows and of the whole; whether draws that are anew in each step had led elsewhere."""
+    dtype, taken = net.pop("dtype", torch.float32), {"draws": None} if own else {}
+    whole, other, parts = (model(**net, **keeps(kind)).to(dtype) for _ in range(3))
+    parts = sharded(parts)
+    ours, its = (dithering(kind, each, **taken, **more) for each in (parts, whole))
+    anew = dithering(kind, other, draws="independent", **more)
+    for step in range(5):
+        put_equal_gradients(parts, whole, step)
+        for p, q in zip(whole.parameters(), other.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        for optimizer in (ours, its, anew):
+            optimizer.step()
+        check_same(parts, whole)
+        if step == 0:
+            near_the_border(ours, its, anew)
+    assert {int(state["step"]) for state in ours.state.values()} == {BORDER + 4}
+    return stored(whole) != stored(other)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("granularity", "compile_"), [("channel", None), ("tensor", False), ("block", None)], ids=lambda x: str(x)
+)
+@combined
+def test_rows_draw_as_the_whole(
+    pool: Pool, name: str, writeback: str, moments: str, granularity: str, compile_: bool | None
+) -> None:
+    """22, 64 and 5 rows in 3 processes, natively and by torch's own operators."""
+    kind = (name, writeback, moments)
+    differs = pool.run(rows_stepped, kind, {"granularity": granularity}, compile=compile_)
+    assert differs == [writeback != "nearest"] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["RiemannianAdam", "StiffnessAdamW"])  # one steps them in value, one in a chart
+def test_rows_of_halves_draw_as_the_whole(pool: Pool, name: str, dtype: torch.dtype) -> None:
+    kind = (name, "stochastic", "float32")
+    assert pool.run(rows_stepped, kind, {"storage": "float", "dtype": dtype}) == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["RiemannianAdam", "RiemannianSGD"])
+def test_rows_draw_by_the_weights_own(pool: Pool, name: str) -> None:
+    """Of an optimizer without draws of its own, with those that the model was made with."""
+    assert pool.run(rows_stepped, (name, "stochastic", "8bit"), {"draws": "dither"}, own=True) == [True] * 3
+
+
+# ------------------------------------------------------------------------------------------------------- replicas
+def replicas_stepped(kind: tuple[str, str, str] | None) -> Any:
+    """Ranks under DDP and one process with the averaged gradients; None: torch's SGD, which the tensors draw for."""
+    net = model(seed=dist.get_rank(), **(keeps(kind) if kind else {}))
+    if kind is None and dist.get_rank() == 0:  # what the others are sent
+        for p in net.parameters():
+            if isinstance(p, fm.FP8Tensor):
+                p.draws = "dither"
+                p.counter.fill_(BORDER)
+    fm.distributed.sync(net)
+    assert {p.draws for p in net.parameters() if isinstance(p, fm.FP8Tensor)} == {
+        "dither" if kind is None else "independent"
+    }
+    alone = copy.deepcopy(net)
+    wrapped = DistributedDataParallel(net, init_sync=False)
+    ours, its = (torch.optim.SGD(m.parameters(), 0.1) if kind is None else dithering(kind, m) for m in (net, alone))
+    for step in range(5):
+        ours.zero_grad()
+        loss_of(wrapped, batch(step, dist.get_rank())).backward()
+        for p, q in zip(net.parameters(), alone.parameters(), strict=True):
+            q.grad = p.grad.clone()
+        for optimizer in (ours, its):
+            optimizer.step()
+        if step == 0 and kind:
+            near_the_border(ours, its)
+    assert stored(net) == stored(alone)
+    assert frozen(ours.state_dict()) == frozen(its.state_dict())
+    return stored(net)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_replicas_draw_as_one_process(pool: Pool, kind: str | None) -> None:
+    each = pool.run(replicas_stepped, KINDS[kind] if kind else None)
+    assert each[0] == each[1] == each[2]
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+def prepared(kind: tuple[str, str, str], seed: int) -> tuple[Any, Any, Any, Any]:
+    """Rows and the whole, with an optimizer each, which are as far as the last writes of an epoch."""
+    parts, whole = sharded(model(seed=seed, **keeps(kind))), model(seed=seed, **keeps(kind))
+    ours, its = dithering(kind, parts), dithering(kind, whole)
+    for step in range(2):
+        put_equal_gradients(parts, whole, step)
+        for optimizer in (ours, its):
+            optimizer.step()
+        if step == 0:
+            near_the_border(ours, its)
+    return parts, whole, ours, its
+
+
+def saved(kind: tuple[str, str, str], folder: str) -> None:
+    parts, _, ours, _ = prepared(kind, 0)
+    state, optimizer = get_state_dict(parts, ours)
+    dcp.save({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+
+
+def loaded(kind: tuple[str, str, str], folder: str) -> int:
+    """Another model takes the state and goes on over the border as the one that was never saved."""
+    _, whole, _, its = prepared(kind, 0)
+    parts, _, ours, _ = prepared(kind, 5)
+    ours.param_groups[0]["draws"] = "independent"  # the state says which they were
+    state, optimizer = get_state_dict(parts, ours)
+    dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
+    set_state_dict(parts, ours, model_state_dict=state, optim_state_dict=optimizer)
+    assert {group["draws"] for group in ours.param_groups} == {"dither"}
+    for step in range(2, 6):
+        put_equal_gradients(parts, whole, step)
+        for each in (ours, its):
+            each.step()
+        check_same(parts, whole, seeds=False)
+    return int(next(iter(ours.state.values()))["step"])
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="distributed checkpoints of torch 2.8 ask for a storage")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_two_goes_on_in_one_and_in_three(pools: dict[int, Pool], tmp_path: Path, kind: str) -> None:
+    pools[2].run(saved, KINDS[kind], str(tmp_path))
+    for size in (1, 3):
+        assert pools[size].run(loaded, KINDS[kind], str(tmp_path)) == [BORDER + 5] * size
