@@ -10,7 +10,6 @@ from fp8manifold._triton.format import (
     encode_finite,
     magnitude_ulp,
     nearest_bfloat16,
-    of_bfloat16,
     random_word,
     round_value,
 )

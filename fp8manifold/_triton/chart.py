@@ -1,4 +1,4 @@
-"""The chart of the spacing, the power of two of a polynomial and the stiffness, as ``chart.h`` and ``elements.h`` do."""
+"""The chart of the spacing, powers of two by a polynomial and the stiffness, as ``chart.h`` and ``elements.h`` do."""
 
 import triton
 import triton.language as tl

@@ -4,6 +4,7 @@ A kernel is compiled for each such value; nothing here needs Triton.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from fp8manifold._native._layouts import format_record
 from fp8manifold.formats import FloatFormat
@@ -41,7 +42,8 @@ class Format:
 
 def format_of(fmt: FloatFormat) -> Format:
     """A format as kernels know it: what native code reads of it."""
-    return Format(*format_record(fmt)[0].item(), fmt.nan_code or 0)
+    facts: tuple[Any, ...] = (*format_record(fmt)[0].item(), fmt.nan_code or 0)
+    return Format(*facts)
 
 
 @dataclass(frozen=True)

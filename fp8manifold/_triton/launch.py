@@ -1,8 +1,8 @@
-"""Launching steps: a launch for all parameters of one kind, from one table of records that is uploaded without waiting."""
+"""Launching steps: one launch for all parameters of a kind, from a table that is uploaded without waiting."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold._triton import options
 from fp8manifold._triton.kinds import Spec, Tile
 
-__all__ = ["Kind", "KernelsUnavailableError", "Launched", "chunks_of", "launch"]
+__all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "launch"]
 
 Kind = tuple[Spec, Tile]
 """What a kernel is compiled for."""
@@ -26,13 +26,6 @@ _BUFFERS: Final = 2
 
 class KernelsUnavailableError(RuntimeError):
     """A kernel could not be compiled; nothing has been launched."""
-
-
-class Launched(NamedTuple):
-    """How many launches steps took, and the verdict: not 0 where they were refused."""
-
-    count: int
-    refused: Tensor
 
 
 class _Staging:
@@ -66,11 +59,6 @@ def _staging(device: torch.device) -> _Staging:
     return _Staging()
 
 
-@lru_cache(maxsize=16)
-def _nothing_refused(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
 @lru_cache(maxsize=256)
 def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
     """The parameter and the start of every program, int32: (programs, 2).
@@ -96,39 +84,35 @@ Call = tuple[Any, Tensor, tuple[Any, ...]]
 def launch(
     records: NDArray[np.void],
     kinds: Sequence[Kind],
-    device: torch.device,
-    refused: Tensor | None = None,
+    flags: Tensor,
     *,
     check: bool = False,
-) -> Launched:
-    """Take the steps of some records in place.
+) -> int:
+    """Take the steps of some records in place, and say in how many launches.
 
     All kernels are compiled before the first is launched: what fails has changed nothing.
 
     Args:
         records: one a parameter, as native code reads them, with addresses of the device.
         kinds: what each is stepped by.
-        device: where all of it lies.
-        refused: int32, one element: nothing is stepped where it is not 0.
-        check: refuse all steps where the square of any gradient is not finite.
+        flags: int32, on the device: nothing is stepped where the first is not 0.
+        check: set that, and step nothing, where the square of any gradient is not finite.
 
     Raises:
         KernelsUnavailableError: a kernel could not be compiled.
     """
-    rows, lengths = records["rows"].tolist(), records["length"].tolist()
+    device, rows, lengths = flags.device, records["rows"].tolist(), records["length"].tolist()
     sizes = [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
-    if refused is None:
-        refused = torch.zeros(1, dtype=torch.int32, device=device) if check else _nothing_refused(device)
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        calls = _checks(kinds, sizes, device, refused) if check else []
+        calls = _checks(kinds, sizes, flags) if check else []
         for (spec, tile), members in _groups(kinds).items():
             chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
-            calls.append((_kernels()[0], chunks, (refused, spec, tile)))
+            calls.append((_kernels()[0], chunks, (flags, spec, tile)))
         table = _staging(device).upload(records.view(np.int32), device)
         _compile(table, calls)
         for kernel, chunks, facts in calls:
             kernel[(len(chunks),)](table, chunks, *facts, **options())
-    return Launched(len(calls), refused)
+    return len(calls)
 
 
 def _kernels() -> tuple[Any, Any]:
@@ -148,15 +132,13 @@ def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
     return groups
 
 
-def _checks(
-    kinds: Sequence[Kind], sizes: Sequence[tuple[int, int, int]], device: torch.device, refused: Tensor
-) -> list[Call]:
+def _checks(kinds: Sequence[Kind], sizes: Sequence[tuple[int, int, int]], flags: Tensor) -> list[Call]:
     """The verdict's launches, one for each dtype of gradients."""
     tile = Tile(1, _CHECKED, 0, "one", aligned=False)
     calls: list[Call] = []
     for dtype, members in _groups([spec.gradient for spec, _ in kinds]).items():
         flat = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
-        calls.append((_kernels()[1], chunks_of(tile, flat, device), (refused, dtype, _CHECKED)))
+        calls.append((_kernels()[1], chunks_of(tile, flat, flags.device), (flags, dtype, _CHECKED)))
     return calls
 
 

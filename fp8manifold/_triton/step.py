@@ -1,6 +1,6 @@
-"""One step of many parameters: a program finds its parameter and rows in ``chunks``, and all else in a table of records.
+"""One step of many parameters: a program finds its parameter and rows in ``chunks``, and all else in a table.
 
-The records are those that native code reads.
+The table's records are those that native code reads.
 """
 
 import triton
@@ -32,6 +32,7 @@ from fp8manifold._triton.stages import (
     load_weights,
     move,
     next_bounds,
+    pointer,
     scale_at,
     store,
     store_average,
@@ -92,6 +93,8 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
                 after = code_value(code, S.format)
         if S.format.MANY_NANS or S.format.ONE_NAN >= 0:
             code = tl.where(is_special(old, S.format), old, code)
+        last = (((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside).to(tl.int32)
+        tl.store(pointer(words, 10, tl.int32, False) + tl.zeros((T.rows,), tl.int32), 1, mask=tl.max(last, axis=1) > 0)
         store(words, 1, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
     return after
 
@@ -162,7 +165,7 @@ def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
-    """Take the steps of a table's records, unless ``refused`` holds anything but 0."""
+    """Take the steps of a table's records, unless ``refused`` begins with anything but 0."""
     if tl.load(refused) == 0:
         chunk = chunks + 2 * tl.program_id(0)
         words = table + tl.load(chunk).to(tl.int64) * WORDS
@@ -175,10 +178,10 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             length = tl.load((words + LENGTH).to(tl.pointer_type(tl.int64)))
             tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
             largest = tl.zeros((T.rows,), tl.int32)
-            for tile in range(0, tiles):
+            for tile in range(tiles):
                 largest = tl.maximum(largest, _largest(words, row, column + tile * T.width, S, T))
             blocks = next_bounds(words, largest, row, row >= 0, S)
-            for tile in range(0, tiles):
+            for tile in range(tiles):
                 _take(words, row, column + tile * T.width, blocks, S, T)
         elif T.length:
             _take(words, row + start, column, nothing, S, T)

@@ -94,7 +94,8 @@ def exact_options(device: str) -> dict[str, str | int | bool | Callable[..., Any
         return None
     from torch._inductor import config
 
-    return {name: True for name in _EXACT if name in config.to_dict()}
+    known = getattr(config, "get_config_copy", None) or config.to_dict  # older releases have the latter alone
+    return {name: True for name in _EXACT if name in known()}
 
 
 def _noise(variant: Variant, gradient: Tensor, keys: Tensor) -> dict[str, Tensor]:

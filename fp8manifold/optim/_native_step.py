@@ -152,8 +152,9 @@ def _own(floats: Tensor) -> torch.dtype:
 def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
     fits = tensor.dtype is dtype and tensor.numel() == (numel or tensor.numel()) and tensor.device == device
     if not (fits and tensor.is_contiguous()):
+        place = "the CPU" if device.type == "cpu" else device
         raise RuntimeError(
-            f"a step needs {numel} contiguous elements of {dtype} on {'the CPU' if device.type == 'cpu' else device}: here are {tensor.numel()} of "
+            f"a step needs {numel} contiguous elements of {dtype} on {place}: here are {tensor.numel()} of "
             f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
         )
     return tensor.data_ptr()

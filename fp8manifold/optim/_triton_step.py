@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,21 +13,20 @@ from torch import Tensor
 from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import Spec, Tile, format_of
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Launched, launch
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, launch
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._variant import Variant
 
-__all__ = ["is_triton", "kind_of", "run_triton", "spec_of"]
+__all__ = ["Launched", "is_triton", "kind_of", "run_triton", "spec_of"]
 
 _ELEMENTS: Final = 2048
 """Of a program: 16 a thread, which loads and stores bytes by 128 bits."""
 _LONGEST: Final = 1024
 """Of a row whose averages share a block and that a program takes at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
-_WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "momentum")
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
 _MOMENT: Final = FloatFormat(4, 3)
 
@@ -39,48 +38,66 @@ def is_triton(job: Job, dtype: torch.dtype) -> bool:
         weight.device.type == "cuda"
         and gradient.device == weight.device
         and gradient.dtype in _DTYPES
-        and job.variant.writeback in _WRITEBACKS
         and has_code(job, dtype)
         and not _given_up
         and _triton.is_available()
     )
 
 
+class Launched(NamedTuple):
+    """How many launches steps took, and whether they were refused."""
+
+    launches: int
+    refused: bool
+
+
 def run_triton(
-    jobs: Sequence[Job],
-    numbers: NDArray[np.float32],
-    keys: NDArray[np.int32],
-    refused: Tensor | None = None,
-    *,
-    check: bool = False,
+    jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[np.int32], *, check: bool = False
 ) -> Launched | None:
     """Take the steps in place; None, with nothing changed and one warning ever, where kernels can't be compiled.
+
+    The host waits for the card once, at the end, for the verdict and for who reached the end of its range.
 
     Args:
         jobs: what to step, on one device; none of them shares memory with another.
         numbers: a row of hyperparameters each.
         keys: a row of round keys each.
-        refused: int32, one element on the device: nothing is stepped where it is not 0.
         check: refuse all steps where the square of any gradient is not finite.
     """
-    records = np.zeros(len(jobs), dtype=JOB)
-    kinds, kept, pointers, facts, sizes = [], [], [], [], []
-    for job in jobs:
-        scale = _scale(job)
-        places = [0, *places_of(job, job.held["gradient"], scale)]
-        rows, length, repeats, kind = kind_of(job, places)
-        kinds.append(kind)
-        kept.append(scale)
-        pointers.append(places)
-        sizes.append((rows, length))
-        facts.append((0, repeats, *job.ends))
-    records["pointers"], records["facts"], records["keys"], records["hyper"] = pointers, facts, keys, numbers
-    records["rows"], records["length"] = zip(*sizes, strict=True)
+    flags = torch.zeros(1 + len(jobs), dtype=torch.int32, device=jobs[0].held["weight"].device)
+    scales = [_scale(job) for job in jobs]
+    records, kinds = _records(jobs, scales, flags)
+    records["keys"], records["hyper"] = keys, numbers
     try:
-        return launch(records, kinds, jobs[0].held["weight"].device, refused, check=check)
+        count = launch(records, kinds, flags, check=check)
     except KernelsUnavailableError as error:
         _give_up(error)
         return None
+    if not check and not any(job.variant.storage == "codes" for job in jobs):
+        return Launched(count, refused=False)
+    refused, *reached = flags.tolist()
+    for job, found in zip(jobs, reached, strict=True):
+        if job.variant.storage == "codes" and not refused:
+            job.reached.append(bool(found))
+    return Launched(count, bool(refused))
+
+
+def _records(
+    jobs: Sequence[Job], scales: Sequence[Tensor | None], flags: Tensor
+) -> tuple[NDArray[np.void], list[Kind]]:
+    """One a job, short of keys and hyperparameters, and what it is stepped by."""
+    records = np.zeros(len(jobs), dtype=JOB)
+    kinds, pointers, facts, sizes = [], [], [], []
+    for i, (job, scale) in enumerate(zip(jobs, scales, strict=True)):
+        places = [0, *places_of(job, job.held["gradient"], scale)]
+        rows, length, repeats, kind = kind_of(job, places)
+        kinds.append(kind)
+        pointers.append([*places, flags.data_ptr() + flags.itemsize * (1 + i)])
+        sizes.append((rows, length))
+        facts.append((0, repeats, *job.ends))
+    records["pointers"], records["facts"] = np.array(pointers, dtype=np.uint64), facts
+    records["rows"], records["length"] = zip(*sizes, strict=True)
+    return records, kinds
 
 
 _given_up: Final[list[str]] = []
@@ -120,7 +137,7 @@ def kind_of(job: Job, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
     if not job.blockwise:
         rows, length, repeats, scales = _cut(rows, length, scales)
     long = job.blockwise and length > _LONGEST
-    tiled = scales == "row" and not long or job.blockwise and not long
+    tiled = (scales == "row" and not long) or (job.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
     aligned = length % 16 == 0 and not any(place % 16 for place in places)
     tile = Tile(

@@ -1,4 +1,4 @@
-"""Triton's kernels against native code and the scalar oracle, bit for bit, in Triton's interpreter: no GPU is needed."""
+"""Triton's kernels against native code and the scalar oracle, bit for bit, in its interpreter: no GPU is needed."""
 
 from __future__ import annotations
 

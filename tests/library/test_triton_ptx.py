@@ -126,7 +126,7 @@ def faults(built: Built) -> Iterator[str]:
 
 
 def narrow(built: Built) -> list[str]:
-    """Loads and stores of arrays that are not of 128 bits: only a row's scale, its bounds and the record's words are."""
+    """Narrow loads and stores of arrays: words of a record, a row's scale, its bounds and a flag have 32 or 64 bits."""
     moved = re.findall(r"\b(?:ld|st)\.global(?:\.\w+)*?\.(v\d\.)?(b\d+)", built.ptx)
     return [f"{vector}{width}" for vector, width in moved if int(width[1:]) < 32 or vector == "v2."]
 

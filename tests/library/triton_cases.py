@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import free_weight, normal
+from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot
 from scalar_grid import Codes
 from torch import Tensor
 from triton_twins import different, twin
@@ -20,7 +21,7 @@ from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _run
+from fp8manifold.optim import _optimizer, _run, _verdict
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
@@ -92,14 +93,19 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     def run(jobs: Any, numbers: Any, keys: Any) -> None:
         for job in jobs:
             other = twin(job)
-            run_triton([other], numbers[:1], keys[:1], torch.ones(1, dtype=torch.int32))
+            launched = run_triton([other], numbers[:1], keys[:1], check=True)
+            assert launched is not None
+            assert launched.refused
             before.append(job.held)
             after.append(other.held)
 
     monkeypatch.setattr(_run, "run_native", run)
     parameter = fm.FP8Parameter(normal(3, 64), "E4M3", seed=1)
     parameter.grad = torch.ones(3, 64)
-    optim.StiffnessAdamW([parameter], 1e-2, moments="8bit", writeback="residual8").step()
+    optimizer = optim.StiffnessAdamW([parameter], 1e-2, moments="8bit", writeback="residual8")
+    monkeypatch.setattr(_optimizer, "all_finite", lambda *_: True)  # the kernel's verdict is looked at
+    parameter.grad[2, 63] = 2.0**64
+    optimizer.step()
     assert not any(different(after[0][name], tensor) for name, tensor in before[0].items())
 
 
@@ -154,7 +160,7 @@ def test_codes_against_their_definition(name: str) -> None:
     expected = torch.tensor([fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64).float()
     assert not different(values, expected)
     finite = sorted({x for x in expected.tolist() if math.isfinite(x) and x >= 0})
-    pairs = zip(finite, finite[1:], strict=False)
+    pairs = pairwise(finite)
     parts = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3))
     between = [
         float(np.float32(float(Fraction(a) + (Fraction(b) - Fraction(a)) * part))) for a, b in pairs for part in parts
@@ -162,3 +168,58 @@ def test_codes_against_their_definition(name: str) -> None:
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
     assert encode_on_gpu(x, fmt, None).int().tolist() == wanted.tolist()
+
+
+# ---------------------------------------------------------------------------------------------- the way on a GPU
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go the way that they go on a GPU, and their kernels are interpreted."""
+    monkeypatch.setattr(_verdict, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_verdict, "is_triton", lambda job, dtype: True)
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    """Two optimizers over equal weights, some of which soon reach the end of their range."""
+    made = []
+    for _ in range(2):
+        weights = [fm.FP8Parameter(normal(4, 64, seed=s), "E4M3", seed=s, headroom=1.0) for s in (1, 2)]
+        weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
+        made.append(optim.StiffnessAdamW(weights, 1.0, **options))
+    return made[0], made[1]
+
+
+def put(optimizer: Any, step: int, bad: float | None = None) -> None:
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        p.grad = normal(*p.shape, seed=10 * step + i) - 3.0
+        if bad is not None and i == 1:
+            p.grad.view(-1)[-1] = bad
+
+
+@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+def test_steady_steps_widen_and_are_refused_as_native_ones(
+    writeback: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit."""
+    ours, native = pair(writeback=writeback, moments="8bit")
+    for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
+        for optimizer in (ours, native):
+            put(optimizer, step, bad)
+            monkeypatch.setattr(_verdict, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
+            optimizer.step()
+    assert ours.skipped_steps == native.skipped_steps == 3
+    assert ours.skipped_in_row == 0
+    assert ours.widened_scales == native.widened_scales > 0
+    assert frozen(ours.state_dict()) == frozen(native.state_dict())
+    parameters = (optimizer.param_groups[0]["params"] for optimizer in (ours, native))
+    assert all(same_bits([a], [b]) for a, b in zip(*parameters, strict=True))
+
+
+def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
+    optimizer, _ = pair(on_nonfinite="raise")
+    put(optimizer, 0)
+    optimizer.step()
+    put(optimizer, 1, math.nan)
+    before = snapshot(optimizer)
+    with pytest.raises(FloatingPointError, match="is not finite"):
+        optimizer.step()
+    assert snapshot(optimizer) == before

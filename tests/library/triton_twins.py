@@ -41,6 +41,7 @@ def twin(job: Job) -> Job:
     other = copy.copy(job)
     other.__dict__.pop("arrays", None)
     other.held = {name: tensor.clone() for name, tensor in job.held.items()}
+    other.reached = []
     return other
 
 
@@ -50,10 +51,11 @@ def step_both(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[n
     run_native(jobs, numbers, keys)
     launched = run_triton(twins, numbers, keys)
     assert launched is not None
-    COUNTS["launches"] += launched.count
+    COUNTS["launches"] += launched.launches
     for job, other in zip(jobs, twins, strict=True):
         COUNTS["jobs"] += 1
         COUNTS["elements"] += job.layout.numel
+        assert other.reached == job.reached[-len(other.reached) :]
         found = {name: different(other.held[name], tensor) for name, tensor in job.held.items()}
         wrong = {name: count for name, count in found.items() if count}
         assert not wrong, f"{wrong} of {job.layout.numel} of a step of {job.variant} over {job.layout}"
