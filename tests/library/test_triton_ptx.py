@@ -196,6 +196,18 @@ def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "contraction" in list(faults(step(spec(writeback, moments), tile, 90, tmp_path)))
 
 
+def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
+    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s, for 124M weights."""
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]
+    assert recorded.keys() == STEPS.keys()
+    for name, (writeback, moments, _) in STEPS.items():
+        moved = 2 + 8 + 4 * {"8bit": 1, "bfloat16": 2, "float32": 4}[moments] + 2 * (writeback == "residual8")
+        needed = recorded[name]["instructions"]
+        issue, move = needed * 124e6 / (132 * 128 * 1.74e9) * 1e3, moved * 124e6 / 3e12 * 1e3
+        assert f"| {name} | {needed:.0f} | {moved} | {issue:.2f} | {move:.2f} |\n" in page
+
+
 def costs(tmp: Path) -> dict[str, dict[str, dict[str, float]]]:
     """What ``triton_costs.json`` records: ``python -m tests.library.test_triton_ptx`` writes it anew."""
     made = {
