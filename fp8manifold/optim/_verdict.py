@@ -73,7 +73,7 @@ def take_steady(optimizer: Any, members: list[Member]) -> bool:
     jobs = optimizer._planned(members)
     taken = _on_card(optimizer, jobs)
     if taken is None:
-        if taken := all_finite_or_back(optimizer, members):
+        if taken := _all_finite_or_back(optimizer, members):
             optimizer._take(jobs)
     elif not taken:
         _count_back(optimizer, members)
@@ -81,10 +81,10 @@ def take_steady(optimizer: Any, members: list[Member]) -> bool:
             squares_are_finite(group, parameter)  # which raises where it is asked to
     if taken:
         optimizer.skipped_in_row = 0
-    return taken
+    return bool(taken)
 
 
-def all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
+def _all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
     """The verdict after planning, without which all counts are what they were."""
     try:
         verdict = all_finite(optimizer, members)
