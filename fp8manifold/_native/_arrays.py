@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fp8manifold import _triton
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import ARRAY, format_record
+from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, round_keys, signed_word
 
@@ -113,9 +115,14 @@ def _made(
     spacing: bool = False,
 ) -> Tensor | None:
     high, low = divmod(offset, 2**32)
-    if not is_plain(given) or not given.numel() or low + given.numel() > 2**32:
+    if not _has_memory(given) or not given.numel() or low + given.numel() > 2**32:
         return None
     given = given.detach().contiguous().resolve_neg()
+    if given.device.type == "cuda" and _triton.is_available():
+        keys = None if key is None else (*_keys_at(key, high, low), key.phase)
+        return _on_gpu(function, given, fmt, dtype, scale, keys, rescale=rescale, spacing=spacing)
+    if given.device.type != "cpu":
+        return None
     out = torch.empty(given.shape, dtype=dtype)
     kernels = library()
     if type(out) is not Tensor or out.device.type != "cpu" or kernels is None:
@@ -147,9 +154,43 @@ def _made(
     return out
 
 
+def _on_gpu(
+    function: str,
+    given: Tensor,
+    fmt: FloatFormat,
+    dtype: torch.dtype,
+    scale: Tensor | None,
+    keys: tuple[int, ...] | None,
+    *,
+    rescale: bool,
+    spacing: bool,
+) -> Tensor | None:
+    """The same by Triton's kernels."""
+    if scale is not None:
+        if not (_has_memory(scale) and scale.dtype is torch.float32):
+            return None
+        scale = scale.detach().contiguous()
+    if function == "fp8manifold_decode":
+        return decode_on_gpu(given, fmt, dtype, scale, spacing=spacing)
+    if function == "fp8manifold_round":
+        return round_on_gpu(given, fmt, keys, scale, rescale=rescale)
+    return encode_on_gpu(given, fmt, keys)
+
+
+def _keys_at(key: Stream, high: int, low: int) -> tuple[int, int, int]:
+    """Round keys, the first with the position that is counted from."""
+    first, second, third = round_keys(key.words, high)
+    return signed_word(first + low), second, third
+
+
 def is_plain(x: Tensor) -> bool:
     """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
-    if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type != "cpu" or torch.compiler.is_compiling():
+    return x.device.type == "cpu" and _has_memory(x)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether it is memory that may be read now, on the CPU or elsewhere."""
+    if type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return False
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # what is read now would be a constant
         return False

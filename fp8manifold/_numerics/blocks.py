@@ -6,10 +6,19 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "blockwise", "runs_in_blocks"]
+__all__ = ["BLOCK", "block_on", "blockwise", "runs_in_blocks"]
 
 BLOCK: Final = 131_072
 """Elements a block: few enough that temporaries stay in the second-level cache, many enough to hide the calls."""
+
+
+_LAUNCHED = 2**26
+"""Elements a block where each operation is a launch: a third of a gigabyte for a float32 temporary is what is left."""
+
+
+def block_on(device: torch.device) -> int:
+    """Elements a block of a chain of operations on a device."""
+    return BLOCK if device.type == "cpu" else _LAUNCHED
 
 
 def runs_in_blocks(device: torch.device | str | None, numel: int) -> bool:

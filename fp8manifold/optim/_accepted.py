@@ -28,6 +28,7 @@ __all__ = [
     "check_parameters",
     "check_state",
     "check_unshared",
+    "restore_dtypes",
 ]
 
 
@@ -221,3 +222,17 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
             raise ValueError(
                 f"the state of parameter {index} was made for {described(made_for)}: the parameter is {described(here)}"
             )
+
+
+def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes.
+
+    Counts and the grid's fields are read on the host: they go there, wherever they were loaded to.
+    """
+    saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, parameter in zip(saved_ids, parameters, strict=True):
+        for name, value in state_dict["state"].get(index, {}).items():
+            if isinstance(value, Tensor):
+                device = "cpu" if name in ("step", "grid") else parameter.device
+                optimizer.state[parameter][name] = value.detach().to(device, copy=True)

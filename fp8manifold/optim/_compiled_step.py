@@ -3,7 +3,8 @@
 import types
 import warnings
 from collections.abc import Callable
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fp8manifold.optim._step import step
 from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
-__all__ = ["CompileUnavailableWarning", "can_compile", "run_compiled"]
+__all__ = ["CompileUnavailableWarning", "can_compile", "exact_options", "run_compiled"]
 
 
 class CompileUnavailableWarning(UserWarning):
@@ -44,9 +45,11 @@ def run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     """
     key, arrays = _key(job), job.arrays
     if key not in _functions:
-        _functions[key] = _compiled(job.variant, tuple(arrays))
+        _functions[key] = _compiled(job.variant, tuple(arrays), job.held["weight"].device.type)
     try:
         _functions[key](numbers, keys, *arrays.values())
+    except torch.OutOfMemoryError:
+        raise  # no failure of the compiler's: eager, it would need more
     except Exception as error:  # whatever a compiler's absence or failure raises
         if not _failed:
             first_line = next(iter(str(error).strip().splitlines()), "")
@@ -65,7 +68,7 @@ def _key(job: Job) -> tuple[object, ...]:
     return (job.variant, len(job.layout.dims), job.held["weight"].device.type, tuple(job.held))
 
 
-def _compiled(variant: Variant, names: tuple[str, ...]) -> Callable[..., None]:
+def _compiled(variant: Variant, names: tuple[str, ...], device: str) -> Callable[..., None]:
     """The pure step with a code object of its own: specifications that share one would exhaust its cache."""
 
     def take_step(numbers: Tensor, keys: Tensor, *tensors: Tensor) -> None:
@@ -76,8 +79,23 @@ def _compiled(variant: Variant, names: tuple[str, ...]) -> Callable[..., None]:
 
     code = take_step.__code__.replace(co_name=f"take_step_{len(_functions)}")
     own = types.FunctionType(code, take_step.__globals__, code.co_name, None, take_step.__closure__)
-    function: Callable[..., None] = torch.compile(own, fullgraph=True)
+    function: Callable[..., None] = torch.compile(own, fullgraph=True, options=exact_options(device))
     return function
+
+
+_EXACT: Final = ("emulate_precision_casts", "eager_numerics.division_rounding", "eager_numerics.disable_ftz")
+"""Options of Inductor's without which a GPU's code contracts products and sums, and divides approximately."""
+
+
+@cache
+def exact_options(device: str) -> dict[str, str | int | bool | Callable[..., Any]] | None:
+    """What a step is compiled with for a device so that its bits are eager ones, of what the release of torch has."""
+    if device == "cpu":
+        return None
+    from torch._inductor import config
+
+    known = getattr(config, "get_config_copy", None) or config.to_dict  # older releases have the latter alone
+    return {name: True for name in _EXACT if name in known()}
 
 
 def _noise(variant: Variant, gradient: Tensor, keys: Tensor) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._numerics.blocks import block_on
 from fp8manifold.optim._job import FOR_MOMENTS, Job
 from fp8manifold.optim._step import Outcome, step
 from fp8manifold.random_bits import word_range
@@ -33,7 +33,7 @@ def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outc
 def blocks_of(job: Job) -> Iterator[tuple[dict[str, Tensor], int]]:
     """The arrays some rows at a time, and the position of their first element in the job."""
     first, inner = job.layout.dims[0], job.layout.numel // job.layout.dims[0]
-    rows = max(1, BLOCK // inner)
+    rows = max(1, block_on(job.held["weight"].device) // inner)
     if len(job.layout.dims) == 1 and job.blockwise:
         rows = first  # its one block is not cut up
     for start in range(0, first, rows):

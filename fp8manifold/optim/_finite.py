@@ -17,6 +17,8 @@ from fp8manifold.optim._together import described
 __all__ = ["all_finite", "squares_are_finite", "warn_of_skips"]
 
 _SHOWN: Final = 3
+_DOT = 2**30
+"""Elements of a product: those of a GPU are counted in 31 bits."""
 _BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
 
 
@@ -54,12 +56,10 @@ def _squares_sum_up(parameters: Sequence[Tensor]) -> bool:
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:
-    flat = gradient.reshape(-1)
-    if flat.dtype is torch.float32:
-        return torch.dot(flat, flat)
-    if flat.dtype in (torch.float16, torch.bfloat16):
-        flat = flat.float()
-    return torch.dot(flat, flat).to(torch.float32)
+    parts = gradient.reshape(-1).split(_DOT)
+    wide = (part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts)
+    squares = [torch.dot(part, part).to(torch.float32) for part in wide]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
 
 
 def _squares_hold(gradient: Tensor, factor: float = 1.0) -> bool:

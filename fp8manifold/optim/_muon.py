@@ -101,7 +101,8 @@ def mixed_of(jobs: Sequence[Job], numbers: Tensor, keys: Tensor) -> list[tuple[T
             [jobs[i].group["compile"] for i in steps],
         )
     found = []
-    for job, step, row in zip(jobs, averaging, numbers, strict=True):
+    for job, step, on_host in zip(jobs, averaging, numbers, strict=True):
+        row = on_host.to(job.held["weight"].device, non_blocking=True)
         if step is None:
             average, mixed = _averaged_as_torch(job, row)
         else:
@@ -122,6 +123,7 @@ def take_along(job: Job, numbers: Tensor, average: Tensor, factor: Tensor, ratio
         factor: in the dims of the job's layout.
         ratio: :func:`ratio_of` the whole matrix, where an error is injected.
     """
+    numbers = numbers.to(job.held["weight"].device, non_blocking=True)
     outcomes = run_eager(along(job, _as_gradient(factor, numbers)), numbers, observed=True)
     if job.variant.injects:
         _inject(job, average, torch.cat([outcome.target for outcome in outcomes]), ratio, numbers)

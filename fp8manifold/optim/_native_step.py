@@ -19,7 +19,7 @@ from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._variant import BOUNDS, MOMENTS, Geometry, Storage, Variant
 from fp8manifold.random_bits import draw_range
 
-__all__ = ["is_native", "run_native", "sum_of_squares"]
+__all__ = ["has_code", "is_native", "places_of", "run_native", "sum_of_squares"]
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
@@ -35,16 +35,19 @@ _AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit"
 
 def is_native(job: Job, dtype: torch.dtype) -> bool:
     """Whether native code takes this step; every known step in float32 on the CPU but those that need a logarithm."""
+    return job.held["weight"].device.type == "cpu" and has_code(job, dtype) and library() is not None
+
+
+def has_code(job: Job, dtype: torch.dtype) -> bool:
+    """Whether there is code for this step, native or of a GPU."""
     variant, weight = job.variant, job.held["weight"]
     return (
         variant.direction in _DIRECTIONS
         and variant.writeback in _WRITEBACKS
         and dtype is torch.float32
-        and weight.device.type == "cpu"
         and weight.dtype in _WEIGHTS[variant.storage]
         and variant.compiles
         and job.offset % 2**32 + job.layout.numel <= 2**32
-        and library() is not None
     )
 
 
@@ -67,7 +70,7 @@ def run_native(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[
         rows, length, kind, scale = _matrix(job)
         spec, gradient = _specification(job.variant), job.held["gradient"].to(torch.float32)
         kept += [spec, gradient, scale]
-        pointers.append([spec.ctypes.data, *_addresses(job, gradient, scale)])
+        pointers.append([spec.ctypes.data, *places_of(job, gradient, scale)])
         sizes.append((rows, length))
         facts.append((kind, job.layout.repeats, *job.ends))
     places = reached.ctypes.data + reached.itemsize * np.arange(len(jobs), dtype=np.uint64)
@@ -119,31 +122,39 @@ def _matrix(job: Job) -> tuple[int, int, int, Tensor | None]:
     return rows, length, _A_ROW, scale.contiguous()
 
 
-def _addresses(job: Job, gradient: Tensor, scale: Tensor | None) -> list[int]:
+def places_of(job: Job, gradient: Tensor, scale: Tensor | None) -> list[int]:
     """Where everything lies, 0 for what there is not; of the right dtype, size and layout, or nothing is stepped."""
     held, numel, variant = job.held, job.layout.numel, job.variant
+    device = held["weight"].device
     blocks = numel // job.layout.dims[-1]
     average = _AVERAGES[variant.moments]
     stores = variant.stores
     first = next((name for name in _FIRST if name in stores), None)
     second = "exp_avg_sq" if "exp_avg_sq" in stores else None
-    return [
-        _address(held["weight"], torch.uint8 if variant.storage == "codes" else torch.float32, numel),
-        _address(gradient, torch.float32, numel),
-        0 if scale is None else _address(scale, torch.float32, scale.numel()),
-        _address(held["residual"], torch.int8, numel) if variant.residual_bits else 0,
-        0 if first is None else _address(held[first], average, numel),
-        0 if second is None else _address(held[second], average, numel),
-        _address(held["max_exp_avg_sq"], torch.float32, numel) if "max_exp_avg_sq" in stores else 0,
-        0 if first is None or not job.blockwise else _address(held[BOUNDS[first]], torch.float32, blocks),
-        0 if second is None or not job.blockwise else _address(held[BOUNDS[second]], torch.float32, blocks),
+    wanted = [
+        (held["weight"], torch.uint8 if variant.storage == "codes" else _own(held["weight"]), numel),
+        (gradient, _own(gradient), numel),
+        (scale, torch.float32, None),
+        (held["residual"] if variant.residual_bits else None, torch.int8, numel),
+        (None if first is None else held[first], average, numel),
+        (None if second is None else held[second], average, numel),
+        (held["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),
+        (None if first is None or not job.blockwise else held[BOUNDS[first]], torch.float32, blocks),
+        (None if second is None or not job.blockwise else held[BOUNDS[second]], torch.float32, blocks),
     ]
+    return [0 if tensor is None else _address(tensor, dtype, size, device) for tensor, dtype, size in wanted]
 
 
-def _address(tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
-    if not (tensor.dtype is dtype and tensor.numel() == numel and tensor.is_contiguous() and tensor.is_cpu):
+def _own(floats: Tensor) -> torch.dtype:
+    return floats.dtype if floats.dtype in _FLOATS else torch.float32
+
+
+def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torch.device) -> int:
+    fits = tensor.dtype is dtype and tensor.numel() == (numel or tensor.numel()) and tensor.device == device
+    if not (fits and tensor.is_contiguous()):
+        place = "the CPU" if device.type == "cpu" else device
         raise RuntimeError(
-            f"a step needs {numel} contiguous elements of {dtype} on the CPU: here are {tensor.numel()} of "
+            f"a step needs {numel} contiguous elements of {dtype} on {place}: here are {tensor.numel()} of "
             f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
         )
     return tensor.data_ptr()

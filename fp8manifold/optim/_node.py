@@ -42,7 +42,11 @@ def step_as_a_node(number: int, parameters: Sequence[Tensor]) -> None:
     torch.ops.fp8manifold.optimizer_step(number, members, [parameters[i] for i in members], gradients)
 
 
-@torch.library.custom_op("fp8manifold::optimizer_step", mutates_args=("memory",))
+_TAGS: Final = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+"""It plans on the host, and waits for the verdict on gradients: no CUDA graph may record it."""
+
+
+@torch.library.custom_op("fp8manifold::optimizer_step", mutates_args=("memory",), tags=_TAGS)
 def optimizer_step(number: int, members: list[int], memory: list[Tensor], gradients: list[Tensor]) -> None:
     """Step the parameters at ``members``; ``memory`` is theirs, or copies that a compiler keeps in its place."""
     optimizer = _optimizers.get(number)

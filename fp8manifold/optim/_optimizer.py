@@ -10,7 +10,7 @@ from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
-from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state
+from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state, restore_dtypes
 from fp8manifold.optim._agreement import in_every_process
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._finite import all_finite, warn_of_skips
@@ -24,6 +24,7 @@ from fp8manifold.optim._run import note_changes, run_all, tables_of
 from fp8manifold.optim._streams import new_stream, twins
 from fp8manifold.optim._together import ranks_elsewhere
 from fp8manifold.optim._variant import BOUNDS
+from fp8manifold.optim._verdict import is_steady, take_steady
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.tensor import FP8Tensor
@@ -114,13 +115,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._in_backward.finish()
             return loss
         members = self._members()
-        if self._ready(members):
+        if is_steady(self, members):
+            taken = take_steady(self, members)
+        elif taken := self._ready(members):
             for group in self.param_groups:
                 for parameter in group["params"] if rule_of(group).residual_bits else ():
                     self._take_remainder(group, parameter)
             self.skipped_in_row = 0
             self._take(self._planned(members))
-        else:
+        if not taken:
             self.skipped_steps += 1
             self.skipped_in_row += 1
             if self.skipped_in_row == self.warn_after:
@@ -223,7 +226,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         def take_over(_: object) -> None:
             for group, ours in zip(self.param_groups, schedules, strict=True):
                 group.update({name: value for name, value in ours.items() if group.get(name) is None})
-            self._restore_dtypes(loaded[0])
+            restore_dtypes(self, loaded[0])
             self._has_started = False
             for name in _COUNTS:
                 setattr(self, name, int(loaded[0].get(name, 0)))
@@ -252,16 +255,6 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 stores = self._stores_moments(parameter)
                 check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
-
-    def _restore_dtypes(self, state_dict: dict[str, Any]) -> None:
-        """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes."""
-        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for index, parameter in zip(saved_ids, parameters, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    device = value.device if name in ("step", "grid") else parameter.device
-                    self.state[parameter][name] = value.detach().to(device, copy=True)
 
     def _check_options(self) -> None:
         """Raise before anything has changed if what somebody set since the last step is not valid."""

@@ -89,6 +89,6 @@ def _mixed(job: Job, share: Share, numbers: Tensor, keys: Tensor) -> tuple[Tenso
     if job.held["weight"].numel():
         ((average, mixed),) = mixed_of([job], numbers[None], keys[None])
     else:
-        average = mixed = torch.zeros(0, columns, dtype=numbers.dtype, device=numbers.device)
+        average = mixed = torch.zeros(0, columns, dtype=numbers.dtype, device=job.held["weight"].device)
     dtype = job.group["ns_dtype"] or product_dtype(mixed.device)
     return average, mixed.reshape(-1, columns).to(mixed.dtype if job.variant.injects else dtype)

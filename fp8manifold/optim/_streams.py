@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._native._arrays import content
-from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.manifolds import FP8Manifold
@@ -113,11 +113,12 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
     """
     if (native := content(x, key, offset)) is not None:
         return native
-    total = 0
     flat = x.reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)  # where x is: it is waited for once
+    size = block_on(x.device)
     bits = flat.view(_INTEGERS[flat.element_size()])
-    for start in range(0, bits.numel(), BLOCK):
-        part = bits[start : start + BLOCK].to(torch.int64)
+    for start in range(0, bits.numel(), size):
+        part = bits[start : start + size].to(torch.int64)
         words = word_range(offset + start, part.numel(), key, x.device).to(torch.int64)
-        total += int((part * words).sum())
-    return total % 2**64
+        total += (part * words).sum()
+    return int(total) % 2**64

@@ -37,12 +37,14 @@ def observed_step(parameter: Tensor, job: Job, numbers: Tensor) -> StepView:
 
     With an ULP residual these are the values that the residual stands for, not those of the codes alone.
     """
+    numbers = numbers.to(job.held["weight"].device)
     return viewed(parameter, job, numbers, lambda: run_eager(job, numbers, observed=True))
 
 
 def viewed(parameter: Tensor, job: Job, numbers: Tensor, take: Callable[[], list[Outcome]]) -> StepView:
     """Show the step that ``take`` takes of a job, part by part."""
     shape, scale = job.held["weight"].shape, job.arrays["scale"]
+    numbers = numbers.to(scale.device)
     before = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
     outcomes = take()
     target = torch.cat([outcome.target for outcome in outcomes]) * scale

@@ -1,0 +1,104 @@
+"""What kernels know while they are compiled: a format, a step, and how a program walks over a parameter.
+
+A kernel is compiled for each such value; nothing here needs Triton.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fp8manifold._native._layouts import format_record
+from fp8manifold.formats import FloatFormat
+
+__all__ = ["Format", "Spec", "Tile", "format_of"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What kernels know of a format while they are compiled."""
+
+    M: int
+    BIAS: int
+    EMIN: int
+    EMAX: int
+    BITS: int
+    SIGN: int
+    MAX_CODE: int
+    TOP: int
+    """float32 bits of the largest value."""
+    SIGNED_ZERO: int
+    COARSE: int
+    """Whether the smallest ulp exceeds 1."""
+    ONE_NAN: int
+    MANY_NANS: int
+    INF_CODE: int
+    LARGEST: float
+    NAN_CODE: int
+
+    def fixed(self, extra: int = 0) -> bool:
+        """Whether steps in parts of 2^-24 fit in 31 bits, and float32 has what takes a value there."""
+        m = self.M + extra
+        return m <= 5 and all(-127 < m + 24 - e <= 127 for e in (self.EMIN, self.EMAX))
+
+
+def format_of(fmt: FloatFormat) -> Format:
+    """A format as kernels know it: what native code reads of it."""
+    facts: tuple[Any, ...] = (*format_record(fmt)[0].item(), fmt.nan_code or 0)
+    return Format(*facts)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a step is, while its kernel is compiled: the variant, its format, and the dtypes of what lies in memory."""
+
+    direction: str
+    storage: str
+    writeback: str
+    moments: str
+    geometry: str
+    stiffness: str
+    metric: str
+    decays: bool
+    nesterov: bool
+    maximize: bool
+    first: bool
+    """Whether there is a first average; a second; the largest of the second."""
+    second: bool
+    amsgrad: bool
+    exact: bool
+    """Whether dividing by the scale is."""
+    draws: bool
+    """Whether the write-back draws, or what is stored in half as many bits is rounded at random."""
+    extra: int
+    """Bits of the residual."""
+    fixed: bool
+    """Whether draws are compared in fixed point."""
+    weight: str
+    gradient: str
+    format: Format
+    average: Format
+
+    @property
+    def covector(self) -> bool:
+        """Whether the direction is taken in coordinates of a chart."""
+        return self.storage != "plain" and self.geometry in ("exponential", "tangent")
+
+    @property
+    def blocks(self) -> bool:
+        """Whether averages are kept in blocks of 8 bits."""
+        return self.moments == "8bit" and (self.first or self.second)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program walks over a parameter."""
+
+    rows: int
+    width: int
+    length: int
+    """Of a row; 0 for that of the record, of which there is one row, or which is taken in turns."""
+    scales: str
+    """``one`` in all, one a ``row``, one for each ``run`` of elements, or one an ``element``."""
+    aligned: bool
+    """Whether all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements."""
+    long: bool = False
+    """Whether a program takes a row in turns, after a pass that finds its largest gradient."""

@@ -1,0 +1,340 @@
+"""The stages of a step over a tile: what ``fp8manifold/_native/elements.h`` and ``stages.c`` say of single elements.
+
+``words`` points to a parameter's record, the one that native code reads; ``S`` and ``T`` are ``Spec`` and ``Tile`` of
+``kinds.py``.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8manifold._native._layouts import JOB
+from fp8manifold._triton.chart import chart_forward, chart_shift, chart_stiffness, exp2_exact, field_factor, sign_of
+from fp8manifold._triton.format import (
+    bits_of,
+    bounded,
+    code_value,
+    draw_of,
+    encode_finite,
+    encoding_steps,
+    float_of,
+    magnitude_ulp,
+    magnitude_value,
+    of_bfloat16,
+    reciprocal,
+    round_value,
+)
+
+_WORD = 4
+
+
+def _at(name: str, more: int = 0) -> tl.constexpr:
+    """Where a field of a record begins, in words."""
+    assert JOB.fields is not None
+    return tl.constexpr(JOB.fields[name][1] // _WORD + more)
+
+
+WORDS: tl.constexpr = tl.constexpr(JOB.itemsize // _WORD)
+ROWS: tl.constexpr = _at("rows")
+LENGTH: tl.constexpr = _at("length")
+REPEATS: tl.constexpr = _at("facts", 1)
+LOW: tl.constexpr = _at("facts", 2)
+KEYS: tl.constexpr = _at("keys")
+HYPER: tl.constexpr = _at("hyper")
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+@triton.jit
+def pointer(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    place = tl.load(words.to(tl.pointer_type(tl.int64)) + SLOT).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        place = tl.multiple_of(place, 16)
+    return place
+
+
+@triton.jit
+def hyper(words, i: tl.constexpr):
+    return tl.load((words + HYPER + i).to(tl.pointer_type(tl.float32)))
+
+
+@triton.jit
+def load(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, at, inside, ALIGNED: tl.constexpr):
+    return tl.load(pointer(words, SLOT, DTYPE, ALIGNED) + at, mask=inside, other=0)
+
+
+@triton.jit
+def store(words, SLOT: tl.constexpr, DTYPE: tl.constexpr, at, value, inside, ALIGNED: tl.constexpr):
+    tl.store(pointer(words, SLOT, DTYPE, ALIGNED) + at, value, mask=inside)
+
+
+@triton.jit
+def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNED: tl.constexpr):
+    if KIND == "bfloat16":
+        x = of_bfloat16(load(words, SLOT, tl.uint16, at, inside, ALIGNED))
+    elif KIND == "float16":
+        x = load(words, SLOT, tl.float16, at, inside, ALIGNED).to(tl.float32)
+    else:
+        x = load(words, SLOT, tl.float32, at, inside, ALIGNED)
+    return x
+
+
+# ------------------------------------------------------------------------------------------------------------ scales
+@triton.jit
+def scale_at(words, row, at, inside, in_rows, S: tl.constexpr, T: tl.constexpr):
+    """The scale, in a shape that broadcasts."""
+    scales = pointer(words, 3, tl.float32, False)
+    if S.storage == "plain":
+        scale = tl.full((1, 1), 1.0, tl.float32)
+    elif T.scales == "one":
+        scale = tl.full((1, 1), 1.0, tl.float32) * tl.load(scales)
+    elif T.scales == "element":
+        scale = tl.load(scales + at, mask=inside, other=1.0)
+    elif T.scales == "row":
+        scale = tl.load(scales + row // tl.load(words + REPEATS), mask=in_rows, other=1.0)[:, None]
+    else:
+        scale = tl.load(scales + at // tl.load(words + REPEATS), mask=inside, other=1.0)
+    return scale
+
+
+@triton.jit
+def ends_at(words, scale, S: tl.constexpr):
+    """Exponents between which the chart follows the format, in units of the scale."""
+    lowest, highest = 0, 0
+    if S.covector and S.metric == "ulp":
+        exponent = (bits_of(scale) >> 23) - 127
+        tiny = (bits_of(scale * 16777216.0) >> 23) - (127 + 24)
+        exponent = tl.where(exponent == -127, tiny, exponent)
+        lowest = tl.maximum(tl.load(words + LOW) - exponent, S.format.EMIN)
+        highest = tl.maximum(tl.minimum(tl.load(words + LOW + 1) - exponent, S.format.EMAX), lowest)
+    return lowest, highest
+
+
+@triton.jit
+def inverse_of(scale, S: tl.constexpr):
+    inverse = scale
+    if S.storage == "codes":
+        inverse = reciprocal(scale)
+    elif S.storage != "plain":
+        inverse = tl.math.div_rn(scale * 0.0 + 1.0, scale)
+    return inverse
+
+
+# ----------------------------------------------------------------------------------------------------------- weights
+@triton.jit
+def _joined(code, rest, S: tl.constexpr):
+    """Code and residual as one signed code of the format with that many more mantissa bits."""
+    negative = -((code & S.format.SIGN) >> (S.format.BITS - 1))
+    return ((((code & (S.format.SIGN - 1)) ^ negative) - negative) << S.extra) + rest
+
+
+@triton.jit
+def _decoded(code, rest, S: tl.constexpr):
+    """Values and spacing, in units of the scale."""
+    if S.extra:
+        count = _joined(code, rest, S)
+        magnitude = tl.abs(count)
+        value = float_of(bits_of(magnitude_value(magnitude, S.format, S.extra)) | (count & -2147483648))
+    else:
+        magnitude, value = code & (S.format.SIGN - 1), code_value(code, S.format)
+    return value, magnitude_ulp(magnitude, S.format, S.extra)
+
+
+@triton.jit
+def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
+    """What is stored, the weights in units of the scale, and their spacing in the same."""
+    rest = 0
+    if S.extra:
+        rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
+    if S.storage == "codes":
+        old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
+        x, ulp = _decoded(old, rest, S)
+    else:
+        old = load_float(words, 1, S.weight, at, inside, T.aligned)
+        x, ulp = old, old
+        if S.storage != "plain":
+            x = tl.math.div_rn(old, scale)
+            if S.storage == "grid" and not S.exact:
+                x = round_value(x, 0, S.format, False)
+            if S.extra:
+                x, ulp = _decoded(encode_finite(x, 0, S.format, False, False), rest, S)
+            else:
+                ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
+    return old, x, ulp
+
+
+@triton.jit
+def load_gradient(words, at, inside, x, scale, lowest, highest, S: tl.constexpr, T: tl.constexpr):
+    """With respect to the coordinates that the direction is taken in."""
+    g = load_float(words, 2, S.gradient, at, inside, T.aligned)
+    if S.maximize:
+        g = -g
+    if S.covector:
+        unit = scale * hyper(words, 18)
+        g = g * (chart_stiffness(x, lowest, highest, S.format) * unit) if S.metric == "ulp" else g * unit
+    return g
+
+
+# ---------------------------------------------------------------------------------------------------------- averages
+@triton.jit
+def _scale_of_bound(bound, ROOT: tl.constexpr):
+    field = bits_of(bound) >> 23
+    if ROOT:
+        field = ((field - 125) >> 1) + 120
+    else:
+        field = tl.maximum(field - 6, 1)
+    return float_of(field << 23)
+
+
+@triton.jit
+def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
+    """Advance the bounds of the rows' averages: the scales of these before the step, and 1 over those after it."""
+    one = float_of(largest) * 0.0 + 1.0
+    first, first_inverse, second, second_inverse = one, one, one, one
+    if S.first:
+        SECOND: tl.constexpr = 2 if S.direction == "lion" else 0
+        bounds = pointer(words, 8, tl.float32, False) + row
+        before = tl.load(bounds, mask=in_rows, other=0.0)
+        after = before * hyper(words, SECOND) + tl.abs(hyper(words, SECOND + 1)) * float_of(largest)
+        tl.store(bounds, after, mask=in_rows)
+        first, first_inverse = _scale_of_bound(before, False), reciprocal(_scale_of_bound(after, False))
+    if S.second:
+        bounds = pointer(words, 9, tl.float32, False) + row
+        before = tl.load(bounds, mask=in_rows, other=0.0)
+        after = before * hyper(words, 2) + tl.abs(hyper(words, 3)) * (float_of(largest) * float_of(largest))
+        tl.store(bounds, after, mask=in_rows)
+        second, second_inverse = _scale_of_bound(before, True), reciprocal(_scale_of_bound(after, True))
+    return first[:, None], first_inverse[:, None], second[:, None], second_inverse[:, None]
+
+
+@triton.jit
+def load_average(words, SLOT: tl.constexpr, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
+    if S.moments != "8bit":
+        average = load_float(words, SLOT, S.moments, at, inside, T.aligned)
+    else:
+        code = load(words, SLOT, tl.uint8, at, inside, T.aligned).to(tl.int32)
+        if SLOT == 5:
+            average = code_value(code, S.average) * scale
+        else:
+            average = magnitude_value(code, S.average, 0) * scale
+            average = average * average
+    return average
+
+
+@triton.jit
+def _root_code(root, inverse, draw, S: tl.constexpr):
+    """A root whose square is right in the mean; one that is not zero stays so, for it is divided by."""
+    steps, below = encoding_steps(bits_of(root * inverse), S.average, 0, 0)
+    whole = steps.to(tl.int32)
+    twice, part = (whole + whole).to(tl.float32), steps - whole.to(tl.float32)
+    away = draw.to(tl.float32) * 5.9604644775390625e-08 * (twice + 1.0) < part * (part + twice)
+    return tl.maximum(whole + below + away.to(tl.int32), tl.minimum(bits_of(root), 1))
+
+
+@triton.jit
+def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, word, S: tl.constexpr, T: tl.constexpr):
+    UPPER: tl.constexpr = SLOT == 6 and S.first
+    if S.moments == "float32":
+        store(words, SLOT, tl.float32, at, value, inside, T.aligned)
+    else:
+        half = ((word >> 16) if UPPER else (word & 0xFFFF)).to(tl.int32)
+        if S.moments == "bfloat16":
+            bits = ((bits_of(value) + half) >> 16).to(tl.uint16)
+            store(words, SLOT, tl.uint16, at, bits, inside, T.aligned)
+        elif SLOT == 5:
+            code = encode_finite(value * inverse, half << 8, S.average, True, True)
+            store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
+        else:
+            code = _root_code(root, inverse, draw_of(word), S)
+            store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
+
+
+# -------------------------------------------------------------------------------------------------------- directions
+@triton.jit
+def descend(words, at, inside, g, m, v, S: tl.constexpr, T: tl.constexpr):
+    """The direction, both averages after the step, the second's root, and what the first is divided by."""
+    root, denominator = g, g
+    if S.direction == "adam":
+        m = m * hyper(words, 0) + g * hyper(words, 1)
+    if S.second:
+        v = v * hyper(words, 2) + (g * hyper(words, 3)) * g
+        root = tl.math.sqrt_rn(v)
+        denominator = root + hyper(words, 4)
+    if S.amsgrad:
+        largest = load(words, 7, tl.float32, at, inside, T.aligned)
+        largest = tl.where(largest > v, largest, v)
+        store(words, 7, tl.float32, at, largest, inside, T.aligned)
+        denominator = tl.math.sqrt_rn(largest) + hyper(words, 4)
+    if S.direction == "adam":
+        direction = tl.math.div_rn(m, denominator)
+    elif S.direction == "madam":
+        direction = tl.math.div_rn(g * hyper(words, 7), denominator)
+        direction = bounded(direction, -hyper(words, 8), hyper(words, 8))
+    elif S.direction == "lion":
+        mixed = m * hyper(words, 0) + g * hyper(words, 1)
+        direction = (mixed > 0.0).to(tl.float32) - (mixed < 0.0).to(tl.float32)
+        m = m * hyper(words, 2) + g * hyper(words, 3)
+    elif S.first:
+        m = m * hyper(words, 0) + g * hyper(words, 1)
+        direction = m
+        if S.nesterov:
+            share = g * hyper(words, 1) if S.direction == "muon" else g
+            direction = share + m * hyper(words, 0)
+    else:
+        direction = g
+    return direction, m, v, root, denominator
+
+
+# ---------------------------------------------------------------------------------------------------------- geometry
+@triton.jit
+def _factor(words, ulp, scale, S: tl.constexpr):
+    stiffness = ulp * scale if S.metric == "ulp" else scale
+    return field_factor(stiffness, (words + HYPER + 9).to(tl.pointer_type(tl.float32)), S.stiffness)
+
+
+@triton.jit
+def move(words, x, ulp, direction, scale, inverse, lowest, highest, S: tl.constexpr):
+    """The value asked for, in units of the scale."""
+    if S.decays:
+        x = x * hyper(words, 6)
+    rate = hyper(words, 5)
+    if S.storage == "plain":
+        moved = x - direction * rate
+    elif S.geometry == "linear":
+        if S.stiffness != "none":
+            direction = direction * _factor(words, ulp, scale, S)
+        moved = x - direction * (rate * inverse)
+    elif S.geometry == "multiplicative":
+        step, floor = direction * rate, hyper(words, 17) * inverse
+        outward = sign_of(x) * step
+        moved = tl.where(tl.abs(x) >= floor, x * exp2_exact(outward * -1.4426950408889634), x - floor * step)
+    else:
+        moved = _moved_on_chart(x, bounded(direction * -rate, -16777216.0, 16777216.0), lowest, highest, S)
+    return moved
+
+
+@triton.jit
+def _moved_on_chart(x, steps, lowest, highest, S: tl.constexpr):
+    if S.geometry == "tangent":
+        if S.metric == "ulp":
+            steps = steps * chart_stiffness(x, lowest, highest, S.format)
+        moved = x + steps
+    elif S.metric == "ulp":
+        moved = tl.where(steps == 0.0, x, chart_shift(x, steps, lowest, highest, S.format))
+    else:
+        moved = tl.where(steps == 0.0, x, x + steps)
+    return bounded(moved, -S.format.LARGEST, S.format.LARGEST)
+
+
+@triton.jit
+def with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S: tl.constexpr):
+    """The first average, less what the rounding took from the weights."""
+    if S.geometry == "linear":
+        error = tl.math.div_rn(target - after, inverse)
+        if S.stiffness != "none":
+            error = tl.math.div_rn(error, _factor(words, ulp, scale, S))
+    elif S.metric == "ulp":
+        error = chart_forward(target, lowest, highest, S.format) - chart_forward(after, lowest, highest, S.format)
+    else:
+        error = target - after
+    if S.direction == "adam":
+        error = error * denominator
+    return m - error * hyper(words, 16)

@@ -1,0 +1,189 @@
+"""One step of many parameters: a program finds its parameter and rows in ``chunks``, and all else in a table.
+
+The table's records are those that native code reads.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8manifold._triton.format import (
+    bits_of,
+    bounded,
+    code_value,
+    draw_of,
+    encode_finite,
+    encode_signed,
+    is_special,
+    nearest_bfloat16,
+    random_half,
+    random_word,
+    round_value,
+)
+from fp8manifold._triton.stages import (
+    KEYS,
+    LENGTH,
+    ROWS,
+    WORDS,
+    descend,
+    ends_at,
+    inverse_of,
+    load_average,
+    load_gradient,
+    load_weights,
+    move,
+    next_bounds,
+    pointer,
+    scale_at,
+    store,
+    store_average,
+    with_error,
+)
+
+__all__ = ["step_kernel"]
+
+
+@triton.jit
+def _store_float(words, at, inside, value, word, S: tl.constexpr, T: tl.constexpr):
+    if S.weight == "float32":
+        store(words, 1, tl.float32, at, value, inside, T.aligned)
+    else:
+        if S.draws:
+            value = random_half(value, draw_of(word), S.weight == "float16")
+        if S.weight == "bfloat16":
+            store(words, 1, tl.uint16, at, nearest_bfloat16(value), inside, T.aligned)
+        else:
+            store(words, 1, tl.float16, at, value.to(tl.float16), inside, T.aligned)
+
+
+@triton.jit
+def _split(words, at, inside, target, draw, S: tl.constexpr, T: tl.constexpr):
+    """The nearest code of a finer one; what is left is kept beside it."""
+    signed = encode_signed(target, draw, S.format, S.extra, S.fixed)
+    nearest = (signed + (1 << (S.extra - 1))) >> S.extra
+    store(words, 4, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, T.aligned)
+    return tl.abs(nearest) | (nearest & S.format.SIGN)
+
+
+@triton.jit
+def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
+    """Round once; what is stored, in units of the scale, where somebody asks for it."""
+    after, draw = target, 0
+    STOCHASTIC: tl.constexpr = S.writeback != "nearest"
+    if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
+        draw = draw_of(word)
+    if S.storage == "plain":
+        _store_float(words, at, inside, target, word, S, T)
+    elif S.storage == "free":
+        after = bounded(target, -S.format.LARGEST, S.format.LARGEST)
+        _store_float(words, at, inside, tl.where(after == x, old, after * scale), word, S, T)
+    elif S.storage == "grid":
+        if S.extra:
+            value = code_value(_split(words, at, inside, target, draw, S, T), S.format) * scale
+            value = tl.where(old != old, old, value)
+        else:
+            after = round_value(target, draw, S.format, STOCHASTIC)
+            value = after * scale
+        store(words, 1, tl.float32, at, value, inside, T.aligned)
+    else:
+        if S.extra:
+            code = _split(words, at, inside, target, draw, S, T)
+        else:
+            code = encode_finite(target, draw, S.format, STOCHASTIC, S.fixed)
+            if S.writeback == "momentum":
+                after = code_value(code, S.format)
+        if S.format.MANY_NANS or S.format.ONE_NAN >= 0:
+            code = tl.where(is_special(old, S.format), old, code)
+        last = (((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside).to(tl.int32)
+        tl.store(pointer(words, 10, tl.int32, False) + tl.zeros((T.rows,), tl.int32), 1, mask=tl.max(last, axis=1) > 0)
+        store(words, 1, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
+    return after
+
+
+@triton.jit
+def _place(words, row, column, T: tl.constexpr):
+    """Positions of a tile's elements, and which of them and of its rows there are."""
+    in_rows = row < tl.load((words + ROWS).to(tl.pointer_type(tl.int64)))
+    inside = in_rows[:, None]
+    if T.length:
+        at = (row.to(tl.int64) * T.length)[:, None] + column
+        if T.length < T.width:
+            inside = inside & (column < T.length)
+    else:
+        length = tl.load((words + LENGTH).to(tl.pointer_type(tl.int64)))
+        if T.aligned:
+            length = tl.multiple_of(length, 16)
+        at = (row.to(tl.int64) * length)[:, None] + column
+        inside = inside & (column < length)
+    return at, inside, in_rows
+
+
+@triton.jit
+def _largest(words, row, column, S: tl.constexpr, T: tl.constexpr):
+    """float32 bits of the largest gradient of each row."""
+    at, inside, in_rows = _place(words, row, column, T)
+    x, scale, lowest, highest = 0, 0, 0, 0
+    if S.covector:
+        scale = scale_at(words, row, at, inside, in_rows, S, T)
+        lowest, highest = ends_at(words, scale, S)
+        _, x, _ = load_weights(words, at, inside, scale, S, T)
+    g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
+    return tl.max(bits_of(g) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit
+def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
+    """Step a tile; ``blocks`` are the scales of its rows' averages, or None where the tile has all of its rows."""
+    at, inside, in_rows = _place(words, row, column, T)
+    scale = scale_at(words, row, at, inside, in_rows, S, T)
+    inverse = inverse_of(scale, S)
+    lowest, highest = ends_at(words, scale, S)
+    old, x, ulp = load_weights(words, at, inside, scale, S, T)
+    g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
+    if S.blocks and not T.long:
+        blocks = next_bounds(words, tl.max(bits_of(g) & 0x7FFFFFFF, axis=1), row, in_rows, S)
+    m, v = g, g
+    if S.first:
+        m = load_average(words, 5, at, inside, blocks[0], S, T)
+    if S.second:
+        v = load_average(words, 6, at, inside, blocks[2], S, T)
+    direction, m, v, root, denominator = descend(words, at, inside, g, m, v, S, T)
+    target = move(words, x, ulp, direction, scale, inverse, lowest, highest, S)
+    position = at.to(tl.uint32)
+    word, noise = position, position
+    if S.draws:
+        word = random_word((words + KEYS).to(tl.pointer_type(tl.uint32)), position)
+    after = _store_weights(words, at, inside, old, x, target, scale, word, S, T)
+    if S.writeback == "momentum" and (S.storage == "codes" or S.storage == "grid"):
+        m = with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S)
+    if S.moments != "float32":
+        noise = random_word((words + KEYS + 4).to(tl.pointer_type(tl.uint32)), position)
+    if S.first:
+        store_average(words, 5, at, inside, m, blocks[1], root, noise, S, T)
+    if S.second:
+        store_average(words, 6, at, inside, v, blocks[3], root, noise, S, T)
+
+
+@triton.jit
+def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
+    """Take the steps of a table's records, unless ``refused`` begins with anything but 0."""
+    if tl.load(refused) == 0:
+        chunk = chunks + 2 * tl.program_id(0)
+        words = table + tl.load(chunk).to(tl.int64) * WORDS
+        start = tl.load(chunk + 1)
+        column = tl.arange(0, T.width)[None, :]
+        row = tl.arange(0, T.rows)
+        nothing = (0, 0, 0, 0)
+        if T.long:
+            row = row + start
+            length = tl.load((words + LENGTH).to(tl.pointer_type(tl.int64)))
+            tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
+            largest = tl.zeros((T.rows,), tl.int32)
+            for tile in range(tiles):
+                largest = tl.maximum(largest, _largest(words, row, column + tile * T.width, S, T))
+            blocks = next_bounds(words, largest, row, row >= 0, S)
+            for tile in range(tiles):
+                _take(words, row, column + tile * T.width, blocks, S, T)
+        elif T.length:
+            _take(words, row + start, column, nothing, S, T)
+        else:
+            _take(words, row, column + start.to(tl.int64) * T.width, nothing, S, T)

@@ -1,0 +1,34 @@
+"""On a card: the bits of the CPU, and a steady step of few launches; skipped where there is none."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("gpu")
+    sys.modules.pop("gpu", None)
+    sys.modules.pop("_record", None)
+
+
+@pytest.mark.parametrize("part", ["exact_steps", "exact_arrays"])
+def test_every_bit_is_the_cpus(part: str, gpu: Any, tmp_path: Path) -> None:
+    result = gpu.run(gpu.Session(False), [part], tmp_path / "gpu.json")
+    assert gpu.failures(result) == []
+    assert result["parts"][part]["figures"]
+
+
+def test_a_steady_step_is_a_few_launches_and_one_wait(gpu: Any) -> None:
+    counted = gpu.launches(gpu.Session(False))
+    assert counted["launches"] <= 12
+    assert counted["waits"] <= 2  # the profiler's own among them

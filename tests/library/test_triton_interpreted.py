@@ -1,0 +1,93 @@
+"""Triton's kernels against native code and the scalar oracle, bit for bit, in its interpreter: no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fp8manifold
+from fp8manifold._native import is_available
+
+HERE = Path(__file__).parent
+PACKAGE = Path(fp8manifold.__file__).parent
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(not is_available(), reason="the native code was not built: there is no C compiler"),
+]
+
+
+def run(*arguments: str, package: Path = PACKAGE) -> tuple[int, str, dict[str, int]]:
+    """A session of pytest's in a process with the interpreter: its exit code, its output, and what it compared."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(package.parent), str(HERE)])
+    quiet = ("-q", "-x", "--no-header", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning")  # NumPy's, of NaN
+    command = (sys.executable, "-P", "-m", "pytest", "-p", "triton_twins", *quiet, *arguments)
+    done = subprocess.run(command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    counted = re.search(r"compared: (\{.*\})", output)
+    assert counted, output[-3000:]
+    return done.returncode, output, {name: int(n) for name, n in re.findall(r"'(\w+)': (\d+)", counted[1])}
+
+
+def test_steps_have_the_bits_of_native_code_and_of_the_oracle() -> None:
+    """Every optimizer, write-back and kind of average, and a covering set of formats, shapes and storages."""
+    code, output, counts = run(
+        str(HERE / "test_step_oracle.py"),
+        "-k",
+        "native and not (test_options or in_one_loop or residual_of or widened)",
+    )
+    assert code == 0, output[-3000:]
+    assert counts["jobs"] > 400
+    assert counts["launches"] > 0
+
+
+def test_shapes_dtypes_and_whole_arrays() -> None:
+    code, output, counts = run(str(HERE / "triton_cases.py"))
+    assert code == 0, output[-3000:]
+    assert counts["elements"] > 100_000
+
+
+@pytest.mark.slow
+def test_the_matrix() -> None:
+    """Every option, format and shape of both files."""
+    both = (str(HERE / "test_step_oracle.py"), str(HERE / "triton_cases.py"))
+    for marked in ("not slow", "slow"):
+        code, output, _ = run(*both, "-k", "native or triton_cases", "-m", marked)
+        assert code == 0, output[-3000:]
+
+
+FAULTS = {
+    "hash": ("format.py", "0xED5AD4BB", "0xED5AD4BA"),
+    "phase": ("format.py", "0x31848BAB + tl.load(keys + 3)", "0x31848BAB"),
+    "subnormal": ("format.py", "tl.maximum(magnitude & 0x7F800000, (127 + F.EMIN) << 23)", "magnitude & 0x7F800000"),
+    "root": ("stages.py", "(twice + 1.0)", "twice"),
+    "bound": ("stages.py", "- 125) >> 1) + 120", "- 125) >> 1) + 121"),
+    "draw": ("format.py", "(0xFFFFFF - draw)", "draw"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", ["hash", *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if name != "hash")]
+)
+def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
+    """In a copy of the package."""
+    package = tmp_path / "fp8manifold"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    file, right, wrong = FAULTS[fault]
+    source = package / "_triton" / file
+    text = source.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, wrong), encoding="utf-8")
+    cases = "test_arrays" if fault == "phase" else "test_steps_of_every_shape"
+    code, output, _ = run(str(HERE / "triton_cases.py"), "-k", cases, package=package)
+    assert code == 1
+    assert "AssertionError" in output
+    assert "different" in output or "of a step of Variant" in output

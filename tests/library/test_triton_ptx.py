@@ -1,0 +1,230 @@
+"""What Triton makes of the kernels for GPUs that are not here: no contraction, no approximation, no spills, wide loads.
+
+Compiled ahead of time for sm_80, sm_90 and sm_100, without a driver.  What a weight costs is recorded and held to 5%.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8manifold import _triton
+from fp8manifold._triton.kinds import Spec, Tile, format_of
+from fp8manifold.formats import as_format
+from fp8manifold.optim._triton_step import spec_of
+from fp8manifold.optim._variant import variant_of
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Triton brings ptxas for Linux only"),
+]
+
+ARCHITECTURES = (80, 90, 100)
+RECORD = Path(__file__).with_name("triton_costs.json")
+THREADS, ELEMENTS = 128, 2048
+#: by name: write-back, moments, tile
+STEPS: dict[str, tuple[str, str, Tile]] = {
+    "stochastic, 8-bit moments": ("stochastic", "8bit", Tile(8, 256, 256, "row", True)),
+    "residual8, 8-bit moments": ("residual8", "8bit", Tile(8, 256, 256, "row", True)),
+    "nearest, 8-bit moments": ("nearest", "8bit", Tile(8, 256, 256, "row", True)),
+    "stochastic, float32 moments": ("stochastic", "float32", Tile(8, 256, 256, "row", True)),
+    "stochastic, bfloat16 moments": ("stochastic", "bfloat16", Tile(1, 2048, 0, "one", True)),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "plain bfloat16": {"direction": "adam", "storage": "plain", "writeback": "stochastic", "weight": torch.bfloat16},
+    "lion": {"direction": "lion", "storage": "codes", "writeback": "residual4", "stiffness": "linear"},
+    "madam": {"direction": "madam", "storage": "codes", "geometry": "multiplicative", "moments": "8bit"},
+    "riemannian": {"direction": "adam", "storage": "codes", "geometry": "exponential", "writeback": "momentum"},
+    "tangent": {"direction": "sgd", "storage": "grid", "geometry": "tangent", "scale_is_power_of_two": False},
+    "power": {"direction": "adam", "storage": "codes", "stiffness": "power", "writeback": "stochastic"},
+    "free": {"direction": "sgd", "storage": "free", "averages": False, "weight": torch.float16},
+    "muon": {"direction": "muon", "storage": "plain", "nesterov": True, "moments": "8bit"},
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel's PTX and what the assembler says of it."""
+
+    ptx: str
+    sass: str
+    usage: str
+
+    @property
+    def registers(self) -> int:
+        return int(re.search(r"REG:(\d+)", self.usage)[1])  # type: ignore[index]
+
+    @property
+    def instructions(self) -> float:
+        """A weight: those of the function, over what a thread takes."""
+        lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*)$", self.sass, re.MULTILINE)
+        return sum("NOP" not in line for line in lines) * THREADS / ELEMENTS
+
+
+def build(kernel: Any, signature: dict[str, str], constants: dict[str, Any], architecture: int, tmp: Path) -> Built:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {name: "constexpr" if name in constants else signature[name] for name in names}
+    wide = [i for i, name in enumerate(names) if kinds[name][0] == "*" or name in ("length", "numel")]
+    source = ASTSource(
+        fn=kernel,
+        signature=kinds,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in wide},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=_triton.options())
+    (tmp / "kernel.cubin").write_bytes(made.asm["cubin"])
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    told = [
+        subprocess.run([tools / tool, *flags, tmp / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+        for tool, *flags in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
+    ]
+    return Built(made.asm["ptx"], *told)
+
+
+def step(spec: Spec, tile: Tile, architecture: int, tmp: Path) -> Built:
+    from fp8manifold._triton.step import step_kernel
+
+    pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
+    return build(step_kernel, pointers, {"S": spec, "T": tile}, architecture, tmp)
+
+
+def spec(writeback: str, moments: str) -> Spec:
+    variant = variant_of(
+        direction="adam", storage="codes", writeback=writeback, moments=moments, fmt=as_format("E4M3"), decays=True
+    )
+    return spec_of(variant, torch.uint8, torch.float32)
+
+
+def faults(built: Built) -> Iterator[str]:
+    """What a kernel with the bits of native code has nothing of."""
+    for name, pattern in {
+        "contraction": r"\bfma\.",
+        "flushed subnormals": r"\.ftz",
+        "approximation": r"\.approx|div\.full|\.lg2|\.ex2",
+        "roots that are not rounded": r"sqrt\.(?!rn)",
+        "quotients that are not rounded": r"div\.(?!rn|s32|u32|s64|u64)",
+        "float64": r"\.f64",
+    }.items():
+        if re.search(pattern, built.ptx):
+            yield name
+    if not re.search(r"STACK:0 .*LOCAL:0", built.usage) or re.search(r"\b(LDL|STL)", built.sass):
+        yield "spills"
+
+
+def narrow(built: Built) -> list[str]:
+    """Narrow loads and stores of arrays: words of a record, a row's scale, its bounds and a flag have 32 or 64 bits."""
+    moved = re.findall(r"\b(?:ld|st)\.global(?:\.\w+)*?\.(v\d\.)?(b\d+)", built.ptx)
+    return [f"{vector}{width}" for vector, width in moved if int(width[1:]) < 32 or vector == "v2."]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_codes(name: str, architecture: int, tmp_path: Path) -> None:
+    writeback, moments, tile = STEPS[name]
+    built = step(spec(writeback, moments), tile, architecture, tmp_path)
+    assert list(faults(built)) == []
+    assert narrow(built) == []
+    bytes_a_weight = {"8bit": 1, "bfloat16": 2, "float32": 4}[moments]
+    loads = 1 + 4 + 2 * bytes_a_weight + (writeback == "residual8")
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == loads  # 16 elements a thread: 16 bytes of each byte
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", built.ptx)) == loads - 4
+    assert built.registers <= 168
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))[f"sm_{architecture}"][name]
+    assert built.instructions == pytest.approx(recorded["instructions"], rel=0.05)
+    assert built.registers == pytest.approx(recorded["registers"], rel=0.05)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_steps(name: str, architecture: int, tmp_path: Path) -> None:
+    fields = dict(OTHERS[name])
+    weight = fields.pop("weight", torch.uint8 if fields["storage"] == "codes" else torch.float32)
+    fmt = None if fields["storage"] == "plain" else as_format("E4M3")
+    known = spec_of(variant_of(fmt=fmt, **fields), weight, torch.bfloat16)
+    tile = Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True)
+    assert list(faults(step(known, tile, architecture, tmp_path))) == []
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 1024, 0, "row", False, True), Tile(1, 2048, 0, "run", False)])
+def test_rows_that_no_block_divides(tile: Tile, tmp_path: Path) -> None:
+    moments = "8bit" if tile.long else "float32"
+    assert list(faults(step(spec("stochastic", moments), tile, 90, tmp_path))) == []
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["decode", "round", "encode", "finite"])
+def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
+    from fp8manifold._triton import arrays
+
+    fmt = format_of(as_format("E4M3"))
+    sizes = {"rows": "i32", "length": "i32", "in_row": "i32", "numel": "i32", "keys": "*u32", "x": "*fp32"}
+    signature = sizes | {"codes": "*u8", "scale": "*fp32", "table": "*i32", "chunks": "*i32", "refused": "*i32"}
+    signature["out"] = {"decode": "*u16", "round": "*fp32", "encode": "*u8", "finite": "*i32"}[kernel]
+    constants: dict[str, dict[str, Any]] = {
+        "decode": {"F": fmt, "SPACING": False, "R": 1, "W": 2048},
+        "round": {"F": fmt, "STOCHASTIC": True, "SCALED": True, "RESCALE": True, "R": 1, "W": 2048},
+        "encode": {"F": fmt, "STOCHASTIC": True, "FIXED": True, "W": 2048},
+        "finite": {"KIND": "bfloat16", "W": 2048},
+    }
+    built = build(getattr(arrays, f"{kernel}_kernel"), signature, constants[kernel], architecture, tmp_path)
+    assert list(faults(built)) == []
+    if kernel == "decode":
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == 1
+        assert len(re.findall(r"st\.global\S*\.v4\.b32", built.ptx)) == 2
+
+
+def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = _triton.options() | {"enable_fp_fusion": True}
+    monkeypatch.setattr(_triton, "options", lambda: wrong)
+    writeback, moments, tile = STEPS["stochastic, float32 moments"]
+    assert "contraction" in list(faults(step(spec(writeback, moments), tile, 90, tmp_path)))
+
+
+def test_the_page_has_the_recorded_costs_as_arithmetic() -> None:
+    """Instructions over what 132 x 128 lanes issue at 1.74 GHz, bytes over 3 TB/s, for 124M weights."""
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["sm_90"]
+    assert recorded.keys() == STEPS.keys()
+    for name, (writeback, moments, _) in STEPS.items():
+        moved = 2 + 8 + 4 * {"8bit": 1, "bfloat16": 2, "float32": 4}[moments] + 2 * (writeback == "residual8")
+        needed = recorded[name]["instructions"]
+        issue, move = needed * 124e6 / (132 * 128 * 1.74e9) * 1e3, moved * 124e6 / 3e12 * 1e3
+        assert f"| {name} | {needed:.0f} | {moved} | {issue:.2f} | {move:.2f} |\n" in page
+
+
+def costs(tmp: Path) -> dict[str, dict[str, dict[str, float]]]:
+    """What ``triton_costs.json`` records: ``python -m tests.library.test_triton_ptx`` writes it anew."""
+    made = {
+        f"sm_{architecture}": {
+            name: step(spec(writeback, moments), tile, architecture, tmp)
+            for name, (writeback, moments, tile) in STEPS.items()
+        }
+        for architecture in ARCHITECTURES
+    }
+    return {
+        target: {name: {"instructions": round(b.instructions, 1), "registers": b.registers} for name, b in each.items()}
+        for target, each in made.items()
+    }
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        RECORD.write_text(json.dumps(costs(Path(folder)), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,225 @@
+"""What kernels do that no other test has: run by ``test_triton_interpreted.py`` in a process with the interpreter."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import free_weight, frozen, normal, same_bits, snapshot
+from scalar_grid import Codes
+from torch import Tensor
+from triton_twins import different, twin
+
+import fp8manifold as fm
+from fp8manifold import optim
+from fp8manifold._encoded.storage import dequantize_codes
+from fp8manifold._native import _arrays
+from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
+from fp8manifold.formats import as_format
+from fp8manifold.optim import _optimizer, _run, _verdict
+from fp8manifold.optim._triton_step import run_triton
+from fp8manifold.random_bits import round_keys, signed_word, stream_of
+
+FORMATS = (
+    *("E4M3", "E5M2", "E3M4", "E1M6", "E7M0", "E2M5", "E2M1", "E2M3", "E6M1", "E4M3FNUZ", "E5M2FNUZ", "E4M3IEEE"),
+    *("P3109_8P3", "P3109_8P4F", "E5M2_B30", "E7M0_B100", "E7M0_B30"),
+)
+SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
+WAYS = tuple(
+    (w, m) for w in ("nearest", "stochastic", "residual8", "residual4") for m in ("float32", "bfloat16", "8bit")
+)
+
+
+def gradient(shape: torch.Size, kind: int, seed: int) -> Tensor:
+    """Ordinary, over all binades whose squares are finite, half of them zero, subnormal, and of tiny squares."""
+    x = normal(*shape, seed=seed)
+    if kind == 1:
+        return x * torch.exp2(normal(*shape, seed=seed + 1).mul(40).clamp(-140, 30).round())
+    if kind == 2:
+        return -torch.where(normal(*shape, seed=seed + 1) < 0, 0.0, x)
+    return x * {0: 1.0, 3: 1e-42, 4: 1e-18}[kind]
+
+
+def weights(name: str, seed: int, draws: Any) -> list[fm.FP8Parameter]:
+    """Of every shape, over many binades, with zeros of both signs, both ends and a NaN where there are any."""
+    fmt, made = as_format(name), []
+    for shape, granularity in SHAPES:
+        w = normal(*shape, seed=seed) * torch.exp2(normal(*shape, seed=seed + 1).mul(5).clamp(-12, 3).round())
+        p = fm.FP8Parameter(w, fmt, granularity=granularity, seed=seed, keep_remainder=False, draws=draws)  # type: ignore[arg-type]
+        special = [0, fmt.max_code, fmt.max_code | fmt.sign_bit, 1, 1 | fmt.sign_bit, *fmt.nan_codes[:1]]
+        special += [fmt.sign_bit] if fmt.has_negative_zero else []
+        p.codes.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.uint8)
+        made.append(p)
+    return made
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
+    """Long rows, rows that no block divides, scales of blocks; compared by the plugin."""
+    parameters = weights(name, way, draws)
+    options = {"writeback": WAYS[way][0], "moments": WAYS[way][1], "stiffness": (0.0, 1.0, 0.3)[way % 3]}
+    optimizer = optim.StiffnessAdamW(parameters, lr=0.02, weight_decay=0.1 * (way % 2), refresh_every=1000, **options)
+    for step in range(2):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(p.shape, (step + i + way) % 5, 7 * i + step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
+def test_ordinary_and_free_parameters_of_every_dtype(dtype: torch.dtype, writeback: str) -> None:
+    """Halves are rounded once, at random unless asked otherwise; compared by the plugin."""
+    parameters = [torch.nn.Parameter(normal(9, 5, seed=1).to(dtype)), torch.nn.Parameter(normal(seed=2).to(dtype))]
+    parameters.append(free_weight(normal(6, seed=12, std=0.1).to(dtype), "E5M2", 2.0**-3))
+    optimizer = optim.StiffnessAdamW(parameters, lr=0.02, writeback=writeback, moments="8bit")
+    for step in range(3):
+        for i, p in enumerate(parameters):
+            p.grad = normal(*p.shape, seed=i + 10 * step).to(dtype)
+        optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
+
+
+def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = [], []
+
+    def run(jobs: Any, numbers: Any, keys: Any) -> None:
+        for job in jobs:
+            other = twin(job)
+            launched = run_triton([other], numbers[:1], keys[:1], check=True)
+            assert launched is not None
+            assert launched.refused
+            before.append(job.held)
+            after.append(other.held)
+
+    monkeypatch.setattr(_run, "run_native", run)
+    parameter = fm.FP8Parameter(normal(3, 64), "E4M3", seed=1)
+    parameter.grad = torch.ones(3, 64)
+    optimizer = optim.StiffnessAdamW([parameter], 1e-2, moments="8bit", writeback="residual8")
+    monkeypatch.setattr(_optimizer, "all_finite", lambda *_: True)  # the kernel's verdict is looked at
+    parameter.grad[2, 63] = 2.0**64
+    optimizer.step()
+    assert not any(different(after[0][name], tensor) for name, tensor in before[0].items())
+
+
+# ------------------------------------------------------------------------------------------------------ whole arrays
+def any_floats(n: int, seed: int) -> Tensor:
+    """Random bit patterns, NaN, infinities, zeros and subnormals of either sign among them."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.randint(-(2**31), 2**31 - 1, (n,), generator=generator, dtype=torch.int64).to(torch.int32)
+    patterns[:6] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7FC00000, 1])[:n]
+    near = normal(n, seed=seed) * torch.exp2(normal(n, seed=seed + 1).mul(4).round())
+    return torch.where(torch.arange(n) % 2 == 0, patterns.view(torch.float32), near)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arrays_against_native_code(name: str) -> None:
+    fmt, x = as_format(name), any_floats(3000, 3)
+    key, offset = stream_of("dither", 2**63, 7, 2**40), 2**32 - 9000
+    first, second, third = round_keys(key.words, 0)
+    keys = (signed_word(first + offset), second, third, key.phase)
+    scale = torch.exp2(normal(30, seed=5).mul(3).round())
+    for given, key_or_not in ((keys, key), (None, None)):
+        at = offset if key_or_not else 0
+        expected = _arrays.encoded(x, fmt, key_or_not, at)
+        assert expected is not None
+        assert not different(encode_on_gpu(x, fmt, given), expected)
+        for s in (None, scale, scale[:1] * 0.3):
+            for rescale in (True, False):
+                ours = round_on_gpu(x, fmt, given, s, rescale=rescale)
+                expected = _arrays.rounded(x, fmt, key_or_not, at, s, rescale=rescale)
+                assert ours is not None
+                assert expected is not None
+                assert not different(ours, expected)
+    codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
+    for s in (scale, scale[:1]):
+        for dtype in (torch.float32, torch.bfloat16):
+            ours = decode_on_gpu(codes, fmt, dtype, s, spacing=False)
+            assert ours is not None
+            assert not different(ours, dequantize_codes(codes.view(30, 100), s.view(-1, 1), fmt, dtype, None).view(-1))
+        ours, expected = decode_on_gpu(codes, fmt, torch.float32, s, spacing=True), _arrays.spacings(codes, fmt, s)
+        assert ours is not None
+        assert expected is not None
+        assert not different(ours, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_against_their_definition(name: str) -> None:
+    """Every code's value, and the code of values between all codes, one at a time."""
+    fmt, own = as_format(name), Codes(as_format(name))
+    codes = torch.arange(2 * fmt.sign_bit, dtype=torch.int32).to(torch.uint8)
+    values = decode_on_gpu(codes, fmt, torch.float32, None, spacing=False)
+    assert values is not None
+    expected = torch.tensor([fmt.decode_code(code) for code in codes.tolist()], dtype=torch.float64).float()
+    assert not different(values, expected)
+    finite = sorted({x for x in expected.tolist() if math.isfinite(x) and x >= 0})
+    pairs = pairwise(finite)
+    parts = (Fraction(1, 4), Fraction(1, 2), Fraction(2, 3))
+    between = [
+        float(np.float32(float(Fraction(a) + (Fraction(b) - Fraction(a)) * part))) for a, b in pairs for part in parts
+    ]
+    x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
+    wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
+    assert encode_on_gpu(x, fmt, None).int().tolist() == wanted.tolist()
+
+
+# ---------------------------------------------------------------------------------------------- the way on a GPU
+@pytest.fixture
+def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go the way that they go on a GPU, and their kernels are interpreted."""
+    monkeypatch.setattr(_verdict, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_verdict, "is_triton", lambda job, dtype: True)
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    """Two optimizers over equal weights, some of which soon reach the end of their range."""
+    made = []
+    for _ in range(2):
+        weights = [fm.FP8Parameter(normal(4, 64, seed=s), "E4M3", seed=s, headroom=1.0) for s in (1, 2)]
+        weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
+        made.append(optim.StiffnessAdamW(weights, 1.0, **options))
+    return made[0], made[1]
+
+
+def put(optimizer: Any, step: int, bad: float | None = None) -> None:
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
+        p.grad = normal(*p.shape, seed=10 * step + i) - 3.0
+        if bad is not None and i == 1:
+            p.grad.view(-1)[-1] = bad
+
+
+@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+def test_steady_steps_widen_and_are_refused_as_native_ones(
+    writeback: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit."""
+    ours, native = pair(writeback=writeback, moments="8bit")
+    for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
+        for optimizer in (ours, native):
+            put(optimizer, step, bad)
+            monkeypatch.setattr(_verdict, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
+            optimizer.step()
+    assert ours.skipped_steps == native.skipped_steps == 3
+    assert ours.skipped_in_row == 0
+    assert ours.widened_scales == native.widened_scales > 0
+    assert frozen(ours.state_dict()) == frozen(native.state_dict())
+    parameters = (optimizer.param_groups[0]["params"] for optimizer in (ours, native))
+    assert all(same_bits([a], [b]) for a, b in zip(*parameters, strict=True))
+
+
+def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:
+    optimizer, _ = pair(on_nonfinite="raise")
+    put(optimizer, 0)
+    optimizer.step()
+    put(optimizer, 1, math.nan)
+    before = snapshot(optimizer)
+    with pytest.raises(FloatingPointError, match="is not finite"):
+        optimizer.step()
+    assert snapshot(optimizer) == before

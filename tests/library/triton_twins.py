@@ -1,0 +1,70 @@
+"""A plugin of pytest's, for a process with ``TRITON_INTERPRET=1``: whatever native code steps, a kernel steps too.
+
+Every step that a test has native code take is taken by Triton's kernels on copies, in its interpreter, and both have to
+leave the same bits.  A test against the scalar oracle is then one of all three.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fp8manifold.optim import _run
+from fp8manifold.optim._job import Job
+from fp8manifold.optim._native_step import run_native
+from fp8manifold.optim._triton_step import run_triton
+
+COUNTS: Counter[str] = Counter()
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
+    """How many elements differ in a bit; NaN is NaN."""
+    ours, expected = ours.detach().contiguous(), expected.detach().contiguous()
+    integer = _INTEGERS[ours.element_size()]
+    other = ours.view(integer) != expected.view(integer)
+    if ours.is_floating_point():
+        other &= ~(ours.isnan() & expected.isnan())
+    return int(other.sum())
+
+
+def twin(job: Job) -> Job:
+    """The same step of copies."""
+    other = copy.copy(job)
+    other.__dict__.pop("arrays", None)
+    other.held = {name: tensor.clone() for name, tensor in job.held.items()}
+    other.reached = []
+    return other
+
+
+def step_both(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[np.int32]) -> None:
+    """Native code on the jobs, kernels on copies, and no difference."""
+    twins = [twin(job) for job in jobs]
+    run_native(jobs, numbers, keys)
+    launched = run_triton(twins, numbers, keys)
+    assert launched is not None
+    COUNTS["launches"] += launched.launches
+    for job, other in zip(jobs, twins, strict=True):
+        COUNTS["jobs"] += 1
+        COUNTS["elements"] += job.layout.numel
+        assert other.reached == job.reached[-len(other.reached) :]
+        found = {name: different(other.held[name], tensor) for name, tensor in job.held.items()}
+        wrong = {name: count for name, count in found.items() if count}
+        assert not wrong, f"{wrong} of {job.layout.numel} of a step of {job.variant} over {job.layout}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    _run.run_native = step_both
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(f"compared: {dict(COUNTS)}")
