@@ -42,6 +42,11 @@ AGAINST = {
     ),
     "study_q2_muon_spacing": (*BASELINES, "E4M3 muon-stochastic"),
     "study_q5": ("fp32", "E5M2 stochastic"),
+    "study_q11_coarse": (
+        "E7M0 muon-stochastic draws=independent",
+        "E5M2 muon-stochastic draws=independent",
+    ),
+    "study_q11_e2m5": ("muon", "E2M5 muon-stochastic draws=independent"),
 }
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
@@ -51,6 +56,7 @@ BESIDE = {
     "study_q2_noise": ("study_q2_twin",),
     "study_q5": ("study_q5_mixture",),
     "study_q9": ("study_q9_spacing",),
+    "study_q11_e2m5": ("study_q11_scales", "study_q11_muon"),
 }
 
 
