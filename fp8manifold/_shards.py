@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fp8manifold._encoded.dispatch import implements
+from fp8manifold._encoded.exponents import ONE
 from fp8manifold._encoded.refusals import is_sharded_by_torch, is_staged, is_taken_whole
 from fp8manifold._ranks import Ranks
 from fp8manifold.parameter import FP8Parameter
@@ -51,7 +52,7 @@ class FP8Shard(FP8Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What is sent: the codes, and as bytes the scales of rows.
+        """What is sent: the codes, and as bytes the scales of rows; of blocks they are bytes already.
 
         FSDP takes nothing but codes where the last processes have fewer rows: scales are gathered here then.  A single
         process has all of them.
@@ -59,11 +60,12 @@ class FP8Shard(FP8Tensor):
         ranks = Ranks(mesh.get_group())
         rows = -(-outer_size[0] // ranks.size)
         codes = _padded(self.codes, rows, 0)
-        if not self.scale.dim() or ranks.size == 1:
-            return (codes,), (outer_size, self.scale)
+        kept = self.kept_scale
+        if not kept.dim() or ranks.size == 1:
+            return (codes,), (outer_size, kept)
         if outer_size[0] % ranks.size == 0:
-            return (codes, self.scale.contiguous().view(torch.uint8)), (outer_size, None)
-        return (codes,), (outer_size, ranks.gathered(_padded(self.scale, rows, 1))[: outer_size[0]])
+            return (codes, kept.contiguous().view(torch.uint8)), (outer_size, None)
+        return (codes,), (outer_size, ranks.gathered(_padded(kept, rows, _one_in(kept)))[: outer_size[0]])
 
     def fsdp_post_all_gather(
         self,
@@ -76,15 +78,15 @@ class FP8Shard(FP8Tensor):
         """The whole on the memory that has been filled; that memory is the same in every pass."""
         size, scale = metadata
         if scale is None:
-            scale = outputs[1].view(torch.float32)[: size[0]]
+            scale = outputs[1].view(self.kept_scale.dtype)[: size[0]]
         if out is None:
             counter = self.counter.clone()
             own = scale if len(outputs) > 1 else scale.clone()
             return FP8Parameter._wrap(outputs[0][: size[0]], own, counter, None, self._traits(param_dtype)), ()
         # as FSDP fills the codes: to graphs that keep the parts for their backward pass these are what they were
-        with _unsafe_preserve_version_counter(out.scale), _unsafe_preserve_version_counter(out.counter):
+        with _unsafe_preserve_version_counter(out.kept_scale), _unsafe_preserve_version_counter(out.counter):
             if len(outputs) == 1:
-                out.scale.copy_(scale)
+                out.kept_scale.copy_(scale)
             out.counter.copy_(self.counter)
         out.seed, out.by_operator, out.draws = self.seed, self.by_operator, self.draws
         return None
@@ -96,6 +98,11 @@ torch.serialization.add_safe_globals([FP8Shard])
 def _padded(part: Tensor, rows: int, value: float) -> Tensor:
     short = rows - part.shape[0]
     return F.pad(part, [0, 0] * (part.dim() - 1) + [0, short], value=value) if short else part.contiguous()
+
+
+def _one_in(kept: Tensor) -> float:
+    """A scale of 1 as it is kept."""
+    return ONE if kept.dtype == torch.uint8 else 1.0
 
 
 def _is_by_rows(x: Any) -> bool:
@@ -115,7 +122,11 @@ def _in_rows(
             "rows are single numbers: take granularity='tensor'"
         )
     _register_gathering()
-    scale = change(x.scale, 1.0) if x.scale.dim() else x.scale.clone() if counter is not None else x.scale
+    scale = x.kept_scale
+    if scale.dim():
+        scale = change(scale, _one_in(scale))
+    elif counter is not None:
+        scale = scale.clone()
     remainder = None if x.remainder is None else change(x.remainder, 0)
     counter = x.counter if counter is None else counter
     return kind._wrap(change(x.codes, 0), scale, counter, remainder, x._traits())
@@ -148,7 +159,7 @@ def _register_gathering() -> None:
 
         kept = x.counter.new_full((1,), x.remainder is not None)
         if not bool(functional.wait_tensor(functional.all_reduce(kept, "min", group[-1]))):
-            x = x._wrap(x.codes, x.scale, x.counter, None, x._traits())
+            x = x._wrap(x.codes, x.kept_scale, x.counter, None, x._traits())
         return _as_whole(_in_rows(x, gathered, x.counter.clone()))
 
     names = [name for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(functional, name)]
@@ -160,7 +171,7 @@ def _register_gathering() -> None:
 
 def _as_whole(x: FP8Tensor) -> FP8Tensor:
     """The tensor as any other, on the same parts."""
-    return FP8Tensor._wrap(x.codes, x.scale, x.counter, x.remainder, x._traits())
+    return FP8Tensor._wrap(x.codes, x.kept_scale, x.counter, x.remainder, x._traits())
 
 
 def _refuse_columns(x: Tensor, dim: int) -> None:

@@ -27,10 +27,11 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
     """Take every :class:`FP8Tensor` of a state dict apart into codes, scale and counter.
 
     What comes back is what ``safetensors.torch.save_file(tensors, path, metadata)`` writes: ``w`` holds the codes,
-    ``w_scale`` the scales (float32 powers of two) and ``w_counter`` a count (int64), and the metadata say under
-    ``fp8:w`` in JSON how to read them; value = scale * decode(codes).  Codes of E4M3 and E5M2 are float8_e4m3fn and
-    float8_e5m2, which is how compressed-tensors calls and keeps its weights; those of other formats are uint8.  What
-    rounding left, where a weight has kept it, is ``w_remainder`` (int8).  Other tensors stay as they are.
+    ``w_scale`` the scales (float32 powers of two, of blocks uint8 exponents, 127 + log2, as in E8M0) and ``w_counter``
+    a count (int64), and the metadata say under ``fp8:w`` in JSON how to read them; value = scale * decode(codes).
+    Codes of E4M3 and E5M2 are float8_e4m3fn and float8_e5m2, which is how compressed-tensors calls and keeps its
+    weights; those of other formats are uint8.  What rounding left, where a weight has kept it, is ``w_remainder``
+    (int8).  Other tensors stay as they are.
 
     Args:
         state: ``model.state_dict()``, say.
@@ -64,7 +65,8 @@ def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dic
                 raise ValueError(f"state has both {name!r} and an entry called like a part of it, {name + suffix!r}")
         metadata[_PREFIX + name] = json.dumps(_description(value))
         tensors[name] = as_float8(value.codes, value.format)
-        tensors |= {name + _PARTS[part]: getattr(value, part).contiguous() for part in ("scale", "counter")}
+        tensors[name + _PARTS["scale"]] = value.kept_scale.contiguous()
+        tensors[name + _PARTS["counter"]] = value.counter.contiguous()
         if value.remainder is not None:
             tensors[f"{name}_{_LEFT}"] = value.remainder.contiguous()
     return tensors, metadata

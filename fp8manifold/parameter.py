@@ -51,7 +51,7 @@ class FP8Parameter(FP8Tensor, geoopt.ManifoldParameter):  # type: ignore[misc]  
     @classmethod
     def _around(cls, w: FP8Tensor, requires_grad: bool) -> Self:
         """The parameter that holds what ``w`` holds."""
-        return cls._wrap(w.codes, w.scale, w.counter, w.remainder, w._traits(), requires_grad)
+        return cls._wrap(w.codes, w.kept_scale, w.counter, w.remainder, w._traits(), requires_grad)
 
 
 torch.serialization.add_safe_globals([FP8Parameter])

@@ -10,15 +10,16 @@ from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._encoded.adoption import adopt_parts, checked_scale
-from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, EncodedTensor
+from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS
+from fp8manifold._encoded.exponents import expand_kept, exponents_of
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
+from fp8manifold._encoded.scaled import ScaledTensor
 from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
 from fp8manifold._encoded.storage import (
     checked_codes,
     dequantize_codes,
     expand_scale,
     is_traced,
-    largest_magnitude,
     next_codes,
     remainder_of,
     void_remainder,
@@ -26,8 +27,8 @@ from fp8manifold._encoded.storage import (
 from fp8manifold._encoded.stored_scale import (
     describe_change,
     describe_scale,
-    fresh_scale,
     given_scale,
+    kept_fresh_scale,
     own_headroom,
     warn_if_lost,
     warn_if_saturated,
@@ -47,7 +48,7 @@ __all__ = ["FP8Tensor"]
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
-class FP8Tensor(EncodedTensor):
+class FP8Tensor(ScaledTensor):
     """A tensor that holds a code of at most eight bits for every value, and power-of-two scales.
 
     .. math:: w = s \\cdot \\operatorname{decode}(code)
@@ -76,7 +77,9 @@ class FP8Tensor(EncodedTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.
+        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.  Of blocks it is a copy, in which
+            nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        exponents: of blocks what is kept: uint8 ``(.., C/32)``, ``127 + log2(scale)``, as in E8M0; otherwise None.
         format: the :class:`FloatFormat`.
         block_size: 32, or None where no blocks have scales.
         counter: int64, advanced by every stochastic write, so that no draw is used twice; part of the state.
@@ -98,12 +101,9 @@ class FP8Tensor(EncodedTensor):
     Source: OCP FP8 specification 1.0 for the codes, OCP Microscaling Formats 1.0 for blocks and their scales.
     """
 
-    codes: Tensor
-    scale: Tensor
     counter: Tensor
     remainder: Tensor | None  # type: ignore[assignment]  # the operator of that name stays torch.remainder
     format: FloatFormat
-    block_size: int | None
     rounding: Rounding
     seed: int
     by_operator: bool
@@ -133,13 +133,13 @@ class FP8Tensor(EncodedTensor):
         if granularity == "channel" and w.dim() < 2:
             granularity = "tensor"
         room = own_headroom(fmt, headroom)
-        parts = fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
         block_size = BLOCK_SIZE if granularity == "block" else None
-        wide = expand_scale(parts, block_size, w.shape)
+        kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
+        wide = expand_kept(kept, block_size, w.shape)
         codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
         remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
         traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
-        return cls._wrap(codes, parts, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
+        return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
     @classmethod
     def from_float(cls, w: Tensor, fmt: FormatLike = "E4M3", **options: Any) -> Self:
@@ -174,11 +174,12 @@ class FP8Tensor(EncodedTensor):
         draws: Draws = "independent",
         requires_grad: bool = False,
     ) -> Self:
-        """Put codes and scales together; the tensors are held, not copied.
+        """Put codes and scales together; the tensors are held, not copied, but for float32 scales of blocks.
 
         Args:
             codes: uint8, contiguous.
-            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, or with ``block_size=32`` ``(.., C/32)``.
+            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, or with ``block_size=32`` ``(.., C/32)``, which
+                may be uint8 instead: exponents as in E8M0.
             fmt, rounding, seed, dtype, draws: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
@@ -187,8 +188,8 @@ class FP8Tensor(EncodedTensor):
 
         Raises:
             TypeError: ``codes`` is not uint8.
-            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit.  Codes of NaN
-                and -0 are taken as they are.
+            ValueError: a code that is Inf or beyond the format's width, or a scale that does not fit, of blocks one
+                below 2^-126 among them.  Codes of NaN and -0 are taken as they are.
 
         Example:
             >>> FP8Tensor.from_codes(torch.tensor([56], dtype=torch.uint8), torch.tensor(0.5), "E4M3").tolist()
@@ -210,13 +211,16 @@ class FP8Tensor(EncodedTensor):
     def _wrap(
         cls,
         codes: Tensor,
-        scale: Tensor,
+        kept_scale: Tensor,
         counter: Tensor,
         remainder: Tensor | None,
         traits: Traits,
         requires_grad: bool = False,
     ) -> Self:
-        """The tensor around its parts.  Everything is set here: ``torch.nn.Parameter`` would call an ``__init__``."""
+        """The tensor around its parts, all set here, as ``torch.nn.Parameter`` would call an ``__init__``.
+
+        ``kept_scale`` is uint8 where blocks have scales.
+        """
         traits.check()
         if traits.dtype not in DTYPES:
             raise TypeError(f"dtype={traits.dtype}: an {cls.__name__} appears as torch.float32 or torch.bfloat16")
@@ -228,8 +232,9 @@ class FP8Tensor(EncodedTensor):
             device=codes.device,
             requires_grad=requires_grad,
         )
-        self.codes, self.scale, self.counter, self.remainder = codes, scale, counter, remainder
-        self.format, self.rounding, self.seed, _, self.block_size, self.by_operator, self.draws = traits
+        self.codes, self.counter, self.remainder = codes, counter, remainder
+        self.format, self.rounding, self.seed, _, block_size, self.by_operator, self.draws = traits
+        self._keep_scale(kept_scale, block_size)
         guard_memory(self)
         return self
 
@@ -241,11 +246,12 @@ class FP8Tensor(EncodedTensor):
         """The same tensor with every part changed; never requires a gradient, as autograd sees to that.
 
         Args:
-            change: function of one part (codes, scale, counter, remainder) to what takes its place, such as ``clone``.
+            change: function of one part (codes, scale as it is kept, counter, remainder) to what takes its place, such
+                as ``clone``.
             dtype: what the new tensor appears as; None keeps it.
         """
         remainder = None if self.remainder is None else change(self.remainder)
-        parts = (change(self.codes), change(self.scale), change(self.counter), remainder)
+        parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
         return self._wrap(*parts, self._traits(dtype))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -254,7 +260,7 @@ class FP8Tensor(EncodedTensor):
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
         check_not_unwrapped(self)
-        return ["codes", "scale", "counter"], self._traits().flat
+        return ["codes", "exponents" if self.block_size else "scale", "counter"], self._traits().flat
 
     @classmethod
     def __metadata_guard__(cls, seen: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
@@ -264,22 +270,16 @@ class FP8Tensor(EncodedTensor):
     @classmethod
     def __tensor_unflatten__(cls, parts: dict[str, Tensor], rest: tuple[Any, ...], size: Any, stride: Any) -> Self:
         """The way back."""
-        tensors = (parts["codes"], parts["scale"], parts["counter"], parts.get("remainder"))
-        return cls._wrap(*tensors, Traits.from_flat(rest))
+        traits = Traits.from_flat(rest)
+        kept = parts["exponents" if traits.block_size and "scale" not in parts else "scale"]
+        if traits.block_size and kept.dtype == torch.float32:  # saved before blocks had a byte each
+            kept = exponents_of(kept)
+        return cls._wrap(parts["codes"], kept, parts["counter"], parts.get("remainder"), traits)
 
     def _stable_hash_for_caching(self) -> str:
         """What compiled code on disk is found by: all that it may depend on."""
-        shapes = (tuple(self.shape), tuple(self.scale.shape), str(self.device), self.requires_grad)
+        shapes = (tuple(self.shape), tuple(self.kept_scale.shape), str(self.device), self.requires_grad)
         return hashlib.sha256(repr((TRACED_AS, type(self).__name__, *shapes, self._traits().flat)).encode()).hexdigest()
-
-    @property
-    def granularity(self) -> str:
-        """``tensor``, ``channel`` or ``block``: what shares a scale."""
-        return "block" if self.block_size else "channel" if self.scale.dim() else "tensor"
-
-    def expanded_scale(self) -> Tensor:
-        """The scale in a shape that broadcasts against the values."""
-        return expand_scale(self.scale, self.block_size, self.codes.shape)
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor of the apparent dtype; not differentiable."""
@@ -291,9 +291,10 @@ class FP8Tensor(EncodedTensor):
         Warns where some saturate, where all under a scale are lost, and where rounding to nearest loses a running
         average.  ``operator`` is what writes, a word of the key of the draws.
         """
-        warn_if_saturated(values, self.expanded_scale(), self.format)
-        warn_if_lost(values, self.scale, self.format, self.granularity)
-        codes = next_codes(self, values, self.scale, self.rounding, operator)
+        scale = self.scale
+        warn_if_saturated(values, expand_scale(scale, self.block_size, self.codes.shape), self.format)
+        warn_if_lost(values, scale, self.format, self.granularity)
+        codes = next_codes(self, values, scale, self.rounding, operator)
         if self.rounding == "nearest" and is_average(operator) and not is_traced(self.codes):
             warn_if_stalled(values, self.dequantize(), codes == self.codes)
         self.codes.copy_(codes)
@@ -325,10 +326,6 @@ class FP8Tensor(EncodedTensor):
         manifold.counter = self.counter
         return manifold
 
-    def largest(self) -> Tensor:
-        """The largest stored magnitude under each scale, in value; of the shape of ``scale``."""
-        return largest_magnitude(self.codes, self.scale, self.format, self.block_size)
-
     def rescale_(self, scale: float | Tensor) -> Self:
         """Change the scale: one stochastic, so unbiased, rounding, exact wherever the new grid holds the value.
 
@@ -347,9 +344,7 @@ class FP8Tensor(EncodedTensor):
         _LOG.info("%s of shape %s: %s", self.format.name, tuple(self.shape), describe_change(self.scale, new))
         values = dequantize_codes(self.codes, self.scale, self.format, torch.float32, self.block_size)
         self.codes.copy_(next_codes(self, values, new, "stochastic", "rescale_"))
-        self.scale.copy_(new)
-        self._changed()
-        return self
+        return self.set_scale_(new)
 
     def adapt_scale_(self, headroom: float | None = None) -> bool:
         """Widen or narrow each scale whose weights left its middle, as :func:`fp8manifold.widened_scale` has it.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.loading import is_loading
-from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, power_of_two
+from fp8manifold._encoded.scaled import as_kept
+from fp8manifold._encoded.stored_scale import broadcasts_to, check_covers, scale_in_float32
 
 __all__ = ["adopt_parts", "checked_remainder", "checked_scale"]
 
@@ -27,17 +28,18 @@ def adopt_parts(own: Any, other: Any) -> Tensor | None:
         raise ValueError(f"the other tensor is of {other.format.name}, but this one is of {own.format.name}")
     if other.shape != own.shape:
         raise ValueError(f"the other tensor has shape {tuple(other.shape)}, but this one {tuple(own.shape)}")
-    scale = other.expanded_scale() if other.block_size != own.block_size else other.scale
-    if not broadcasts_to(scale.shape, own.scale.shape):
+    scale = other.expanded_scale() if other.block_size != own.block_size else other.kept_scale
+    if not broadcasts_to(scale.shape, own.kept_scale.shape):
         raise ValueError(
             f"the other tensor has a scale for each {other.granularity}, this one for each {own.granularity}"
         )
+    kept = other.kept_scale if other.block_size == own.block_size else as_kept(own, scale)
     counter = other.counter
     if is_loading():
         own.seed, own.by_operator, own.draws = other.seed, other.by_operator, other.draws
     else:
         counter = torch.maximum(own.counter, counter.to(own.counter.device))
-    for mine, part in ((own.codes, other.codes), (own.scale, scale), (own.counter, counter)):
+    for mine, part in ((own.codes, other.codes), (own.kept_scale, kept), (own.counter, counter)):
         mine.copy_(part)
     return None if other.remainder is None else other.remainder.to(own.codes.device, copy=True)
 
@@ -46,12 +48,14 @@ def checked_scale(own: Any, scale: float | Tensor) -> Tensor:
     """A new scale in the shape of the old one.
 
     Raises:
+        TypeError: uint8, which might be exponents.
         ValueError: a scale that is no power of two, does not fit, or is too narrow for a stored value.
     """
-    new = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=own.device))
-    if not broadcasts_to(new.shape, own.scale.shape):
-        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(own.scale.shape)}")
-    new = new.expand(own.scale.shape)
+    new, shape = scale_in_float32(scale, own.device), own.kept_scale.shape
+    as_kept(own, new)  # or refused
+    if not broadcasts_to(new.shape, shape):
+        raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(shape)}")
+    new = new.expand(shape)
     check_covers(new, own.largest(), own.format)
     return new
 

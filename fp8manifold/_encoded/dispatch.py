@@ -32,7 +32,7 @@ __all__ = [
     "view_of",
 ]
 
-TRACED_AS: Final = 2
+TRACED_AS: Final = 3
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""
 
 DTYPES: Final = (torch.float32, torch.bfloat16)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._encoded.dispatch import DTYPES, EncodedTensor, Replay, View, implements, name_of, plain, view_of
+from fp8manifold._encoded.exponents import decoded_scale
 from fp8manifold._encoded.loading import is_sent_as_floats
 from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.storage import dequantize_codes, is_traced
@@ -103,7 +104,7 @@ def _broadcast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "broadcast_from_rank0 would send an FP8Tensor as floats, to be rounded at other scales: give every process "
             "the full state and load fp8manifold.distributed.rows_of each tensor, or use torch.distributed.checkpoint"
         )
-    for part in (x.scale, x.counter):
+    for part in (x.kept_scale, x.counter):
         func([part], *rest, **kwargs)[1].wait()
     _, work = func([x.codes], *rest, **kwargs)
     x._changed()
@@ -121,7 +122,7 @@ def _empty_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not _is_whole(x) or not x.is_meta or kwargs.get("dtype") not in (None, *DTYPES):
         return NotImplemented
     made = x.with_parts(lambda part: torch.zeros_like(part, device=kwargs.get("device")), kwargs.get("dtype"))
-    made.scale.fill_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
+    made.set_scale_(1.0)  # a tensor in order, of zeros: nothing could tell a scale without a value from another
     return made
 
 
@@ -132,6 +133,7 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _is_whole(x) or is_traced(x.codes):
         return NotImplemented
     codes, flat = x.codes[rows.reshape(-1)], rows.reshape(-1)
-    scale = x.scale[flat] if x.scale.dim() else x.scale
+    scale = x.kept_scale[flat] if x.kept_scale.dim() else x.kept_scale
+    scale = decoded_scale(scale) if x.block_size else scale
     values = dequantize_codes(codes, scale, x.format, x.dtype, x.block_size)
     return values.view(*rows.shape, x.shape[1])

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8manifold._encoded.exponents import checked_exponents, exponents_of
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
@@ -28,9 +29,11 @@ __all__ = [
     "describe_scale",
     "fresh_scale",
     "given_scale",
+    "kept_fresh_scale",
     "own_headroom",
     "power_of_two",
     "refit_scale_",
+    "scale_in_float32",
     "warn_if_lost",
     "warn_if_saturated",
 ]
@@ -46,21 +49,27 @@ def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom:
     return storage_scale(w, fmt, granularity, headroom=headroom)
 
 
+def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom: float | None) -> Tensor:
+    """The same as it is kept: uint8 of blocks."""
+    scale = fresh_scale(w, fmt, granularity, headroom)
+    return exponents_of(scale) if granularity == "block" else scale
+
+
 def own_headroom(fmt: FloatFormat, headroom: float | None) -> float:
     """The headroom that a caller gives to codes, or the usual one, of 1 at least."""
     return usual_headroom(fmt, 1.0) if headroom is None else headroom
 
 
 def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
-    """A scale that the caller chose, as float32 in the granularity's shape.
+    """A scale that the caller chose, as it is kept: float32, of blocks uint8, in the granularity's shape.
 
     Raises:
-        TypeError: neither a number nor a tensor.
-        ValueError: no power of two, or another shape.
+        TypeError: neither a number nor a tensor, or bytes where no blocks have scales.
+        ValueError: no power of two, of blocks one beyond 2^-126 to 2^127, or another shape.
     """
     if not isinstance(scale, Tensor | int | float) or isinstance(scale, bool):
         raise TypeError(f"scale must be a number or a tensor, not {type(scale).__name__}")
-    tensor = power_of_two(torch.as_tensor(scale, dtype=torch.float32, device=w.device))
+    tensor = _as_kept(scale, w.device, blocks=granularity == "block")
     shape = _scale_shape(w.shape, granularity)
     if tensor.shape == shape:
         return tensor
@@ -70,6 +79,24 @@ def given_scale(scale: float | Tensor, w: Tensor, granularity: str) -> Tensor:
         f"scale has shape {tuple(tensor.shape)}: with granularity={granularity!r} a tensor of shape {tuple(w.shape)} "
         f"needs {tuple(shape)}"
     )
+
+
+def _as_kept(scale: float | Tensor, device: torch.device, *, blocks: bool) -> Tensor:
+    if blocks and isinstance(scale, Tensor) and scale.dtype == torch.uint8:
+        return checked_exponents(scale.to(device))
+    wide = scale_in_float32(scale, device)
+    return exponents_of(wide) if blocks else power_of_two(wide)
+
+
+def scale_in_float32(scale: float | Tensor, device: torch.device) -> Tensor:
+    """A number or a tensor as float32.
+
+    Raises:
+        TypeError: uint8, in which blocks keep exponents.
+    """
+    if isinstance(scale, Tensor) and scale.dtype == torch.uint8:
+        raise TypeError("scale is torch.uint8, in which blocks keep exponents: take powers of two in float32")
+    return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
 def power_of_two(scale: Tensor) -> Tensor:
@@ -168,13 +195,14 @@ def refit_scale_(x: Any, values: Tensor, *, fresh: bool) -> None:
     amax = amax_of(values, x.granularity)
     if not bool(amax.isfinite().all()):
         return
-    new = refitted_scale(amax, torch.where(amax > 0, 0.0, x.scale) if fresh else x.scale, x.format)
-    if torch.equal(new, x.scale):
+    old = x.scale
+    new = refitted_scale(amax, torch.where(amax > 0, 0.0, old) if fresh else old, x.format)
+    if torch.equal(new, old):
         return
     units = values / x.expanded_scale()
     if fresh or not torch.equal(round_to_grid(units, x.format), units):
-        _LOG.info("%s of shape %s: %s", x.format.name, tuple(x.shape), describe_change(x.scale, new))
-        x.scale.copy_(new)
+        _LOG.info("%s of shape %s: %s", x.format.name, tuple(x.shape), describe_change(old, new))
+        x.set_scale_(new)
 
 
 def _exponents(scale: Tensor) -> tuple[int, int]:

@@ -34,7 +34,7 @@ def parts_of(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
         *(weight.block_size or 0, int(weight.by_operator), DRAWS.index(weight.draws)),
     ]
     codes = as_float8(weight.codes, fmt)
-    parts = (codes, weight.scale, weight.counter, torch.tensor(traits, device=weight.device))
+    parts = (codes, weight.kept_scale, weight.counter, torch.tensor(traits, device=weight.device))
     left = {} if weight.remainder is None else {name + _LEFT: weight.remainder}
     return {name + suffix: part for suffix, part in zip(PARTS, parts, strict=False)} | left
 
@@ -54,12 +54,11 @@ def gather_parts(state: dict[str, Any], name: str, weight: Tensor) -> None:
         raise ValueError(f"{name} holds codes ({saved.dtype}), and {name}_scale is missing")
     scale, counter, traits, left = (state.pop(name + suffix, None) for suffix in PARTS[1:])
     options = _read_traits(name, traits) if traits is not None else _assumed(name, saved, weight)
+    scale = scale if scale.dtype == torch.uint8 else scale.float()  # bytes are exponents of blocks
     if scale.shape == (1,) and saved.dim() > 1:  # as compressed-tensors has the scale of a whole tensor
         scale = scale.reshape(())
     try:
-        weight = FP8Parameter.from_codes(
-            as_codes(saved), scale.float(), counter=0 if counter is None else counter, **options
-        )
+        weight = FP8Parameter.from_codes(as_codes(saved), scale, counter=0 if counter is None else counter, **options)
         weight.remainder = checked_remainder(left, saved)
         state[name] = weight
     except (ValueError, TypeError) as error:

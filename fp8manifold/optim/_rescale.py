@@ -70,7 +70,7 @@ def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, variant: Variant, 
     _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
     if held.numel():
         _rewrite(state, grid, new, variant, words)
-    old.copy_(new)
+    held.set_scale_(new)
     return count
 
 

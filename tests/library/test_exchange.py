@@ -205,12 +205,25 @@ def test_what_no_layout_takes_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_block_scale_that_is_no_e8m0_is_refused() -> None:
+def test_block_scales_are_written_as_they_are_kept() -> None:
     layer: Any = quantize_model(nn.Linear(64, 1, bias=False), LayerSpec("E4M3", granularity="block"), "fp8")
-    for exponent in (-127, -126, 0, 127):
-        layer.weight.scale.fill_(2.0**exponent)
-        assert exported_state_dict(layer)[0]["weight_scale"].tolist() == [[exponent + 127] * 2]
-    layer.weight.scale.fill_(2.0**-128)
+    for exponent in (-126, 0, 127):
+        layer.weight.set_scale_(2.0**exponent)
+        written = exported_state_dict(layer)[0]["weight_scale"]
+        assert written.tolist() == [[exponent + 127] * 2]
+        assert torch.equal(written, layer.weight.exponents)
+
+
+def test_a_block_scale_that_is_no_e8m0_is_refused() -> None:
+    """Of master weights; those of codes can't be any other."""
+    spec = LayerSpec("E4M3", granularity="block", policy="static")
+    layer: Any = quantize_model(nn.Linear(64, 1, bias=False), spec, "master")
+    layer(torch.ones(1, 64))
+    with torch.no_grad():
+        layer.weight.zero_()
+    layer.weight_scaler.value.fill_(2.0**-127)
+    assert exported_state_dict(layer)[0]["weight_scale"].tolist() == [[0, 0]]
+    layer.weight_scaler.value.fill_(2.0**-128)
     with pytest.raises(ValueError, match=r"'weight' has a block scale that is no E8M0"):
         exported_state_dict(layer)
 

@@ -96,10 +96,8 @@ def test_every_storage_takes_them(storage: Any) -> None:
 @GRANULARITIES
 def test_codes_and_scales_alone_are_taken(granularity: Any) -> None:
     model, other = made(granularity=granularity), made(granularity=granularity, seed=1)
-    if granularity == "block":  # whose scales are exponents there
-        tensors = {name: x for name, x in model.state_dict().items() if not name.endswith(("_traits", "_counter"))}
-    else:
-        tensors, _ = exported_state_dict(model)
+    tensors, _ = exported_state_dict(model)
+    assert tensors["0.weight_scale"].dtype == (torch.uint8 if granularity == "block" else torch.float32)
     other.load_state_dict(tensors)
     assert same_store(other[0].weight, model[0].weight)
     assert (other[0].weight.seed, int(other[0].weight.counter)) == (1 << 32, 0)

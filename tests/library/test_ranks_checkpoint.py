@@ -36,6 +36,7 @@ KINDS: dict[str, Any] = {
     "muon": (fm.optim.StiffnessMuon.for_model, {"lr": 0.02, "moments": "8bit", "writeback": "residual8"}),
     "lion": (fm.optim.StiffnessLion, {"lr": 0.01, "writeback": "residual2", "draws": "dither"}),
     "momentum": (fm.optim.StiffnessAdamW, {"lr": 0.01, "writeback": "momentum", "moments": "bfloat16"}),
+    "blocks": (fm.optim.StiffnessAdamW, {"lr": 0.05, "writeback": "stochastic", "moments": "8bit"}),
     "riemannian": (fm.optim.RiemannianAdam, {"float_lr": 0.01, "writeback": "stochastic", "amsgrad": True}),
 }
 
@@ -47,7 +48,8 @@ def made(kind: str, net: Any) -> Any:
 
 def prepared(kind: str, seed: int) -> tuple[Any, Any, Any, Any]:
     """Rows and the whole, with an optimizer each."""
-    parts, whole = sharded(model(seed=seed)), model(seed=seed)
+    parts, whole = (model("block" if kind == "blocks" else "channel", seed=seed) for _ in range(2))
+    parts = sharded(parts)
     return parts, whole, made(kind, parts), made(kind, whole)
 
 
@@ -102,6 +104,7 @@ def gradient_of(q: Tensor, step: int, i: int) -> Tensor:
         ("adamw", True, True),
         ("muon", True, False),
         ("momentum", False, False),
+        ("blocks", False, True),
         ("riemannian", True, False),
     ],
 )

@@ -1,0 +1,329 @@
+"""Scales of blocks: a byte each, read as float32, written in one way, and the same to the bit wherever they go."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rank_cases import batch, loss_of, model
+from rank_pool import Pool
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tensor_cases import INPUT, Net, decoded, parameter, same_store
+from test_ranks_fsdp import check_same, sharded
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fp8manifold as fm
+from nanogpt_bench.step.memory import memory_of
+
+#: the ends, 1, and the neighbours of what bytes can be mistaken for
+EXPONENTS = (-126, -125, -1, 0, 1, 2, 126, 127)
+
+
+def extreme(**options: Any) -> fm.FP8Parameter:
+    """Four rows of two blocks at all of these scales; the smallest subnormals of E4M3 at 2^-126 are in float32."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64)
+    codes[codes & 127 == 127] = 0
+    scale = torch.tensor([2.0**e for e in EXPONENTS]).view(4, 2)
+    options = {"seed": 3, "counter": 5, "requires_grad": True, **options}
+    return fm.FP8Parameter.from_codes(codes, scale, "E4M3", block_size=32, **options)
+
+
+def held(x: Any) -> dict[str, Tensor]:
+    return {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+def test_a_block_has_one_byte() -> None:
+    p = parameter(shape=(16, 128), granularity="block")
+    assert {name: (x.dtype, x.nbytes) for name, x in held(p).items()} == {
+        "codes": (torch.uint8, p.numel()),
+        "exponents": (torch.uint8, p.numel() // 32),
+        "counter": (torch.int64, 8),
+    }
+    assert memory_of([p]) == p.numel() + p.numel() // 32 + 8
+    assert (p.scale.dtype, p.scale.shape, p.granularity) == (torch.float32, (16, 4), "block")
+    for granularity in ("tensor", "channel"):
+        other = parameter(granularity=granularity)
+        assert other.exponents is None
+        assert list(held(other)) == ["codes", "scale", "counter"]
+        assert other.scale.data_ptr() == other.scale.data_ptr()  # memory, as it is for them
+
+
+def test_scales_are_read_as_the_float32_that_they_are() -> None:
+    p = extreme()
+    assert p.exponents is not None
+    assert p.exponents.flatten().tolist() == [e + 127 for e in EXPONENTS]
+    assert p.scale.flatten().tolist() == [2.0**e for e in EXPONENTS]
+    assert torch.equal(p.expanded_scale(), p.scale.repeat_interleave(32, -1))
+    expected = decoded(p).float()  # beyond float32 at 2^126 and 2^127
+    assert torch.equal(p.dequantize(), expected)
+    rows = torch.tensor([3, 0, 3])
+    assert torch.equal(nn.functional.embedding(rows, p), expected[rows])
+    assert "scale=2^-126..2^127" in repr(p)
+
+
+def test_every_scale_that_there_is() -> None:
+    """254 of them, by the constructor, by number and by tensor."""
+    scales = torch.ldexp(torch.ones(254), torch.arange(-126, 128))
+    p = fm.FP8Parameter.from_codes(torch.zeros(254, 32, dtype=torch.uint8), scales[:, None], "E4M3", block_size=32)
+    assert p.exponents is not None
+    assert p.exponents.flatten().tolist() == list(range(1, 255))
+    assert torch.equal(p.scale[:, 0], scales)
+    for scale in (2.0**-126, 2.0**127):
+        assert fm.FP8Parameter(torch.zeros(2, 32), granularity="block", scale=scale).scale.tolist() == [[scale]] * 2
+    for fill, exponent in ((3e38, 120), (1e-38, -126)):  # what the largest and the smallest weights ask for
+        w = torch.full((1, 32), fill)
+        assert fm.FP8Parameter(w, "E4M3", granularity="block", headroom=1.0).scale.item() == 2.0**exponent
+
+
+# ----------------------------------------------------------------------------------------------------- writing
+def test_what_shares_memory_sees_a_new_scale() -> None:
+    p = extreme()
+    shared = [p.detach(), p.data, fm.FP8Parameter(p), p.view_as(p)]
+    version, before = p._version, p.exponents
+    assert p.set_scale_(0.5) is p
+    assert p.exponents is before
+    assert p._version > version
+    assert p.scale.unique().tolist() == [0.5]
+    for other in shared:
+        assert torch.equal(other, p.dequantize())
+    p.scale = p.scale * 2
+    p.scale *= 2
+    assert p.exponents is before
+    assert shared[0].scale.unique().tolist() == [2.0]  # type: ignore[attr-defined]
+    shared[0].rescale_(8.0)  # type: ignore[operator]
+    assert p.scale.unique().tolist() == [8.0]
+
+
+def test_a_pass_that_saved_the_weight_is_refused() -> None:
+    p = parameter(granularity="block")
+    loss = (p * p).sum()
+    p.set_scale_(p.scale * 2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_rounding_left_is_void_at_another_scale() -> None:
+    p = parameter(granularity="block", keep_remainder=True)
+    assert p.set_scale_(p.scale).remainder is None
+
+
+def test_scales_narrow_and_are_refitted_in_their_memory() -> None:
+    p = parameter("E4M3", (2, 64), granularity="block", rounding="nearest", headroom=1.0)
+    values, memory = p.dequantize(), p.exponents
+    p.rescale_(64 * p.scale)
+    assert p.adapt_scale_(headroom=1.0)
+    torch.testing.assert_close(p.dequantize(), values, rtol=2**-4, atol=1e-4)
+    with torch.no_grad():
+        p.copy_(1000 * values)
+        torch.testing.assert_close(p.dequantize(), 1000 * values, rtol=2**-4, atol=0.1)
+        p.normal_(std=1e-6)
+    assert (p.scale < 1e-6).all()
+    assert p.exponents is memory
+
+
+LEFT = torch.zeros(4, 64, dtype=torch.uint8)
+REFUSED: dict[str, tuple[Callable[[fm.FP8Parameter], Any], type[Exception], str]] = {
+    "set 0.3": (lambda p: p.set_scale_(0.3), ValueError, r"scale holds 0\.3: every entry must be a power of two"),
+    "set 0": (lambda p: p.set_scale_(0.0), ValueError, "scale holds 0: every entry must be a power of two"),
+    "set -1": (lambda p: p.set_scale_(-1.0), ValueError, "scale holds -1: every entry must be a power of two"),
+    "set inf": (lambda p: p.set_scale_(float("inf")), ValueError, "scale holds inf"),
+    "set nan": (lambda p: p.set_scale_(float("nan")), ValueError, "scale holds nan"),
+    "set 2^-127": (lambda p: p.set_scale_(2.0**-127), ValueError, r"those of blocks from 2\^-126 to 2\^127"),
+    "set a shape": (lambda p: p.set_scale_(torch.ones(3, 1)), ValueError, r"shape \(3, 1\): it must fit \(4, 2\)"),
+    "set bytes": (lambda p: p.set_scale_(torch.full((4, 2), 128).byte()), TypeError, "scale is torch.uint8"),
+    "assign": (lambda p: setattr(p, "scale", torch.full((4, 2), 3.0)), ValueError, "scale holds 3"),
+    "rescale 3": (lambda p: p.rescale_(3.0), ValueError, "scale holds 3"),
+    "rescale 2^-127": (lambda p: p.rescale_(2.0**-127), ValueError, r"those of blocks from 2\^-126 to 2\^127"),
+    "rescale bytes": (lambda p: p.rescale_(torch.tensor(128).byte()), TypeError, "scale is torch.uint8"),
+    "make": (lambda p: parameter(granularity="block", scale=2.0**-127), ValueError, r"blocks from 2\^-126 to 2\^127"),
+    "codes": (lambda p: fm.FP8Parameter.from_codes(LEFT, 0.3, "E4M3", block_size=32), ValueError, r"scale holds 0\.3"),
+    "bytes": (
+        lambda p: fm.FP8Parameter.from_codes(LEFT, LEFT[:, :2], "E4M3", block_size=32),
+        ValueError,
+        "scale holds the exponent 0: those of blocks are 1 to 254",
+    ),
+    "nan byte": (
+        lambda p: fm.FP8Parameter.from_codes(LEFT, LEFT[:, :2] + 255, "E4M3", block_size=32),
+        ValueError,
+        "scale holds the exponent 255",
+    ),
+    "bytes of rows": (
+        lambda p: fm.FP8Parameter.from_codes(LEFT, LEFT[:, :1] + 127, "E4M3"),
+        TypeError,
+        "scale is torch.uint8, in which blocks keep exponents",
+    ),
+    "adopt": (
+        lambda p: p.detach().copy_(fm.FP8Parameter.from_codes(LEFT, 2.0**-130, "E4M3")),
+        ValueError,
+        r"those of blocks from 2\^-126 to 2\^127",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_scale_is_refused(call: Any, error: type[Exception], message: str) -> None:
+    p = parameter(granularity="block")
+    before = copy.deepcopy(p)
+    with pytest.raises(error, match=message) as refusal:
+        call(p)
+    assert "\n" not in str(refusal.value)
+    assert same_store(p, before)
+
+
+def test_rows_keep_the_scales_that_they_had() -> None:
+    """Float32, below 2^-126 too."""
+    p = parameter(granularity="channel")
+    assert p.set_scale_(2.0**-130).scale.flatten().tolist() == [2.0**-130] * 4
+    with pytest.raises(ValueError, match=r"scale holds 0\.3"):
+        p.set_scale_(0.3)
+
+
+# -------------------------------------------------------------------------------------------------- round trips
+def through_state_dict(p: fm.FP8Parameter, folder: Path) -> Any:
+    source, target = (nn.ParameterDict({"w": x}) for x in (p, parameter(granularity="block", seed=9)))
+    target.load_state_dict(source.state_dict())
+    return target["w"]
+
+
+def through_safetensors(p: fm.FP8Parameter, folder: Path) -> Any:
+    tensors, metadata = fm.flatten_state_dict({"w": p})
+    assert tensors["w_scale"].dtype == torch.uint8
+    save_file(tensors, folder / "w", metadata)
+    with safe_open(folder / "w", "pt") as file:
+        return fm.unflatten_state_dict(load_file(folder / "w"), file.metadata())["w"]
+
+
+def through_torch_save(p: fm.FP8Parameter, folder: Path) -> Any:
+    torch.save(p, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def through_checkpoint(p: fm.FP8Parameter, folder: Path) -> Any:
+    if torch.__version__ < (2, 9):  # which asks for a storage
+        return copy.deepcopy(p)
+    q = parameter(granularity="block", seed=9)
+    dcp.save({"w": p.detach()}, checkpoint_id=folder)
+    dcp.load({"w": q.detach()}, checkpoint_id=folder)
+    return q
+
+
+def through_meta(p: fm.FP8Parameter, folder: Path) -> Any:
+    layer = nn.Linear(64, 4, bias=False, device="meta")
+    layer.weight = fm.FP8Parameter(p.detach().to("meta"))
+    assert isinstance(layer.weight.exponents, Tensor)
+    assert layer.weight.exponents.is_meta
+    layer.to_empty(device="cpu")
+    assert layer.weight.scale.unique().tolist() == [1.0]
+    layer.load_state_dict({"weight": p.detach()})
+    return layer.weight
+
+
+TRIPS: dict[str, Callable[[fm.FP8Parameter, Path], Any]] = {
+    "state_dict": through_state_dict,
+    "safetensors": through_safetensors,
+    "torch.save": through_torch_save,
+    "distributed checkpoint": through_checkpoint,
+    "pickle": lambda p, _: pickle.loads(pickle.dumps(p)),
+    "deepcopy": lambda p, _: copy.deepcopy(p),
+    "clone": lambda p, _: p.detach().clone(),
+    "meta": through_meta,
+    "bfloat16": lambda p, _: p.detach().bfloat16().float(),
+    "copy_": lambda p, _: parameter(granularity="block", seed=9).detach().copy_(p.detach()),
+    "shared": lambda p, _: copy.deepcopy(p).share_memory_(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS)
+def test_extreme_scales_come_back_to_the_bit(trip: Any, tmp_path: Path) -> None:
+    p = extreme()
+    back = trip(p, tmp_path)
+    assert same_store(back, p)
+    assert torch.equal(back.exponents, p.exponents)
+    assert back.exponents.dtype == torch.uint8
+    assert back.exponents.data_ptr() != p.exponents.data_ptr()  # type: ignore[union-attr]
+    assert torch.equal(back.dequantize(), p.dequantize())
+
+
+def test_scales_that_were_saved_as_floats_are_taken() -> None:
+    """By the function that unpickles, from parts of a file, and from a checkpoint's parts by name."""
+    p = extreme()
+    rebuild, (kind, parts, rest, trained) = p.__reduce_ex__(2)
+    parts = {name: part for name, part in parts.items() if name != "exponents"} | {"scale": p.scale}
+    assert same_store(rebuild(kind, parts, rest, trained), p)
+    tensors, metadata = fm.flatten_state_dict({"w": p})
+    assert same_store(fm.unflatten_state_dict(tensors | {"w_scale": p.scale}, metadata)["w"], p)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------ compiled
+@pytest.mark.usefixtures("cpp_compiler")
+def test_compiled_code_reads_the_bytes_of_the_moment() -> None:
+    torch._dynamo.reset()
+    net = Net(granularity="block", rounding="nearest")
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(net, fullgraph=True, backend=counter)
+    for change in (1.0, 2.0, 0.25):
+        for p in net.stored:
+            p.set_scale_(p.scale * change)
+        net.zero_grad()
+        compiled(INPUT).sum().backward()
+        expected = net.first.weight.grad
+        net.zero_grad()
+        out = net(INPUT)
+        out.sum().backward()
+        torch.testing.assert_close(compiled(INPUT), out, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(net.first.weight.grad, expected, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("cpp_compiler")
+def test_a_scale_is_read_in_compiled_code() -> None:
+    torch._dynamo.reset()
+    p = extreme()
+    read = torch.compile(lambda w: (w.scale + 0.0, w.expanded_scale() + 0.0, w * 1.0), fullgraph=True)
+    for _ in range(2):
+        for ours, its in zip(read(p), (p.scale, p.expanded_scale(), p.dequantize()), strict=True):
+            assert torch.equal(ours, its)
+        p.set_scale_(p.scale.flip(0))
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+def sharded_blocks(rows: int) -> tuple[int, int]:
+    """Bytes of the own rows, which the passes gather with extreme scales among them."""
+    whole = model("block", rows=rows)
+    first = whole[0].weight
+    scale = first.scale
+    scale[0, 0], scale[-1, -1] = 2.0**-126, 2.0**20
+    first.set_scale_(scale)
+    parts = sharded(copy.deepcopy(whole))
+    with torch.no_grad():
+        assert torch.equal(parts(batch(0)), whole(batch(0)))
+    parts.reshard()
+    loss_of(parts, batch(1)).backward()
+    parts.reshard()
+    check_same(parts, whole)
+    own: Any = parts[0].weight
+    full, rows_held = own.full_tensor(), own._local_tensor.exponents
+    assert torch.equal(full.exponents, first.exponents)
+    assert same_store(full, first)
+    return rows_held.nbytes, own._local_tensor.codes.nbytes
+
+
+@pytest.mark.parametrize("rows", [22, 7])
+def test_rows_hold_a_byte_a_block(pools: dict[int, Pool], rows: int) -> None:
+    """Rows that 2 divides, sent with the codes, and rows that neither 2 nor 3 divides, gathered beforehand."""
+    for size in (1, 2, 3):
+        each = pools[size].run(sharded_blocks, rows)
+        assert sum(scales for scales, _ in each) == 2 * rows
+        assert all(32 * scales == codes for scales, codes in each)
