@@ -93,8 +93,22 @@ def test_a_table_has_what_tells_rows_apart_and_fits_a_terminal() -> None:
     assert [word for word in shown if word not in printed] == []
 
 
-@pytest.mark.parametrize(("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False)])
-def test_alerts_are_shown_where_they_differ(alerts: tuple[int, int], shown: bool) -> None:
+def test_the_best_loss_is_not_shown_where_it_is_the_last_of_all() -> None:
+    results = [replace(result(f"row {loss}", loss, 9.0, None, None, 1), tokens_to_gap=None) for loss in (2.5, 2.62)]
+    assert "best val loss" not in headings(results)
+    first = replace(results[0], best_val_loss=Figure(2.4))
+    assert "best val loss" in headings([first, results[1]])
+
+
+def test_csv_has_rate_alerts_and_their_kinds() -> None:
+    (line,) = csv_lines([replace(result(*ROWS[0]), alerts={"stall": 2, "overflow": 1})])
+    assert (line["lr"], line["alerts"], line["alert_kinds"]) == ("0.002", "3", "stall:2 overflow:1")
+
+
+@pytest.mark.parametrize(
+    ("alerts", "shown"), [((1, 1), False), ((1, 2), True), ((0, 1), True), ((0, 0), False), ((0, 1, 1), True)]
+)
+def test_alerts_are_shown_where_they_differ(alerts: tuple[int, ...], shown: bool) -> None:
     results = [
         replace(result(*ROWS[place]), alerts={"stall": count} if count else {}) for place, count in enumerate(alerts)
     ]
