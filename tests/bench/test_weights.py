@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPTShape, build_model
-from nanogpt_bench.model.weights import load_weights, save_weights, tensors_of
+from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.step.resolve import resolve
 from nanogpt_bench.step.surgery import quantize, quantized_layers
 from nanogpt_bench.system.errors import BenchError
@@ -52,18 +51,6 @@ def test_one_byte_weights_take_a_byte_in_the_file(tmp_path: Path) -> None:
         sizes[storage] = path.stat().st_size
     weights = 2 * 12 * 64**2
     assert sizes["grid"] - sizes["fp8"] == pytest.approx(3 * weights, rel=0.1)
-
-
-@pytest.mark.parametrize("fmt", ["E4M3", "E3M4"])
-def test_a_file_that_names_its_parts_as_before_is_read(tmp_path: Path, fmt: str) -> None:
-    saved, other = wrapped("fp8", 0, fmt), wrapped("fp8", 1, fmt)
-    tensors, metadata = tensors_of(saved)
-    for name in (key.removeprefix("fp8:") for key in metadata):
-        tensors[f"{name}.codes"] = tensors.pop(name).view(torch.uint8)
-        tensors |= {f"{name}.{part}": tensors.pop(f"{name}_{part}") for part in ("scale", "counter")}
-    save_file(tensors, tmp_path / "before", metadata)
-    load_weights(other, tmp_path / "before")
-    assert torch.equal(saved(TOKENS), other(TOKENS))
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.Mo
     for kind, options in CASES.values():
         results = []
         for block in (1, 70, 1 << 20):
-            monkeypatch.setattr(_eager_step, "BLOCK", block)
+            monkeypatch.setattr(_eager_step, "block_on", lambda _, size=block: size)
             p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
             job, numbers = third_step(kind, p, options)
             results.append(copied(job) | {"after": same_in_parts(job, numbers, [4])["weight"]})
