@@ -31,6 +31,8 @@ class Way:
     #: scales are powers of two (a byte in blocks), or floats
     pow2: bool = True
     residual_bits: int = 0
+    #: by an optimizer of the library, which doubles a scale in the step that leaves a weight at its end
+    stepped: bool = False
 
     @property
     def label(self) -> str:
@@ -43,6 +45,8 @@ class Way:
     @property
     def looks(self) -> str:
         """How often scales are looked at."""
+        if self.stepped:
+            return "the library's step"
         return "widened at once" if self.every == 1 else f"every {self.every} steps"
 
     @property
@@ -90,6 +94,8 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
 
     ``key`` has ``seed``, ``stream`` and ``first``, the number of the first of the updates.
     """
+    if way.stepped:
+        return stepped(start, updates, way, draws, key["seed"])
     seed, stream, first = key["seed"], key["stream"], key["first"]
     scale = fresh_scale(start, way)
     # a seed of its own: independent of what the steps draw
@@ -103,6 +109,19 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
         factor = spread(scale, way)
         kept, code = (part * factor for part in rounded(target / factor, way, step, stream, seed, draws))
     return code, exact
+
+
+def stepped(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int) -> tuple[Tensor, Tensor]:
+    """The same by steps of an optimizer whose gradients are the updates."""
+    p = fm.FP8Parameter(start, way.fmt, granularity=way.granularity, headroom=way.room)
+    plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "stiffness": 0.0, "writeback": "stochastic"}
+    optimizer = fm.optim.StiffnessSGD([p], **plain, draws=draws, seed=seed)
+    exact = p.dequantize().double()
+    for update in updates:
+        exact += update
+        p.grad = -update
+        optimizer.step()
+    return p.dequantize(), exact
 
 
 class Error(NamedTuple):

@@ -449,13 +449,17 @@ def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
     printed = run("write_back_noise.py", *options)
     for optimizer in ("Muon (muon-stochastic)", "AdamW (stochastic)"):
         part = printed.partition(f"{optimizer}:")[2]
-        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:23])}
-        assert len(rows) == 19
-        today = rows["E2M5, rows, room 2, every 100 steps"]
-        assert float(today[1]) > float(rows["E2M5, rows, room 1, widened at once"][1]) > 0
-        assert today[5] == today[6].removesuffix(" |")
-        assert float(today[1]) < float(rows["E4M3, rows, room 16, every 100 steps"][1])
-    assert len(re.findall(r"^E2M5, .* over today's: [\d.]+ .*bar <= 0.5: (NOT )?met$", printed, re.MULTILINE)) == 2
+        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:27])}
+        assert len(rows) == 23
+        former = rows["E2M5, rows, room 2, every 100 steps"]
+        assert float(former[1]) > float(rows["E2M5, rows, room 1, widened at once"][1]) > 0
+        assert float(former[1]) > float(rows["E2M5, rows, room 1, the library's step"][1]) > 0
+        assert former[5] == former[6].removesuffix(" |")
+        assert float(former[1]) < float(rows["E4M3, rows, room 16, every 100 steps"][1])
+    assert (
+        len(re.findall(r"^E2M5, .* over the former rule's: [\d.]+ .*bar <= 0.5: (NOT )?met$", printed, re.MULTILINE))
+        == 2
+    )
 
 
 def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]:
@@ -520,7 +524,7 @@ def test_bytes_of_scales_and_ratios(modules: dict[str, ModuleType]) -> None:
     script, way, error = modules["write_back_noise"], modules["_write_back"].Way, modules["_write_back"].Error
     assert way("E2M5").scale_bytes == way("E2M5", "block").scale_bytes == 1 / 32
     assert way("E2M5", "block", every=0, pow2=False).scale_bytes == 1 / 8
-    noises = {"TODAY": ([4.0, 2.0], [2.0, 2.0]), "NO_SLACK": ([3.0, 1.0], [3.0, 0.5])}
+    noises = {"FORMER": ([4.0, 2.0], [2.0, 2.0]), "NO_SLACK": ([3.0, 1.0], [3.0, 0.5])}
     found = {
         getattr(script, name): {
             draws: [error(noise, (-1) ** i * noise / 10) for i, noise in enumerate(halves)]

@@ -114,8 +114,8 @@ class GridOptimizer(ManifoldOptimizer):
         return job
 
     def _widen(self, jobs: list[Job]) -> None:
-        for job, grid in at_an_end(jobs):
-            state, held = self.state[job.parameter], local_of(job.parameter)
+        for job in at_an_end(jobs):
+            state, grid, held = self.state[job.parameter], grid_of(job.parameter), local_of(job.parameter)
             assert isinstance(held, FP8Tensor)
             changed = widen(state, grid, held, job.variant, job.words)
             one = not held.scale.dim()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._numerics.codec import encode_finite, encode_signed
-from fp8manifold._ranks import Ranks, local_of
+from fp8manifold._ranks import Ranks, local_of, share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._job import Job, row_view
-from fp8manifold.optim._plan import Grid, grid_of
+from fp8manifold.optim._plan import Grid
 from fp8manifold.optim._residuals import pack_residual, unpack_residual
 from fp8manifold.optim._variant import Variant
 from fp8manifold.optim._weights import load_weights
@@ -28,31 +28,34 @@ _FOR_RESCALING: Final = 2
 """A fourth key word, so that no draw of a step is used again."""
 
 
-def at_an_end(jobs: Sequence[Job]) -> list[tuple[Job, Grid]]:
-    """The one-byte parameters of which a step has left a weight at the end of its range.
+def at_an_end(jobs: Sequence[Job]) -> list[Job]:
+    """The steps of one-byte parameters that have left a weight at the end of its range.
 
     Rows that a process holds are its own to widen.  Of one scale for the rows of several processes all of these
     processes are told.
     """
-    kept = [(job, grid_of(job.parameter)) for job in jobs if job.variant.storage == "codes"]
-    found = [_holds_last(job, grid) for job, grid in kept]
+    kept = [job for job in jobs if job.variant.storage == "codes"]
+    found = [_holds_last(job) for job in kept]
     shared: dict[int, tuple[Ranks, list[int]]] = {}
-    for i, (_, grid) in enumerate(kept):
-        if grid.share is not None and grid.scale is not None and not grid.scale.dim():
-            shared.setdefault(id(grid.ranks.group), (grid.ranks, []))[1].append(i)
+    for i, job in enumerate(kept):
+        if job.scale is not None and not job.scale.dim() and (share := share_of(job.parameter)) is not None:
+            shared.setdefault(id(share.ranks.group), (share.ranks, []))[1].append(i)
     for ranks, places in shared.values():
-        flags = torch.tensor([found[i] for i in places], dtype=torch.int32, device=kept[places[0]][1].weight.device)
+        flags = torch.tensor(
+            [found[i] for i in places], dtype=torch.int32, device=kept[places[0]].held["weight"].device
+        )
         for i, flag in zip(places, ranks.largest(flags).tolist(), strict=True):
             found[i] = bool(flag)
-    return [one for one, here in zip(kept, found, strict=True) if here]
+    return [job for job, here in zip(kept, found, strict=True) if here]
 
 
-def _holds_last(job: Job, grid: Grid) -> bool:
+def _holds_last(job: Job) -> bool:
     """Whether one of the codes is that of the largest magnitude; native code has looked already."""
-    if job.reached or not grid.weight.numel():
+    codes, fmt = job.held["weight"], job.variant.fmt
+    if job.reached or not codes.numel():
         return any(job.reached)
-    assert grid.fmt is not None
-    return bool(((grid.weight & (grid.fmt.sign_bit - 1)) == grid.fmt.max_code).any())
+    assert fmt is not None
+    return bool(((codes & (fmt.sign_bit - 1)) == fmt.max_code).any())
 
 
 def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, variant: Variant, words: tuple[int, int, int]) -> int:

@@ -26,8 +26,10 @@ def is_steady(optimizer: Any, members: list[Member]) -> bool:
     On one GPU with kernels, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
     """
     parameters = [p for _, p in members]
+    if not parameters or not on_gpu(parameters[0].device):
+        return False
     devices = {p.device for p in parameters} | {p.grad.device for p in parameters if p.grad is not None}
-    if len(devices) != 1 or not on_gpu(devices.pop()) or optimizer.observer is not None:
+    if len(devices) != 1 or optimizer.observer is not None:
         return False
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     return alone and _is_ordinary(type(optimizer)) and all(_is_even(optimizer, *member) for member in members)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -21,6 +19,7 @@ from nanogpt_bench.report.results_file import with_given_up
 from nanogpt_bench.report.rows import Row, find_reference
 from nanogpt_bench.report.sweep_charts import read_studies
 from nanogpt_bench.runs.earlier import DATE, MANIFEST, drop_checkpoints, has_ended, summary_of
+from nanogpt_bench.runs.environment import command_line
 from nanogpt_bench.runs.load import Run, is_run_folder, load_run
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import write_text
@@ -124,7 +123,7 @@ class Record:
 
     def _facts(self, runs: Sequence[Run]) -> dict[str, str]:
         own = {
-            "Command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "Command": command_line(),
             "Machine": platform.platform(),
             "Date": self.started.strftime(DATE),
         }

@@ -53,7 +53,8 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 
 def command_line() -> str:
     """Return the running command as it would be typed, the program by its name only."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    return shlex.join(["nanogpt-bench" if program == "__main__.py" else program, *sys.argv[1:]])  # python -m
 
 
 def _version(name: str) -> str | None:
