@@ -176,11 +176,13 @@ def word_range(
 
 def words_at(positions: Tensor, words: Words) -> Tensor:
     """The random words at any positions, int64, of one tensor; int32, of the same shape."""
-    high = positions >> 32
     x = torch.empty_like(positions, dtype=torch.int32)
-    for each in high.unique().tolist():
+    if not x.numel():
+        return x
+    high = positions >> 32
+    for each in range(int(high.min()), int(high.max()) + 1):  # one, but in tensors of more than 2^32 elements
         first, second, third = round_keys(words, each)
-        low = ((positions & (2**32 - 1)) + (first % 2**32)) & (2**32 - 1)
+        low = (positions + first % 2**32) & (2**32 - 1)
         signed = torch.where(low < 2**31, low, low - 2**32).to(torch.int32)
         x = torch.where(high == each, mix(signed, second, third), x)
     return x
