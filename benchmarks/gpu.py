@@ -25,7 +25,7 @@ from _record import record
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold.optim import _run, _triton_step, _verdict
+from fp8manifold.optim import _agreement, _backends, _triton_step
 
 SECONDS: Final = 90.0
 PEAK: Final = 989e12  # products of bfloat16 an H100 SXM adds up in a second, by its data sheet
@@ -77,14 +77,14 @@ def on_card(session: Session) -> Iterator[None]:
     if not session.dry:
         yield
         return
-    kept = _verdict.on_gpu, _verdict.is_triton, _run.is_native, _run.is_triton
-    _verdict.on_gpu = lambda device: True  # type: ignore[assignment]
-    _verdict.is_triton = _run.is_triton = lambda job, dtype: True  # type: ignore[assignment]
-    _run.is_native = lambda job, dtype: False  # type: ignore[assignment]
+    kept = _agreement.on_gpu, _agreement.is_triton, _backends.is_native, _backends.is_triton
+    _agreement.on_gpu = lambda device: True  # type: ignore[assignment]
+    _agreement.is_triton = _backends.is_triton = lambda job, dtype: True  # type: ignore[assignment]
+    _backends.is_native = lambda job, dtype: False  # type: ignore[assignment]
     try:
         yield
     finally:
-        _verdict.on_gpu, _verdict.is_triton, _run.is_native, _run.is_triton = kept
+        _agreement.on_gpu, _agreement.is_triton, _backends.is_native, _backends.is_triton = kept
 
 
 def bits(x: Tensor) -> Tensor:

@@ -11,11 +11,10 @@ from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
-from fp8manifold.nn._operands import OperandSpec
-from fp8manifold.nn._plain_state import use_plain_state
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
+from fp8manifold.nn._saved import use_plain_state
 from fp8manifold.nn._scalers import Scale
-from fp8manifold.nn._spec import LayerSpec
+from fp8manifold.nn._spec import LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import check_formats, dequantize_model, quantize_model, quantize_weight_gradients
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import random_bits

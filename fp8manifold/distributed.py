@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp8manifold._ddp_start import start_ddp_with
 from fp8manifold._digest import check_digest, digest
-from fp8manifold._encoded.float8 import as_codes
+from fp8manifold._encoded.dispatch import as_codes
 from fp8manifold._ranks import Ranks, Replicas, share_of, spread
 from fp8manifold._shards import rows_between
 from fp8manifold._uneven import refuse_uneven_inputs

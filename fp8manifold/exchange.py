@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._encoded.float8 import FLOAT8
+from fp8manifold._encoded.dispatch import FLOAT8
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat

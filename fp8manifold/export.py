@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.adoption import checked_remainder
-from fp8manifold._encoded.float8 import as_codes, as_float8
+from fp8manifold._encoded.dispatch import as_codes, as_float8
+from fp8manifold._encoded.operators import checked_remainder
 from fp8manifold._ranks import share_of
 from fp8manifold.formats import FloatFormat
 from fp8manifold.parameter import FP8Parameter

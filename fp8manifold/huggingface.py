@@ -13,8 +13,7 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._conv1d import QuantizedConv1D
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS, gather_parts
-from fp8manifold.nn._plain_state import use_plain_state
-from fp8manifold.nn._recipe import put_layers, recipe_of, spec_as_json
+from fp8manifold.nn._saved import put_layers, recipe_of, spec_as_json, use_plain_state
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model, quantize_model

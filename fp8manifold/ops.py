@@ -10,7 +10,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.scaled_rounding import rounded_units
 from fp8manifold.fake_quant import as_scale
 from fp8manifold.formats import FormatLike, as_format
-from fp8manifold.nn._operands import NONE, is_none
+from fp8manifold.nn._spec import NONE, is_none
 from fp8manifold.scaling import amax_scale
 
 __all__ = ["fp8_mm"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
-from fp8manifold._encoded.adoption import adopt_parts, checked_scale
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS
 from fp8manifold._encoded.exponents import expand_kept, exponents_of
+from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
 from fp8manifold._encoded.scaled import ScaledTensor
 from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled

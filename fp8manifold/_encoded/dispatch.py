@@ -1,9 +1,4 @@
-"""What torch's operators do with encoded tensors: decode the arguments, run, encode what was written.
-
-Three kinds of operators need more than that.  A view gives a :class:`View`, which decodes its base when someone needs
-the numbers: autograd then keeps codes, and writing into it reaches the codes.  A factory (``zeros_like``) gives a plain
-tensor.  What copies a tensor as a whole (``detach``, ``clone``, ``to``) gives another encoded one.
-"""
+"""Dispatch of torch's operators over tensors of codes."""
 
 import sys
 from collections.abc import Callable
@@ -12,25 +7,96 @@ from functools import reduce
 from typing import Any, Final, NoReturn, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
-from fp8manifold._encoded.recall import is_backward, recall
 from fp8manifold._encoded.refusals import NoStorage, check_not_distributed, guard_memory, is_staged, refuse_memory
 from fp8manifold._encoded.storage import is_traced
 from fp8manifold._numerics.eager import eager_only
+from fp8manifold.formats import FloatFormat, as_format
 
-__all__ = [
-    "DTYPES",
-    "TRACED_AS",
-    "EncodedTensor",
-    "Replay",
-    "View",
-    "implements",
-    "name_of",
-    "plain",
-    "view_of",
-]
+FLOAT8: Final[dict[FloatFormat, torch.dtype]] = {
+    as_format("E4M3"): torch.float8_e4m3fn,
+    as_format("E5M2"): torch.float8_e5m2,
+    as_format("E4M3FNUZ"): torch.float8_e4m3fnuz,
+    as_format("E5M2FNUZ"): torch.float8_e5m2fnuz,
+}
+"""The formats whose codes torch reads as numbers, and the dtypes in which it does."""
+
+_IN_FILES: Final = ("E4M3", "E5M2")
+"""Those that every release of safetensors can write."""
+
+
+def as_float8(codes: Tensor, fmt: FloatFormat) -> Tensor:
+    """Codes as the numbers that files hold, where they have a dtype for them; the others stay uint8."""
+    return codes.view(FLOAT8[fmt]) if fmt.name in _IN_FILES else codes
+
+
+def as_codes(tensor: Tensor) -> Tensor:
+    """The codes of a tensor of one of the float8 dtypes; any other stays as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8.values() else tensor
+
+
+def float8_format(dtype: torch.dtype) -> FloatFormat | None:
+    """The format whose codes a dtype has, or None."""
+    return next((fmt for fmt, known in FLOAT8.items() if known == dtype), None)
+
+
+# --------------------------------------------------------------------------------------------------------------- recall
+
+
+@torch.library.custom_op("fp8manifold::recall", mutates_args=())
+def recall(codes: Tensor, after: Tensor) -> Tensor:
+    """A copy of the codes that can be made only once ``after`` is there."""
+    return codes.clone()
+
+
+@recall.register_fake
+def _(codes: Tensor, after: Tensor) -> Tensor:
+    return torch.empty_like(codes)
+
+
+def is_backward() -> bool:
+    """Whether autograd is in a backward pass, in this thread."""
+    running: Any = torch._C._current_graph_task_id()
+    return bool(running != -1)
+
+
+# -------------------------------------------------------------------------------------------------------------- loading
+
+
+_LOADS: Final = (nn.Module.load_state_dict.__code__, nn.Module._load_from_state_dict.__code__)
+_AVERAGES: Final = (AveragedModel.update_parameters.__code__,)
+
+
+def is_loading() -> bool:
+    """Whether the caller runs inside ``Module.load_state_dict``: to a tensor that is a ``copy_`` like any other."""
+    return _runs_inside(_LOADS)
+
+
+def is_averaging() -> bool:
+    """Whether the caller runs inside ``AveragedModel.update_parameters``."""
+    return _runs_inside(_AVERAGES)
+
+
+def is_sent_as_floats() -> bool:
+    """Whether torch's helpers send a full state from one process to others, who have made ready for floats."""
+    helpers = sys.modules.get("torch.distributed._state_dict_utils")
+    return helpers is not None and _runs_inside((helpers._broadcast_tensors.__code__,))
+
+
+def _runs_inside(codes: tuple[object, ...]) -> bool:
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
 
 TRACED_AS: Final = 3
 """Counts the changes in what operators are traced to, for code that a compiler has kept on disk."""

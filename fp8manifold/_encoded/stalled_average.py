@@ -4,7 +4,7 @@ import warnings
 
 from torch import Tensor
 
-from fp8manifold._encoded.loading import is_averaging
+from fp8manifold._encoded.dispatch import is_averaging
 
 __all__ = ["StalledAverageWarning", "is_average", "warn_if_stalled"]
 

@@ -1,5 +1,7 @@
 """Codes and power-of-two scales as a store of weights: from floats, to floats, and what the rounding left."""
 
+import math
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -13,18 +15,28 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import check_codes, decode, encode, to_chart
 from fp8manifold.random_bits import named_word
 
-__all__ = [
-    "REMAINDER_STEPS",
-    "checked_codes",
-    "dequantize_codes",
-    "encode_in_graph",
-    "expand_scale",
-    "is_traced",
-    "largest_magnitude",
-    "next_codes",
-    "remainder_of",
-    "void_remainder",
-]
+
+def packed_length(length: int, bits: int) -> int:
+    """Bytes of a row of values of 2 or 4 bits: as many as they need, but for one or two values of 2 bits two.
+
+    So that no row has the same size in either width.
+    """
+    return 2 if bits == 2 and length in (1, 2) else -(-length * bits // 8)
+
+
+def packed_width(packed: Sequence[int], shape: Sequence[int]) -> int | None:
+    """The bits of values of a shape that are packed flat or, in two dimensions, by rows; None if it is neither.
+
+    Args:
+        packed: the shape of the bytes.
+        shape: that of the values.
+    """
+    length = math.prod(shape if len(packed) == 1 else shape[1:])
+    return next((bits for bits in (4, 2) if packed[-1:] == (packed_length(length, bits),)), None)
+
+
+# -------------------------------------------------------------------------------------------------------------- storage
+
 
 REMAINDER_STEPS: Final = 256
 """Parts of a chart step in which a remainder is counted."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.packed import packed_length, packed_width
+from fp8manifold._encoded.storage import packed_length, packed_width
 from fp8manifold.formats import FormatLike, as_format
 from fp8manifold.grid import check_codes
 from fp8manifold.monitor._passes import ScaleLike, blocks, check_shapes, fitting, plain, share, unit_blocks

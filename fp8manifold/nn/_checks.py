@@ -8,8 +8,7 @@ from torch import Tensor
 from fp8manifold._encoded.traits import DRAWS
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._ranks import share_of
-from fp8manifold.nn._operands import OperandName, OperandSpec
-from fp8manifold.nn._spec import LayerSpec, check_options_are_taken
+from fp8manifold.nn._spec import LayerSpec, OperandName, OperandSpec, check_options_are_taken
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 

@@ -1,8 +1,4 @@
-"""A linear layer's product with a weight in codes, without the way through torch's dispatcher: the same operators.
-
-A tensor subclass costs some dozen Python calls for each operator that it passes; a step of a small model passes
-hundreds.
-"""
+"""Weights of one byte in a layer: held as codes, and products with them without a float copy to keep."""
 
 from typing import Any
 
@@ -11,10 +7,54 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8manifold._encoded.storage import dequantize_codes
+from fp8manifold._encoded.traits import Rounding
 from fp8manifold._native._arrays import is_plain
+from fp8manifold.formats import FloatFormat
+from fp8manifold.parameter import FP8Parameter
+from fp8manifold.random_bits import Draws
+from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["linear"]
+
+def byte_weight(
+    weight: Tensor,
+    fmt: FloatFormat,
+    rounding: Rounding,
+    seed: int,
+    draws: Draws,
+    *,
+    granularity: Granularity,
+    headroom: float | None,
+    keep_remainder: bool,
+) -> FP8Parameter:
+    """The codes of a float weight at a scale of its own.
+
+    Args:
+        weight: float32 or bfloat16.
+        fmt: format of the codes.
+        rounding, seed, draws: of what others write into it.
+        granularity, headroom: of the scale.
+        keep_remainder: whether what rounding leaves is kept.
+
+    Raises:
+        TypeError: another dtype.
+    """
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"a weight has dtype {weight.dtype}: storage='fp8' takes float32 or bfloat16 layers")
+    return FP8Parameter(
+        weight.detach(),
+        fmt,
+        granularity=granularity,
+        headroom=headroom,
+        rounding=rounding,
+        seed=seed,
+        draws=draws,
+        keep_remainder=keep_remainder,
+        requires_grad=weight.requires_grad,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- codes linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

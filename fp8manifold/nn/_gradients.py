@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._numerics.scaled_rounding import rounded_at
-from fp8manifold.nn._operands import OperandSpec
 from fp8manifold.nn._scalers import Scaler
+from fp8manifold.nn._spec import OperandSpec
 from fp8manifold.random_bits import Stream
 
 __all__ = ["Rounded", "linear_with_rounded_gradients", "round_gradient"]

@@ -16,10 +16,9 @@ from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.nn._byte_weight import byte_weight
 from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
 from fp8manifold.nn._checks import check_blocks, check_draws, check_storage, is_stored
-from fp8manifold.nn._codes_linear import linear
+from fp8manifold.nn._codes_linear import byte_weight, linear
 from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients, round_gradient
 from fp8manifold.nn._grid_weight import (
     check_dtype_holds,
@@ -29,11 +28,10 @@ from fp8manifold.nn._grid_weight import (
     prepare_grid_state,
     renew_grid_weight,
 )
-from fp8manifold.nn._operands import GLOBAL, NONE, OPERANDS, OperandName, OperandSpec
 from fp8manifold.nn._parts import gather_parts, parts_of
 from fp8manifold.nn._recomputation import Pass, pass_of
 from fp8manifold.nn._scalers import HISTORY, FixedScale, GlobalScale, Scale, Scaler, SharedAmax, announce_gradients
-from fp8manifold.nn._spec import LayerSpec
+from fp8manifold.nn._spec import GLOBAL, NONE, OPERANDS, LayerSpec, OperandName, OperandSpec
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws, Stream
 from fp8manifold.scaling import BLOCK_SIZE, Granularity

@@ -5,9 +5,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.adoption import checked_remainder
-from fp8manifold._encoded.dispatch import DTYPES
-from fp8manifold._encoded.float8 import FLOAT8, as_codes, as_float8, float8_format
+from fp8manifold._encoded.dispatch import DTYPES, FLOAT8, as_codes, as_float8, float8_format
+from fp8manifold._encoded.operators import checked_remainder
 from fp8manifold._encoded.traits import DRAWS, ROUNDINGS
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.parameter import FP8Parameter

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._encoded.recall import is_backward
+from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold.nn._scalers import Scaler
 

@@ -1,17 +1,236 @@
-"""One verdict on each step over all processes that take it: they go on together, or are refused together."""
+"""Agreement between processes: the same start, the same options, one verdict on finite gradients."""
 
-from collections.abc import Callable, Sequence
+import math
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8manifold._ranks import Ranks, ranks_of_each
-from fp8manifold.optim._together import check_same_start, described, ranks_together
+from fp8manifold import _triton
+from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
+from fp8manifold.optim._backends import note_changes, tables_of
+from fp8manifold.optim._job import Job, Member
+from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._state import unpacked
+from fp8manifold.optim._triton_step import is_triton, run_triton
+from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["in_every_process"]
+_NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
+
+
+def ranks_elsewhere() -> tuple[list[Ranks], torch.device] | None:
+    """Those of all parameters of a ``ZeroRedundancyOptimizer`` that makes the optimizer of this process' part.
+
+    A process may have none of them, and no other way to know who waits for its verdict.
+    """
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is None:
+        return None
+    code, frame = zero.ZeroRedundancyOptimizer._init_local_optimizer.__code__, sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            optimizer = frame.f_locals["self"]
+            return ranks_of(optimizer._all_params), optimizer._all_params[0].device
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
+    """The processes that step together with this one, and where they agree."""
+    everyone = [p for group in optimizer.param_groups for p in group["params"]]
+    if everyone:
+        return ranks_of(everyone), everyone[0].device
+    return getattr(optimizer, "_elsewhere", None) or ([], torch.device("cpu"))
+
+
+def described(group: dict[str, Any], i: int, k: int) -> str:
+    """By name where the groups have names (``model.named_parameters()``), by position and shape always."""
+    names = group.get("param_names")
+    name = f"{names[k]!r}, " if names else ""
+    return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"
+
+
+def check_same_start(optimizer: Optimizer) -> None:
+    """Compare one word for each parameter over the processes.
+
+    Replicas have all their bits in it, their states among them; shares what they must not differ in: format, seed,
+    counter, whether there is a remainder, and the scale where there is one for all rows.
+
+    Raises:
+        RuntimeError: one is not the same everywhere, in every process.
+    """
+    for ranks in ranks_together(optimizer)[0]:
+        if isinstance(ranks, Replicas):
+            states = {} if getattr(optimizer, "_elsewhere", None) else optimizer.state
+            _compare(ranks, ranks.parameters(), [repr(name) for name in ranks.names], states)
+            continue
+        shared = [
+            (p, described(group, i, k))
+            for i, group in enumerate(optimizer.param_groups)
+            for k, p in enumerate(group["params"])
+            if (share := share_of(p)) is not None and share.ranks.group == ranks.group
+        ]
+        _compare(ranks, [p for p, _ in shared], [name for _, name in shared])
+
+
+def _compare(
+    ranks: Ranks, parameters: Sequence[Tensor | None], names: list[str], states: Mapping[Tensor, Any] = _NONE
+) -> None:
+    device = next((p.device for p in parameters if p is not None), torch.device("cpu"))
+    each = [0 if p is None else _word_of_start(p, states.get(p, {})) for p in parameters]
+    words = torch.tensor([each], dtype=torch.int64, device=device)
+    different = (ranks.gathered(words) != words).any(0).to(torch.int32)
+    if bool((different := ranks.largest(different)).any()):
+        name = names[int(different.nonzero()[0])]
+        raise RuntimeError(
+            f"{name} is not the same in every process ({int(different.sum())} of {len(names)} are not): call "
+            "fp8manifold.distributed.sync(model) before the model is wrapped, and load the same state everywhere"
+        )
+
+
+def _word_of_start(parameter: Tensor, state: dict[str, Any]) -> int:
+    share = share_of(parameter)
+    held = parameter.detach() if share is None else share.local
+    digest = blake2b(repr((tuple(parameter.shape), str(parameter.dtype))).encode(), digest_size=8)
+    parts = [held] if share is None else []
+    if isinstance(held, FP8Tensor):
+        digest.update(repr(held._traits().flat).encode())
+        parts = [held.counter, *([held.codes] if share is None else [])]
+        parts += [held.scale] if share is None or not held.scale.dim() else []
+        digest.update(repr(held.remainder is not None).encode())
+        parts += [] if share is not None or held.remainder is None else [held.remainder]
+    parts += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+    for part in parts:
+        digest.update(part.as_subclass(Tensor).reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- finite
+
+
+_SHOWN: Final = 3
+_DOT = 2**30
+"""Elements of a product: those of a GPU are counted in 31 bits."""
+_BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
+
+
+def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], Tensor]]) -> bool:
+    """One sum of squares a tensor, and an exact check only where the sum of those is not finite.
+
+    Raises:
+        ValueError: a sparse or complex gradient.
+        FloatingPointError: a gradient is not finite and its group has ``on_nonfinite="raise"``.
+    """
+    for _, parameter in pairs:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse or parameter.grad.is_complex():
+            kind = "sparse" if parameter.grad.is_sparse else str(parameter.grad.dtype)
+            raise ValueError(
+                f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
+                f"{tuple(parameter.shape)} is {kind}"
+            )
+    if _squares_sum_up([parameter for _, parameter in pairs]):
+        return True
+    each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
+    return all(each)
+
+
+def _squares_sum_up(parameters: Sequence[Tensor]) -> bool:
+    """Whether the squares of all gradients have a finite sum: then all of them are finite."""
+    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    native = [g for g in gradients if type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()]
+    if len(native) == len(gradients) and (total := sum_of_squares(native)) is not None:
+        return math.isfinite(total)
+    sums: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        sums.setdefault(gradient.device, []).append(_sum_of_squares(gradient))
+    return all(math.isfinite(torch.stack(each).sum()) for each in sums.values())
+
+
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    parts = gradient.reshape(-1).split(_DOT)
+    wide = (part.float() if part.dtype in (torch.float16, torch.bfloat16) else part for part in parts)
+    squares = [torch.dot(part, part).to(torch.float32) for part in wide]
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+
+
+def _squares_hold(gradient: Tensor, factor: float = 1.0) -> bool:
+    """Whether every ``(factor g)^2`` is finite in the dtype that is computed in."""
+    wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
+    wide = wide * factor
+    return bool((wide * wide).isfinite().all())
+
+
+def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float = 1.0) -> bool:
+    """Whether every ``(factor g)^2`` is finite; only looked at where ``factor`` is at least 1.
+
+    Raises:
+        FloatingPointError: one is not and the group has ``on_nonfinite="raise"``.
+    """
+    assert parameter.grad is not None
+    if factor < 1:
+        return True
+    if _squares_hold(local_of(parameter.grad), factor):
+        return True
+    if group["on_nonfinite"] == "raise":
+        raise FloatingPointError(
+            f"a gradient of shape {tuple(parameter.shape)} is not finite, or its square is not: on_nonfinite='skip' "
+            "leaves such steps out"
+        )
+    return False
+
+
+def warn_of_skips(optimizer: Any, factor: Callable[[dict[str, Any], Tensor], float]) -> None:
+    """Name the parameters because of which a step is left out.
+
+    Args:
+        optimizer: with ``skipped_in_row``.
+        factor: function of group and parameter to what its gradient is multiplied by before it is squared.
+
+    Warns:
+        RuntimeWarning: always.
+    """
+    found = _culprits(optimizer, factor)
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    reason = (
+        f"the gradient (or its square) of {', '.join(found[:_SHOWN])}{more} is not finite"
+        if found
+        else "the cause is not in the gradients here"
+    )
+    warnings.warn(
+        f"{type(optimizer).__name__} has left out {optimizer.skipped_in_row} steps in a row, nothing is trained: "
+        f"{reason}. Look for NaN in the loss or lower the learning rate; on_nonfinite='raise' stops at the first such "
+        "step",
+        RuntimeWarning,
+        stacklevel=_level_of_the_caller(),
+    )
+
+
+def _level_of_the_caller() -> int:
+    """How far up the first frame is that is neither this package's nor torch's, counted from :func:`warn_of_skips`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], float]) -> list[str]:
+    return [
+        described(group, i, k)
+        for i, group in enumerate(optimizer.param_groups)
+        for k, parameter in enumerate(group["params"])
+        if parameter.grad is not None and not _squares_hold(local_of(parameter.grad), factor(group, parameter))
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------ agreement
+
 
 _APART: Final = ("params", "param_names", "compile")
 """What of a group may differ: names, and how a step is run, which has the same bits."""
@@ -120,3 +339,111 @@ def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], devic
     if len(place) == 2:
         where = f" of {described(optimizer.param_groups[place[0]], *place)}"
     return f"{what}{where} is not the same in every process: give them all the same options, gradients and state"
+
+
+# -------------------------------------------------------------------------------------------------------------- verdict
+
+
+_OWN: Final = ("_gradient", "_plan", "_planned", "_ready", "_take", "_take_many", "_take_together")
+_BASES: Final = ("fp8manifold.optim._optimizer", "fp8manifold.optim._grid_optimizer")
+_GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_steady(optimizer: Any, members: list[Member]) -> bool:
+    """Whether planning a step changes nothing but the counts of steps: these are counted back if it is refused.
+
+    On one GPU with kernels, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
+    """
+    parameters = [p for _, p in members]
+    if not parameters or not on_gpu(parameters[0].device):
+        return False
+    devices = {p.device for p in parameters} | {p.grad.device for p in parameters if p.grad is not None}
+    if len(devices) != 1 or optimizer.observer is not None:
+        return False
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return alone and _is_ordinary(type(optimizer)) and all(_is_even(optimizer, *member) for member in members)
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels run there."""
+    return device.type == "cuda" and _triton.is_available()
+
+
+def _is_ordinary(kind: type) -> bool:
+    """Whether an optimizer plans and takes steps as the base does: Muon, Fisher and Riemannian steps do more."""
+    owners = (next(base for base in kind.__mro__ if name in vars(base)) for name in _OWN)
+    return all(owner.__module__ in _BASES for owner in owners)
+
+
+def _is_even(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> bool:
+    state, gradient = optimizer.state.get(parameter, {}), parameter.grad
+    step = state.get("step")
+    if not isinstance(step, Tensor) or not step.is_cpu or "stream" not in state or share_of(parameter) is not None:
+        return False
+    if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
+        return False
+    if (
+        group["compile"] is not None
+        or not parameter.numel()
+        or getattr(local_of(parameter), "remainder", None) is not None
+    ):
+        return False
+    done = int(step)
+    due = [group[name] for name in ("refresh_every", "stabilize_every", "reset_every") if group[name]]
+    return bool(done) and all(done % every for every in due)
+
+
+def take_steady(optimizer: Any, members: list[Member]) -> bool:
+    """Take the step of all, or of none where a gradient or its square is not finite, as the result says.
+
+    Raises:
+        FloatingPointError: one is not, and its group has ``on_nonfinite="raise"``.
+    """
+    optimizer._check_options()
+    optimizer._check_schedules(optimizer._taken(members))
+    jobs = optimizer._planned(members)
+    taken = _on_card(optimizer, jobs)
+    if taken is None:
+        if taken := _all_finite_or_back(optimizer, members):
+            optimizer._take(jobs)
+    elif not taken:
+        _count_back(optimizer, members)
+        for group, parameter in members:
+            squares_are_finite(group, parameter)  # which raises where it is asked to
+    if taken:
+        optimizer.skipped_in_row = 0
+    return bool(taken)
+
+
+def _all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
+    """The verdict after planning, without which all counts are what they were."""
+    try:
+        verdict = all_finite(optimizer, members)
+    except (FloatingPointError, ValueError):
+        _count_back(optimizer, members)
+        raise
+    if not verdict:
+        _count_back(optimizer, members)
+    return verdict
+
+
+def _on_card(optimizer: Any, jobs: list[Job]) -> bool | None:
+    """Whether the step was taken; None, with nothing changed, where kernels don't take all of it."""
+    tables = tables_of(jobs)
+    if len(tables) != 1 or not all(job.in_place and is_triton(job, tables[0][1].dtype) for job in jobs):
+        return None
+    _, numbers, keys = tables[0]
+    with unpacked(jobs, optimizer.state):
+        launched = run_triton(jobs, numbers.numpy(), keys.numpy(), check=True)
+    if launched is None:
+        return None
+    if launched.refused:
+        return False
+    note_changes([tensor for job in jobs for tensor in job.changed])
+    optimizer._widen(jobs)
+    note_changes([job.parameter for job in jobs])
+    return True
+
+
+def _count_back(optimizer: Any, members: list[Member]) -> None:
+    torch._foreach_add_([optimizer.state[parameter]["step"] for _, parameter in members], -1)

@@ -1,18 +1,191 @@
-"""Where a direction takes a weight: along a line, a geodesic of the chart, or by a factor."""
+"""Weights in units of their scale, their stiffness, and moves along the geometry that it defines."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
+from fp8manifold._numerics.codec import decode_signed, decode_with_ulp, encode_finite
+from fp8manifold._numerics.float_bits import float_bits
+from fp8manifold._numerics.rounding import round_block
+from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._field import exp2_exact, factor
-from fp8manifold.optim._hyper import Hyper
+from fp8manifold.optim._directions import Hyper, sqrt_exact
 from fp8manifold.optim._variant import Variant
-from fp8manifold.optim._weights import Weights, reciprocal_scale
+from fp8manifold.optim._writeback import joined_codes, to_half
 
-__all__ = ["bounded_ends", "bounds", "chart_for", "covector", "end_exponents", "move", "stiffness_factor"]
+
+class Weights(NamedTuple):
+    """Weights in units of the scale, and their spacing in the same units (None for an ordinary parameter)."""
+
+    x: Tensor
+    ulp: Tensor | None
+
+
+def load_weights(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
+    """The weights, with the residual that is kept beside them."""
+    weight, fmt = arrays["weight"], variant.fmt
+    if variant.storage == "plain":
+        return Weights(weight.to(dtype), None)
+    assert fmt is not None
+    if variant.storage == "free":
+        x = weight.to(dtype) / arrays["scale"]
+        return Weights(x, chart_of(fmt, "ulp").stiffness(x))
+    if variant.storage == "grid":
+        x = weight.to(dtype) / arrays["scale"]
+        if not variant.scale_is_power_of_two:  # the division leaves a point of the grid a hair off it
+            x = round_block(x, fmt, "nearest", "saturate", None)
+        if not variant.residual_bits:
+            return Weights(x, chart_of(fmt, "ulp").stiffness(x))
+        codes = encode_finite(x.to(torch.float32), fmt)
+    else:
+        codes = weight.to(torch.int32)
+    bits = variant.residual_bits
+    if bits:
+        x, ulp = decode_signed(joined_codes(codes, arrays["residual"].to(torch.int32), fmt, bits), fmt, bits)
+    else:
+        x, ulp = decode_with_ulp(codes, fmt)
+    return Weights(x.to(dtype), (ulp * 2.0**bits).to(dtype))
+
+
+def store_weights(
+    variant: Variant, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What is stored, by name, and the weights it stands for, in units of the scale."""
+    weight, fmt = arrays["weight"], variant.fmt
+    if variant.storage == "plain":
+        return {"weight": _as_stored(target, weight.dtype, draws)}, target
+    assert fmt is not None
+    if variant.storage == "free":
+        after = target.clamp(-fmt.max, fmt.max)
+        moved = torch.where(after == before.x, weight.to(after.dtype), after * arrays["scale"])
+        return {"weight": _as_stored(moved, weight.dtype, draws)}, after
+    return variant.rule.store(variant.storage, fmt, arrays, target, draws)
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
+    return x.to(dtype) if draws is None else to_half(x, dtype, draws)
+
+
+def reciprocal_scale(variant: Variant, arrays: dict[str, Tensor]) -> Tensor:
+    """``1 / scale``; of a power of two by its exponent, as a division costs as much as ten other operations."""
+    scale = arrays["scale"]
+    if variant.storage != "codes":
+        return 1 / scale
+    return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------- field
+
+
+_COEFFICIENTS = tuple(math.log(2) ** i / math.factorial(i) for i in range(16))
+_MODES = {0.0: "none", 1.0: "linear", 0.5: "sqrt", 2.0: "square"}
+
+
+def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
+    """The mean of a stiffness field, of which processes may hold a part each, to the last bit or so of float64.
+
+    Equal values are counted exactly, so the result does not depend on how a tensor is cut up or summed.
+    """
+    fields = float_bits(stiffness.dtype)
+    exponents = (stiffness.view(fields.integer) >> fields.mantissa_bits).flatten()
+    if bool((stiffness.view(fields.integer) == exponents.view(stiffness.shape) << fields.mantissa_bits).all()):
+        counts = torch.bincount(exponents)
+        used = counts.nonzero().flatten()
+        values = torch.tensor([math.ldexp(1, i - fields.bias) for i in used.tolist()], dtype=torch.float64)
+        counts = counts[used]
+    else:
+        values, counts = stiffness.flatten().unique(return_counts=True)
+    values, counts = ranks.counted(values.to(counts.device, torch.float64), counts)
+    terms = [value * count for value, count in zip(values.tolist(), counts.tolist(), strict=True)]
+    return math.fsum(terms) / int(counts.sum())
+
+
+def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: float, ranks: Ranks = ALONE) -> float:
+    """Share of elements, of all processes, whose ratio to the reference lies outside ``[damping, clip]``."""
+    ratio = stiffness / reference
+    outside = ((ratio < damping) | (ratio > clip)).sum()
+    counts = ranks.total(torch.stack([outside, outside.new_tensor(stiffness.numel())]))
+    return int(counts[0]) / max(int(counts[1]), 1)
+
+
+def power_mode(exponent: float) -> str:
+    """How ``(S / S_ref)^k`` is computed: 1/2, 1 and 2 exactly, any other through :func:`exp2_exact`."""
+    return _MODES.get(float(exponent), "power")
+
+
+def factor(stiffness: Tensor, mode: str, hyper: Hyper, *, powers_of_two: bool) -> Tensor:
+    """``clamp(S / S_ref, damping, clip)^k``, the same bits eager and compiled.
+
+    Where every stiffness is a power of two, the general power is that of its exponent:
+    ``2^(k (log2 S - log2 S_ref))``; other fields use ``pow``, in eager code only.
+    """
+    if mode == "power" and powers_of_two:
+        logarithm = _exponent(stiffness) - hyper["log_reference"]
+        return exp2_exact(_between(logarithm, hyper["log_low"], hyper["log_high"]) * hyper["power"])
+    # positive floats order like their bits, and integer bounds cost a third of those that look for NaN
+    fields = float_bits(stiffness.dtype)
+    bits = (stiffness * hyper["inverse_reference"]).view(fields.integer)
+    low, high = hyper["low"].view(fields.integer), hyper["high"].view(fields.integer)
+    ratio = _between(bits, low, high).view(stiffness.dtype)
+    if mode == "sqrt":
+        return sqrt_exact(ratio)
+    if mode == "square":
+        return ratio * ratio
+    return _pow(ratio, hyper["power"]) if mode == "power" else ratio
+
+
+def exp2_exact(x: Tensor) -> Tensor:
+    """``2^x`` by a polynomial in ``+`` and ``*``: within 4 ULP, and the same bits everywhere."""
+    fields = float_bits(x.dtype)
+    whole = torch.round(x)
+    fraction = x - whole
+    coefficients = _COEFFICIENTS if x.dtype == torch.float64 else _COEFFICIENTS[:8]
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value * fraction + coefficient
+    exponent = whole.to(fields.integer).clamp(1 - fields.bias, fields.bias)
+    return value * ((exponent + fields.bias) << fields.mantissa_bits).view(x.dtype)
+
+
+def power_of_ratio(stiffness: Tensor, reference: float, exponent: float, damping: float, clip: float) -> Tensor | float:
+    """``clamp(S / S_ref, damping, clip)^k`` of a whole field, for optimizers that only scale."""
+    if exponent == 0:
+        return 1.0
+    if exponent in (0.5, 1, 2):
+        ratio = (stiffness * (1 / reference)).clamp_(damping, clip)
+        return ratio if exponent == 1 else ratio.square_() if exponent == 2 else sqrt_exact(ratio)
+    fields = float_bits(stiffness.dtype)
+    if not bool((stiffness.view(fields.integer) & ((1 << fields.mantissa_bits) - 1)).any()):
+        logarithm = _exponent(stiffness) - math.log2(reference)
+        return exp2_exact(logarithm.clamp_(log2_bounded(damping), log2_bounded(clip)) * exponent)
+    return _pow((stiffness * (1 / reference)).clamp_(damping, clip), exponent)
+
+
+def log2_bounded(x: float) -> float:
+    """``log2(x)``, with finite stand-ins for those of 0 and infinity."""
+    return -1e4 if x == 0 else 1e4 if math.isinf(x) else math.log2(x)
+
+
+def _exponent(power_of_two: Tensor) -> Tensor:
+    fields = float_bits(power_of_two.dtype)
+    exponent = (power_of_two.view(fields.integer) >> fields.mantissa_bits) - fields.bias
+    return exponent.to(power_of_two.dtype)
+
+
+def _pow(ratio: Tensor, exponent: Tensor | float) -> Tensor:
+    """Through float64: a vectorised float32 ``pow`` differs in the last bit from the one for a row's tail."""
+    return ratio.double().pow(exponent).to(ratio.dtype)
+
+
+def _between(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    return torch.minimum(torch.maximum(x, low), high)
+
+
+# ------------------------------------------------------------------------------------------------------------- geometry
+
 
 _LOG2_E = math.log2(math.e)
 _UNBOUNDED = 2**20  # an exponent past all others

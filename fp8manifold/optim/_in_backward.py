@@ -9,8 +9,8 @@ import torch.distributed
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from fp8manifold.optim._agreement import described
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._together import described
 
 __all__ = ["InBackward", "step_in_backward"]
 

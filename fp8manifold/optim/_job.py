@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._ranks import Share
+from fp8manifold.optim._directions import KEYS
 from fp8manifold.optim._geometry import bounded_ends
-from fp8manifold.optim._hyper import KEYS
 from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
 

@@ -14,12 +14,10 @@ from torch import Tensor
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._halves import to_half
 from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._variant import BOUNDS, MOMENTS, Geometry, Storage, Variant
+from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range
-
-__all__ = ["has_code", "is_native", "places_of", "run_native", "sum_of_squares"]
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")

@@ -10,23 +10,33 @@ from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of, share_of
-from fp8manifold.optim._accepted import check_arrays, check_entry, check_parameters, check_state, restore_dtypes
-from fp8manifold.optim._agreement import in_every_process
+from fp8manifold.optim._agreement import (
+    all_finite,
+    in_every_process,
+    is_steady,
+    ranks_elsewhere,
+    take_steady,
+    warn_of_skips,
+)
+from fp8manifold.optim._backends import new_number, note_changes, run_all, step_as_a_node, tables_of
+from fp8manifold.optim._checks import (
+    UNSUPPORTED_FLAGS,
+    check_arrays,
+    check_entry,
+    check_finite,
+    check_lr,
+    check_parameters,
+    check_state,
+    options_of,
+    reject_flags,
+    restore_dtypes,
+)
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._finite import all_finite, warn_of_skips
-from fp8manifold.optim._halves import rounds_at_random
 from fp8manifold.optim._job import Job, Member
-from fp8manifold.optim._node import new_number, step_as_a_node
-from fp8manifold.optim._options import UNSUPPORTED_FLAGS, check_finite, check_lr, options_of, reject_flags
-from fp8manifold.optim._plan import grid_of, stabilize
-from fp8manifold.optim._residuals import first_residual, unpacked
-from fp8manifold.optim._run import note_changes, run_all, tables_of
-from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._together import ranks_elsewhere
+from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
 from fp8manifold.optim._variant import BOUNDS
-from fp8manifold.optim._verdict import is_steady, take_steady
 from fp8manifold.optim._views import Hooks, StepView, observed_step
-from fp8manifold.optim._writeback import rule_of
+from fp8manifold.optim._writeback import rounds_at_random, rule_of
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["ManifoldOptimizer"]

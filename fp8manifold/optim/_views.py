@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.charts import chart_of
-from fp8manifold.optim._eager_step import run_eager
+from fp8manifold.optim._backends import run_eager
+from fp8manifold.optim._geometry import load_weights
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._step import Outcome
-from fp8manifold.optim._weights import load_weights
 
 __all__ = ["Hooks", "StepView", "observed_step", "viewed"]
 

@@ -1,4 +1,4 @@
-"""Write-backs: how what a step asks for becomes what is stored, and what each of them keeps, draws and loses."""
+"""Write-backs: how a step's target becomes codes, numbers of a grid or floats of half as many bits."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -9,8 +9,6 @@ from torch import Tensor
 from fp8manifold._numerics.codec import decode_with_ulp, encode_finite, encode_signed
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold.formats import FloatFormat
-
-__all__ = ["WRITEBACKS", "WriteBack", "joined_codes", "rule_of", "split_codes", "unless_special"]
 
 
 @dataclass(frozen=True)
@@ -146,3 +144,50 @@ def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
         special = old == fmt.nan_codes[0] if len(fmt.nan_codes) == 1 else (old & (fmt.sign_bit - 1)) > fmt.max_code
         codes = torch.where(special, old, codes)
     return codes.to(torch.uint8)
+
+
+# --------------------------------------------------------------------------------------------------------------- halves
+
+
+_HALVES: Final = (torch.bfloat16, torch.float16)
+_EXPONENT, _MAGNITUDE, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
+_LARGEST_BFLOAT16, _LARGEST_FLOAT16 = 0x7F7F0000, 65504.0
+
+
+def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
+    """Whether what is stored as floats is rounded stochastically: halves, but under the write-back ``nearest``."""
+    return parameter.dtype in _HALVES and (group["writeback"] is None or rule_of(group).draws)
+
+
+def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
+    """One of the two neighbours of every value, away from zero with the odds of what would be cut off.
+
+    .. math:: P(b) = \\frac{|x| - a}{b - a}, \\qquad a \\le |x| < b
+
+    Values stay, -0, NaN and Inf too; finite ones beyond the largest value become that, and no draw makes them Inf.
+
+    Args:
+        x: float32.
+        dtype: bfloat16 or float16.
+        draws: 24 random bits each (int32), of which bfloat16 takes the upper 16: exact odds.
+    """
+    bits = x.view(torch.int32)
+    magnitude = bits & _MAGNITUDE
+    rounded = _bfloat16_bits(magnitude, draws) if dtype is torch.bfloat16 else _float16_bits(magnitude, draws)
+    stored = torch.where(magnitude < _EXPONENT, rounded, magnitude) | (bits & _SIGN)
+    return stored.view(torch.float32).to(dtype)
+
+
+def _bfloat16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:
+    """What is cut off carries into the rest where it exceeds the draw."""
+    return ((magnitude + ((draws >> 8) ^ 0xFFFF)) & -65536).clamp(max=_LARGEST_BFLOAT16)
+
+
+def _float16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:
+    """Whole spacings, which float16's subnormals bound from below, and one more where the rest exceeds the draw."""
+    power = (magnitude & _EXPONENT).clamp(min=(127 - 14) << 23)
+    steps = magnitude.view(torch.float32) * (((2 * 127 + 10) << 23) - power).view(torch.float32)
+    whole = steps.to(torch.int32)
+    away = draws.to(torch.float32) * 2.0**-24 < steps - whole.to(torch.float32)
+    value = (whole + away.to(torch.int32)).to(torch.float32) * (power - (10 << 23)).view(torch.float32)
+    return value.clamp(max=_LARGEST_FLOAT16).view(torch.int32)

@@ -13,12 +13,11 @@ from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
 from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
-from fp8manifold.optim._accepted import check_unshared
-from fp8manifold.optim._field import power_of_ratio, reference_stiffness
+from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, spelt_out
+from fp8manifold.optim._geometry import power_of_ratio, reference_stiffness
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._job import Job, Member, Parameters
-from fp8manifold.optim._options import Stiffness, check_betas, check_finite, spelt_out
-from fp8manifold.optim._plan import Grid, grid_of, stiffness_field
+from fp8manifold.optim._state import Grid, grid_of, stiffness_field
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 

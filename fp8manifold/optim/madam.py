@@ -6,10 +6,10 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
+from fp8manifold.optim._checks import Bounded, check_betas, check_finite, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
 from fp8manifold.optim._job import Job, Parameters
-from fp8manifold.optim._options import Bounded, check_betas, check_finite, spelt_out
-from fp8manifold.optim._plan import Grid
+from fp8manifold.optim._state import Grid
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 
 __all__ = ["Madam"]

@@ -6,10 +6,9 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._accepted import check_first_average
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._job import Job, Parameters
-from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
 
 __all__ = ["StiffnessAdamW", "adam_numbers"]
 

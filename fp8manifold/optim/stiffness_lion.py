@@ -4,9 +4,9 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
+from fp8manifold.optim._checks import Family, check_betas, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
 from fp8manifold.optim._job import Job, Parameters
-from fp8manifold.optim._options import Family, check_betas, spelt_out
 
 __all__ = ["StiffnessLion"]
 

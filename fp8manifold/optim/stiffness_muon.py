@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._ranks import share_of
-from fp8manifold.optim._accepted import check_first_average
+from fp8manifold.optim._backends import note_changes
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._muon import (
@@ -25,13 +26,10 @@ from fp8manifold.optim._muon import (
     product_dtype,
     take_muon_step,
     take_muon_steps,
+    take_shared_steps,
 )
-from fp8manifold.optim._options import Family, check_betas, check_finite, spelt_out
-from fp8manifold.optim._plan import Grid
-from fp8manifold.optim._residuals import unpacked
-from fp8manifold.optim._run import note_changes
-from fp8manifold.optim._shared_muon import take_shared_steps
 from fp8manifold.optim._sorting import sorted_groups
+from fp8manifold.optim._state import Grid, unpacked
 from fp8manifold.optim._views import StepView, viewed
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers

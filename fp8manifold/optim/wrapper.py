@@ -14,13 +14,10 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._accepted import check_unshared
-from fp8manifold.optim._field import power_of_ratio, reference_stiffness
-from fp8manifold.optim._halves import rounds_at_random, to_half
-from fp8manifold.optim._plan import own_manifold
-from fp8manifold.optim._schedules import Schedule, scheduled
-from fp8manifold.optim._streams import new_stream, twins
-from fp8manifold.optim._writeback import WRITEBACKS
+from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
+from fp8manifold.optim._geometry import power_of_ratio, reference_stiffness
+from fp8manifold.optim._state import new_stream, own_manifold, twins
+from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
 from fp8manifold.random_bits import Draws, random_bits
 from fp8manifold.tensor import FP8Tensor
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold.optim import _run
-from fp8manifold.optim._halves import to_half
+from fp8manifold.optim import _backends
+from fp8manifold.optim._writeback import to_half
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 both = pytest.mark.parametrize("dtype", HALVES.values(), ids=HALVES)
@@ -164,8 +164,8 @@ def test_a_resumed_run_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
 def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of weights between the ends of a format, of more elements than a block has, and to nearest."""
     taken: list[int] = []
-    run_native = _run.run_native
-    monkeypatch.setattr(_run, "run_native", lambda jobs, *rest: (taken.append(len(jobs)), run_native(jobs, *rest)))
+    run_native = _backends.run_native
+    monkeypatch.setattr(_backends, "run_native", lambda jobs, *rest: (taken.append(len(jobs)), run_native(jobs, *rest)))
     for writeback in ("stochastic", "nearest"):
         found = []
         for compiled in (None, False):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold import LayerSpec, QuantizedLinear, huggingface, quantize_model
-from fp8manifold.nn._recipe import spec_as_json
+from fp8manifold.nn._saved import spec_as_json
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business

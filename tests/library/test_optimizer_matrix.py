@@ -24,8 +24,9 @@ from optimizer_cases import (
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold._encoded.packed import packed_length
-from fp8manifold.optim._variant import MOMENTS, WRITEBACKS
+from fp8manifold._encoded.storage import packed_length
+from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._writeback import WRITEBACKS
 
 valid = pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=ids(VALID))
 by_name = pytest.mark.parametrize("name", NAMES)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import RiemannianAdam, RiemannianSGD
-from fp8manifold.optim._units import change_unit
+from fp8manifold.optim.riemannian import change_unit
 
 double = torch.float64
 UNBOUNDED = {"damping": 0.0, "clip": math.inf}

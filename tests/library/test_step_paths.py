@@ -15,9 +15,8 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.charts import UlpChart
 from fp8manifold.optim import CompileUnavailableWarning, _compiled_step, anneal
-from fp8manifold.optim._directions import adam, madam
-from fp8manifold.optim._field import exp2_exact
-from fp8manifold.optim._hyper import Hyper, row
+from fp8manifold.optim._directions import Hyper, adam, madam, row
+from fp8manifold.optim._geometry import exp2_exact
 
 #: Rows that share nothing, square, long, short, odd: all of them one variant, whose graph has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))

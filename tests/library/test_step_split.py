@@ -19,11 +19,11 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.optim import anneal
-from fp8manifold.optim._field import reference_stiffness
-from fp8manifold.optim._hyper import row
+from fp8manifold.optim._backends import run_all
+from fp8manifold.optim._directions import row
+from fp8manifold.optim._geometry import reference_stiffness
 from fp8manifold.optim._job import Job, Layout, key_row
-from fp8manifold.optim._residuals import unpack_residual
-from fp8manifold.optim._run import run_all
+from fp8manifold.optim._state import unpack_residual
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
@@ -138,12 +138,12 @@ def test_positions_beyond_32_bits() -> None:
 
 def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager steps run some rows at a time; of a different number of rows the same bits come out."""
-    from fp8manifold.optim import _eager_step
+    from fp8manifold.optim import _backends
 
     for kind, options in CASES.values():
         results = []
         for block in (1, 70, 1 << 20):
-            monkeypatch.setattr(_eager_step, "block_on", lambda _, size=block: size)
+            monkeypatch.setattr(_backends, "block_on", lambda _, size=block: size)
             p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
             job, numbers = third_step(kind, p, options)
             results.append(copied(job) | {"after": same_in_parts(job, numbers, [4])["weight"]})

@@ -16,10 +16,10 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
-from fp8manifold.optim import _compiled_step, _finite, _streams, _triton_step, _verdict
-from fp8manifold.optim._accepted import restore_dtypes
+from fp8manifold.optim import _agreement, _compiled_step, _state, _triton_step
+from fp8manifold.optim._backends import blocks_of
+from fp8manifold.optim._checks import restore_dtypes
 from fp8manifold.optim._compiled_step import exact_options
-from fp8manifold.optim._eager_step import blocks_of
 from fp8manifold.optim._job import Job
 
 MOST_LAUNCHES = 12
@@ -68,8 +68,8 @@ class Watch(TorchDispatchMode):
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps go the way that they go on a GPU, to kernels that count."""
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(_verdict, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_verdict, "is_triton", lambda job, dtype: True)
+    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_agreement, "is_triton", lambda job, dtype: True)
     monkeypatch.setattr(launch, "_kernels", lambda: (Kernel("step", counts), Kernel("verdict", counts)))
     monkeypatch.setattr(launch, "options", dict)
     return counts
@@ -108,7 +108,7 @@ def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Coun
     options: dict[str, Any] = {"refresh_every": 1} if due == "refresh" else {}
     optimizer = optim.StiffnessAdamW([p], 1e-3, compile=False if due == "compile" else None, **options)
     p.grad = torch.ones(p.shape)
-    assert not _verdict.is_steady(optimizer, optimizer._members())
+    assert not _agreement.is_steady(optimizer, optimizer._members())
     if due == "first":
         return
     optimizer.step()
@@ -116,13 +116,13 @@ def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Coun
         optimizer.observer = lambda view: None
     if due == "remainder":
         p.remainder = torch.zeros(p.shape, dtype=torch.int8)
-    assert not _verdict.is_steady(optimizer, optimizer._members())
+    assert not _agreement.is_steady(optimizer, optimizer._members())
 
 
 @pytest.mark.parametrize("kind", ["StiffnessMuon", "RiemannianAdam", "FisherNaturalGradient"])
 def test_optimizers_that_do_more_have_their_verdict_first(kind: str) -> None:
-    assert not _verdict._is_ordinary(getattr(optim, kind))
-    assert _verdict._is_ordinary(optim.StiffnessAdamW)
+    assert not _agreement._is_ordinary(getattr(optim, kind))
+    assert _agreement._is_ordinary(optim.StiffnessAdamW)
 
 
 def stepped(p: Any, **options: Any) -> list[Job]:
@@ -171,7 +171,7 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -
     assert 124_000_000 / block_on(torch.device("cuda")) <= 2
     (job,) = stepped(fm.FP8Parameter(normal(600, 512), "E4M3", seed=1))
     assert len(list(blocks_of(job))) == 3
-    monkeypatch.setattr("fp8manifold.optim._eager_step.block_on", lambda device: block_on(torch.device("cuda")))
+    monkeypatch.setattr("fp8manifold.optim._backends.block_on", lambda device: block_on(torch.device("cuda")))
     assert len(list(blocks_of(job))) == 1
 
 
@@ -190,21 +190,21 @@ def test_counts_stay_on_the_host_wherever_a_state_is_loaded_to() -> None:
 
 def test_products_longer_than_31_bits_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(1000, dtype=torch.float64)
-    whole = _finite._sum_of_squares(x)
-    monkeypatch.setattr(_finite, "_DOT", 7)
-    torch.testing.assert_close(_finite._sum_of_squares(x), whole)
+    whole = _agreement._sum_of_squares(x)
+    monkeypatch.setattr(_agreement, "_DOT", 7)
+    torch.testing.assert_close(_agreement._sum_of_squares(x), whole)
     x[999] = torch.inf
-    assert not _finite._sum_of_squares(x).isfinite()
+    assert not _agreement._sum_of_squares(x).isfinite()
 
 
 def test_a_first_step_waits_once_for_the_word_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once a block."""
     counts: Counter[str] = Counter()
     x = normal(5 * BLOCK // 2).double()
-    expected = _streams.content_word(x, (1, 2, 3))
-    monkeypatch.setattr(_streams, "block_on", lambda device: BLOCK // 4)
+    expected = _state.content_word(x, (1, 2, 3))
+    monkeypatch.setattr(_state, "block_on", lambda device: BLOCK // 4)
     with Watch(set(), counts):
-        assert _streams.content_word(x, (1, 2, 3)) == expected
+        assert _state.content_word(x, (1, 2, 3)) == expected
     assert counts["_local_scalar_dense"] == 1
 
 
@@ -246,14 +246,14 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch:
     for _ in range(2):
         p.grad = other.grad = torch.ones(p.shape)
         [each.step() for each in optimizers]
-    monkeypatch.setattr(_verdict, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_verdict, "is_triton", lambda job, dtype: not _triton_step._given_up)
+    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_agreement, "is_triton", lambda job, dtype: not _triton_step._given_up)
     with pytest.warns(optim._compiled_step.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
         optimizers[0].step()
-    monkeypatch.setattr(_verdict, "on_gpu", lambda device: False)
+    monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
     optimizers[1].step()
     assert torch.equal(p.codes, other.codes)
-    monkeypatch.setattr(_verdict, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
     optimizers[0].step()
     assert int(optimizers[0].state[p]["step"]) == 4
 

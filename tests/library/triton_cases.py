@@ -21,7 +21,7 @@ from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._native import _arrays
 from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import as_format
-from fp8manifold.optim import _optimizer, _run, _verdict
+from fp8manifold.optim import _agreement, _backends, _optimizer
 from fp8manifold.optim._triton_step import run_triton
 from fp8manifold.random_bits import round_keys, signed_word, stream_of
 
@@ -99,7 +99,7 @@ def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
             before.append(job.held)
             after.append(other.held)
 
-    monkeypatch.setattr(_run, "run_native", run)
+    monkeypatch.setattr(_backends, "run_native", run)
     parameter = fm.FP8Parameter(normal(3, 64), "E4M3", seed=1)
     parameter.grad = torch.ones(3, 64)
     optimizer = optim.StiffnessAdamW([parameter], 1e-2, moments="8bit", writeback="residual8")
@@ -174,8 +174,8 @@ def test_codes_against_their_definition(name: str) -> None:
 @pytest.fixture
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted."""
-    monkeypatch.setattr(_verdict, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_verdict, "is_triton", lambda job, dtype: True)
+    monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
+    monkeypatch.setattr(_agreement, "is_triton", lambda job, dtype: True)
 
 
 def pair(**options: Any) -> tuple[Any, Any]:
@@ -204,7 +204,7 @@ def test_steady_steps_widen_and_are_refused_as_native_ones(
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
         for optimizer in (ours, native):
             put(optimizer, step, bad)
-            monkeypatch.setattr(_verdict, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
+            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
     assert ours.skipped_steps == native.skipped_steps == 3
     assert ours.skipped_in_row == 0

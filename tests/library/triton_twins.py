@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fp8manifold.optim import _run
+from fp8manifold.optim import _backends
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._native_step import run_native
 from fp8manifold.optim._triton_step import run_triton
@@ -63,7 +63,7 @@ def step_both(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[n
 
 def pytest_configure(config: pytest.Config) -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1"
-    _run.run_native = step_both
+    _backends.run_native = step_both
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
