@@ -88,7 +88,7 @@ def _refuse(args: argparse.Namespace, why: str, options: Sequence[str]) -> None:
 
 
 def _refuse_processes(settings: Mapping[str, Any]) -> None:
-    from nanogpt_bench.step.parallel import refuse_parallel
+    from nanogpt_bench.setup.parallel import refuse_parallel
 
     refuse_parallel(settings.get("train.parallel"), "profile")
 
@@ -138,7 +138,7 @@ def float_config(settings: Mapping[str, Any]) -> Resolved:
     """Return the configuration with float weights: as it is, or AdamW under autocast (in float32 if asked for)."""
     from nanogpt_bench.config.rules import float_rule, reference_settings
     from nanogpt_bench.config.settings import build_config
-    from nanogpt_bench.step.resolve import resolve
+    from nanogpt_bench.setup.resolve import resolve
     from nanogpt_bench.sweep.axes import assemble
 
     given = assemble({}, settings)

@@ -15,7 +15,7 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.report.build import followed
-from nanogpt_bench.step.resolve import resolve, resolve_for
+from nanogpt_bench.setup.resolve import resolve, resolve_for
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.lock import new_folder
 from nanogpt_bench.system.ranks import Ranks
