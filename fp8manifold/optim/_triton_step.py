@@ -135,7 +135,8 @@ def kind_of(job: Job, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
     if job.scale is not None and layout.row_dims:
         scales = "element" if layout.row_dims == layout.dims else "row"
     if not job.blockwise:
-        rows, length, repeats, scales = _cut(rows, length, scales)
+        # a row of a matrix whose averages come in blocks, which are no part of this step, is whole again
+        rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
     long = job.blockwise and length > _LONGEST
     tiled = (scales == "row" and not long) or (job.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
