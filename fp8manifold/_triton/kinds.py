@@ -76,6 +76,8 @@ class Spec:
     gradient: str
     format: Format
     average: Format
+    fitted: bool
+    """Whether the first average's grid is fitted to each block's largest value."""
 
     @property
     def covector(self) -> bool:

@@ -18,7 +18,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._directions import row
-from fp8manifold.optim._job import FOR_MOMENTS, Job, key_rows
+from fp8manifold.optim._job import Job, key_rows
 from fp8manifold.optim._native_step import is_native, run_native
 from fp8manifold.optim._step import Outcome, step
 from fp8manifold.optim._triton_step import is_triton, run_triton
@@ -62,7 +62,8 @@ def block_noise(job: Job, part: Tensor, start: int) -> dict[str, Tensor]:
         words = word_range(job.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["weight"] = words.view(part.shape)
     if job.variant.draws_for_moments:
-        words = word_range(job.offset + start, part.numel(), (*job.words, FOR_MOMENTS), part.device)
+        key = job.average_key
+        words = word_range(job.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["moments"] = words.view(part.shape)
     return noise
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8manifold._ranks import Share
 from fp8manifold.optim._directions import KEYS
 from fp8manifold.optim._geometry import bounded_ends
-from fp8manifold.optim._variant import BOUNDS, Variant
+from fp8manifold.optim._variant import BOUND_NAMES, Variant
 from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
 
 __all__ = [
@@ -166,6 +166,11 @@ class Job:
         """Of the draws for the weight."""
         return stream_of(self.draws, *self.words)
 
+    @cached_property
+    def average_key(self) -> Stream:
+        """Of the draws for the averages; those of a fitted one follow each other as the weight's do."""
+        return stream_of(self.draws if self.variant.fitted else "independent", *self.words, FOR_MOMENTS)
+
     @property
     def blockwise(self) -> bool:
         """Whether averages are stored in blocks."""
@@ -175,7 +180,7 @@ class Job:
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other."""
         dims, blocks = self.layout.dims, self.layout.block_dims
-        arrays = {name: t.view(blocks if name.endswith("_bound") else dims) for name, t in self.held.items()}
+        arrays = {name: t.view(blocks if name in BOUND_NAMES else dims) for name, t in self.held.items()}
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.shape, self.layout)
             if self.variant.geometry in ("exponential", "tangent") and self.variant.metric == "ulp":
@@ -186,7 +191,7 @@ class Job:
     def gather(self) -> None:
         """Take all rows of the state; bounds are whole in every process."""
         assert self.share is not None
-        for name in self.held.keys() - {"weight", *BOUNDS.values()}:
+        for name in self.held.keys() - {"weight", *BOUND_NAMES}:
             self.back[name], self.held[name] = self.held[name], self.share.gathered(self.held[name])
 
     def put_back(self) -> None:
@@ -209,22 +214,29 @@ def key_row(job: Job) -> list[int]:
     """The round keys and phases of one job, the offset taken into the first of each three."""
     high, low = divmod(job.offset, 2**32)
     keys = []
-    for words, phase in (job.key, Stream((*job.words, FOR_MOMENTS))):
+    for words, phase in (job.key, job.average_key):
         first, second, third = round_keys(words, high)
         keys += [signed_word(first + low), second, third, phase]
     return keys
+
+
+def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """Round keys and phases at offset 0."""
+    rows = np.zeros((len(keys), 4), dtype=np.int32)
+    for more in {key.words[3:] for key in keys}:
+        some = [i for i, key in enumerate(keys) if key.words[3:] == more]
+        rows[some, :3] = round_key_rows([keys[i].words[:2] for i in some], streams[some], *more)
+    rows[:, 3] = [key.phase for key in keys]
+    return rows
 
 
 def key_rows(jobs: Sequence[Job]) -> NDArray[np.int32]:
     """:func:`key_row` of many jobs, those at offset 0 together."""
     rows = np.zeros((len(jobs), KEYS), dtype=np.int32)
     streams = np.array([job.words[2] for job in jobs], dtype=np.uint64)
-    for more in {job.key.words[3:] for job in jobs}:
-        some = [i for i, job in enumerate(jobs) if job.key.words[3:] == more]
-        rows[some, :3] = round_key_rows([jobs[i].key.words[:2] for i in some], streams[some], *more)
-    rows[:, 3] = [job.key.phase for job in jobs]
+    rows[:, :4] = _first_rows([job.key for job in jobs], streams)
     if any(job.variant.draws_for_moments for job in jobs):
-        rows[:, 4:7] = round_key_rows([job.words[:2] for job in jobs], streams, FOR_MOMENTS)
+        rows[:, 4:] = _first_rows([job.average_key for job in jobs], streams)
     for i, job in enumerate(jobs):
         if job.offset:
             rows[i] = key_row(job)

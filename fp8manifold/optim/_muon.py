@@ -15,7 +15,7 @@ from fp8manifold.optim._directions import HYPER, Hyper
 from fp8manifold.optim._geometry import load_weights, reciprocal_scale, stiffness_factor
 from fp8manifold.optim._job import Job
 from fp8manifold.optim._step import Outcome, store_averages
-from fp8manifold.optim._variant import BOUNDS, Variant
+from fp8manifold.optim._variant import LARGEST, Variant
 from fp8manifold.optim._views import StepView, viewed
 
 FactorOf = Callable[[dict[str, Any], Tensor, Tensor], Tensor]
@@ -31,7 +31,7 @@ SHAPES: Final = ("auto", "flatten", "batch")
 """What a parameter of more than two dimensions is: nothing that can be known, one matrix, or one matrix an entry."""
 
 _BUFFER = "momentum_buffer"
-_STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
+_STATE: Final = (_BUFFER, LARGEST)
 _RATE: Final = HYPER.index("rate")
 _TOGETHER: Final = 2**20  # weights
 
@@ -141,7 +141,7 @@ def _averaging(job: Job, dtype: torch.dtype) -> Job:
     alone = _of_the_average(replace(variant, moments="float32") if variant.injects else variant)
     weight = torch.zeros(job.layout.dims, dtype=dtype, device=job.held["weight"].device)
     held |= {"weight": weight, "gradient": job.held["gradient"]}
-    return Job(alone, job.layout, held, job.words, offset=job.offset)
+    return Job(alone, job.layout, held, job.words, offset=job.offset, draws=job.draws)
 
 
 def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._job import Job, row_view
-from fp8manifold.optim._variant import BOUNDS, MOMENTS, Geometry, Storage, Variant
+from fp8manifold.optim._variant import MOMENTS, Geometry, Storage, Variant
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range
 
@@ -137,8 +137,8 @@ def places_of(job: Job, gradient: Tensor, scale: Tensor | None) -> list[int]:
         (None if first is None else held[first], average, numel),
         (None if second is None else held[second], average, numel),
         (held["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),
-        (None if first is None or not job.blockwise else held[BOUNDS[first]], torch.float32, blocks),
-        (None if second is None or not job.blockwise else held[BOUNDS[second]], torch.float32, blocks),
+        (None if first is None or not job.blockwise else held[variant.bounds[first]], torch.float32, blocks),
+        (None if second is None or not job.blockwise else held[variant.bounds[second]], torch.float32, blocks),
     ]
     return [0 if tensor is None else _address(tensor, dtype, size, device) for tensor, dtype, size in wanted]
 

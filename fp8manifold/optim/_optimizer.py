@@ -34,7 +34,7 @@ from fp8manifold.optim._checks import (
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
-from fp8manifold.optim._variant import BOUNDS
+from fp8manifold.optim._variant import BOUND_NAMES
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rounds_at_random, rule_of
 from fp8manifold.tensor import FP8Tensor
@@ -42,7 +42,7 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["ManifoldOptimizer"]
 
 
-_RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
+_RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
 """What ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 

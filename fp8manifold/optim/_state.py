@@ -23,7 +23,7 @@ from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._job import Job, Layout, layout_of
-from fp8manifold.optim._variant import BOUNDS, Storage, Variant
+from fp8manifold.optim._variant import BOUND_NAMES, Storage, Variant
 from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 
@@ -232,8 +232,8 @@ def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[
     for name in variant.stores:
         if name not in state:
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
-        if variant.moments == "8bit" and BOUNDS[name] not in state:
-            state[BOUNDS[name]] = _first_bounds(parameter, layout)
+        if name in variant.bounds and variant.bounds[name] not in state:
+            state[variant.bounds[name]] = _first_bounds(parameter, layout)
     if variant.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter, variant.residual_bits)
 
@@ -384,9 +384,6 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-_BOUNDS: Final = frozenset(BOUNDS.values())
-
-
 @torch.no_grad()
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
@@ -420,7 +417,7 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
 def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if name in _BOUNDS:
+    if name in BOUND_NAMES:
         in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
     elif name == "residual" and value.dtype == torch.uint8:
         in_rows = _residual_in_rows(value, share.shape)

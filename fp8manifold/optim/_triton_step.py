@@ -14,11 +14,10 @@ from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import Spec, Tile, format_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, launch
-from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._native_step import has_code, places_of
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._variant import MOMENT_FORMAT, Variant
 
 __all__ = ["Launched", "is_triton", "kind_of", "run_triton", "spec_of"]
 
@@ -28,7 +27,6 @@ _LONGEST: Final = 1024
 """Of a row whose averages share a block and that a program takes at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
-_MOMENT: Final = FloatFormat(4, 3)
 
 
 def is_triton(job: Job, dtype: torch.dtype) -> bool:
@@ -164,7 +162,7 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 @lru_cache(maxsize=1024)
 def spec_of(variant: Variant, weight: torch.dtype, gradient: torch.dtype) -> Spec:
-    fmt = format_of(variant.fmt or _MOMENT)
+    fmt = format_of(variant.fmt or MOMENT_FORMAT)
     return Spec(
         direction=variant.direction,
         storage=variant.storage,
@@ -186,5 +184,6 @@ def spec_of(variant: Variant, weight: torch.dtype, gradient: torch.dtype) -> Spe
         weight=_DTYPES[weight],
         gradient=_DTYPES[gradient],
         format=fmt,
-        average=format_of(_MOMENT),
+        average=format_of(variant.average),
+        fitted=variant.fitted,
     )
