@@ -31,7 +31,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
     try:
-        from nanogpt_bench.training import train  # noqa: F401  (imported before the first job comes, to be ready for it)
+        from nanogpt_bench.loop import train  # noqa: F401  (imported before the first job comes, to be ready for it)
 
         for line in sys.stdin:
             _serve(json.loads(line), answers)
