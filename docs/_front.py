@@ -89,7 +89,7 @@ def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
         "EULAW",
         HEADER[4],
     )
-    return markdown((*HEADER[:2], *losses, HEADER[4]), rows)
+    return markdown(header, rows)
 
 
 def write_front(folder: Path) -> None:
