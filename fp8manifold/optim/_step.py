@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encoding_steps, largest_bits
-from fp8manifold.optim._directions import DIRECTIONS, Descent, Hyper
+from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._geometry import (
     Weights,
     chart_for,
@@ -17,7 +17,7 @@ from fp8manifold.optim._geometry import (
     stiffness_factor,
     store_weights,
 )
-from fp8manifold.optim._variant import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Variant
+from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
 from fp8manifold.random_bits import RANDOM_BITS, draw_of
 
 _FIELD, _BIAS = 23, 127
@@ -25,19 +25,19 @@ _CARRY = ~largest_bits(MOMENTUM_FORMAT) & ((1 << _FIELD) - 1)  # what is above t
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
 
 
-def prepare(variant: Variant, arrays: dict[str, Tensor], gradient: Tensor, hyper: Hyper) -> dict[str, Tensor]:
+def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
     """What there is of 8-bit averages for each block, a row of the view.
 
     It is the scale of the stored average, and, where that does not follow from the average itself, the bound after the
     step and 1 over its scale.
     """
-    if variant.fitted:
+    if spec.fitted:
         return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     prepared = {}
-    for name in variant.stores:
-        root, n = name == "exp_avg_sq", "2" if name == "exp_avg_sq" or variant.direction == "lion" else "1"
-        decay, gain = hyper[f"beta{n}"].to(torch.float32), hyper[f"gain{n}"].to(torch.float32).abs()
+    for name in spec.stores:
+        root, n = name == "exp_avg_sq", "2" if name == "exp_avg_sq" or spec.direction == "lion" else "1"
+        decay, gain = numbers[f"beta{n}"].to(torch.float32), numbers[f"gain{n}"].to(torch.float32).abs()
         before = arrays[BOUNDS[name]]
         after = before * decay + gain * (largest * largest if root else largest)
         prefix = "sq" if root else "avg"
@@ -53,22 +53,22 @@ def fit(average: Tensor) -> dict[str, Tensor]:
     return {LARGEST: largest, "avg_inverse": _reciprocal(_fitted_scale(largest))}
 
 
-def load_averages(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def load_averages(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The averages as floats."""
-    if variant.moments != "8bit":
-        return {name: arrays[name].to(dtype) for name in variant.stores}
+    if spec.moments != "8bit":
+        return {name: arrays[name].to(dtype) for name in spec.stores}
     averages = {}
-    for name in variant.stores:
+    for name in spec.stores:
         if name == "exp_avg_sq":
             root = decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
             averages[name] = (root * root).to(dtype)
         else:
-            averages[name] = (decode_with_ulp(arrays[name], variant.average)[0] * arrays["avg_scale"]).to(dtype)
+            averages[name] = (decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
     return averages
 
 
 def store_averages(
-    variant: Variant, averages: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
+    spec: Spec, averages: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
 ) -> dict[str, Tensor]:
     """The averages as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one average each.
 
@@ -76,21 +76,21 @@ def store_averages(
     bias of ``2^-17`` a step would add up to 0.1% of a second moment of decay 0.999.  Of the first average's draw it
     shares no more than what is below these 16.
     """
-    if variant.moments == "float32" or not averages:
+    if spec.moments == "float32" or not averages:
         return averages
     assert noise is not None
     halves = (noise & 0xFFFF, (noise >> 16) & 0xFFFF)
     kept = {}
     for name, draws in zip(averages, halves, strict=False):
         value = averages[name].to(torch.float32)
-        if variant.moments == "bfloat16":
+        if spec.moments == "bfloat16":
             kept[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
         else:
-            draws = draw_of(noise) if variant.fitted else draws << 8
-            kept[name] = encode_finite(value * arrays["avg_inverse"], variant.average, draws).to(torch.uint8)
+            draws = draw_of(noise) if spec.fitted else draws << 8
+            kept[name] = encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
     return kept
 
 
@@ -145,59 +145,59 @@ class Outcome(NamedTuple):
     target: Tensor
 
 
-def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: dict[str, Tensor]) -> Outcome:
+def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Outcome:
     """Take a step from ``arrays``, none of which is changed.
 
     Args:
-        variant: what is stepped and how.
+        spec: what is stepped and how.
         arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other; rows of
             them are whole blocks of 8-bit averages.
-        numbers: one row of :data:`HYPER`, in the dtype that is computed in.
+        row: one of :data:`NUMBERS`, in the dtype that is computed in.
         noise: 32-bit random words: ``weight`` for the write-back, ``moments`` for the averages.
     """
-    hyper = Hyper(numbers)
-    weights = load_weights(variant, arrays, numbers.dtype)
-    gradient = _gradient(variant, weights, arrays, hyper, numbers.dtype)
+    numbers, dtype = named(row), row.dtype
+    weights = load_weights(spec, arrays, dtype)
+    gradient = _gradient(spec, weights, arrays, numbers, dtype)
     bounds = {}
-    if variant.moments == "8bit" and variant.stores:
-        prepared = prepare(variant, arrays, gradient, hyper)
-        bounds = {name: prepared.pop(name) for name in variant.bounds.values() if name in prepared}
+    if spec.moments == "8bit" and spec.stores:
+        prepared = prepare(spec, arrays, gradient, numbers)
+        bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
         arrays = arrays | prepared
-    descent = _direction(variant, gradient, load_averages(variant, arrays, numbers.dtype), hyper)
-    target = move(variant, weights, descent.direction, arrays, hyper)
-    draws = (noise["weight"] >> 8) & 0xFFFFFF if variant.draws_for_weight else None
-    stored, after = store_weights(variant, arrays, weights, target, draws)
+    descent = _direction(spec, gradient, load_averages(spec, arrays, dtype), numbers)
+    target = move(spec, weights, descent.direction, arrays, numbers)
+    draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
+    stored, after = store_weights(spec, arrays, weights, target, draws)
     averages = descent.averages
-    if variant.injects:
-        averages = _with_error(variant, descent, weights, target, after, arrays, hyper)
-    if variant.fitted:
-        prepared = fit(averages[variant.stores[0]])
+    if spec.injects:
+        averages = _with_error(spec, descent, weights, target, after, arrays, numbers)
+    if spec.fitted:
+        prepared = fit(averages[spec.stores[0]])
         bounds[LARGEST] = prepared.pop(LARGEST)
         arrays = arrays | prepared
-    kept = store_averages(variant, averages, arrays, noise.get("moments"), descent.root)
+    kept = store_averages(spec, averages, arrays, noise.get("moments"), descent.root)
     return Outcome(stored | kept | bounds, weights, target)
 
 
-def _gradient(
-    variant: Variant, weights: Weights, arrays: dict[str, Tensor], hyper: Hyper, dtype: torch.dtype
-) -> Tensor:
+def _gradient(spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers, dtype: torch.dtype) -> Tensor:
     gradient = arrays["gradient"].to(dtype)
-    return covector(variant, weights, -gradient if variant.maximize else gradient, arrays, hyper)
+    return covector(spec, weights, -gradient if spec.maximize else gradient, arrays, numbers)
 
 
-def _direction(variant: Variant, gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
-    descend = DIRECTIONS[variant.direction].descend
-    return descend(gradient, averages, hyper, nesterov=True) if variant.nesterov else descend(gradient, averages, hyper)
+def _direction(spec: Spec, gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
+    descend = DIRECTIONS[spec.direction].descend
+    return (
+        descend(gradient, averages, numbers, nesterov=True) if spec.nesterov else descend(gradient, averages, numbers)
+    )
 
 
 def _with_error(
-    variant: Variant,
+    spec: Spec,
     descent: Descent,
     weights: Weights,
     target: Tensor,
     after: Tensor,
     arrays: dict[str, Tensor],
-    hyper: Hyper,
+    numbers: Numbers,
 ) -> dict[str, Tensor]:
     """The averages with the rounding error in the first one.
 
@@ -208,14 +208,14 @@ def _with_error(
 
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
-    if variant.geometry == "linear":
-        error = (target - after) / reciprocal_scale(variant, arrays)
-        if variant.stiffness != "none":
-            error = error / stiffness_factor(variant, weights, arrays, hyper)
+    if spec.geometry == "linear":
+        error = (target - after) / reciprocal_scale(spec, arrays)
+        if spec.stiffness != "none":
+            error = error / stiffness_factor(spec, weights, arrays, numbers)
     else:
-        chart = chart_for(variant, arrays)
+        chart = chart_for(spec, arrays)
         error = chart.forward(target) - chart.forward(after)
     if descent.denominator is not None:
         error = error * descent.denominator
-    name = variant.stores[0]
-    return descent.averages | {name: descent.averages[name] - error * hyper["inject"]}
+    name = spec.stores[0]
+    return descent.averages | {name: descent.averages[name] - error * numbers["inject"]}

@@ -18,8 +18,8 @@ import fp8manifold as fm
 from fp8manifold._numerics.codec import encode_finite
 from fp8manifold.optim import StiffnessMuon
 from fp8manifold.optim._muon import COEFFICIENTS, orthogonal_factor
+from fp8manifold.optim._spec import MOMENTUM_FORMAT
 from fp8manifold.optim._step import _fitted_scale, fit
-from fp8manifold.optim._variant import MOMENTUM_FORMAT
 from fp8manifold.random_bits import stream_of, word_range
 
 PATHS: dict[str, bool | None] = {"native": None, "eager": False}
