@@ -52,7 +52,7 @@ def test_steps_have_the_bits_of_native_code_and_of_the_oracle() -> None:
 def test_the_fitted_momentum_has_the_bits_of_native_code_and_of_its_definition() -> None:
     code, output, counts = run(str(HERE / "test_fitted_momentum.py"), "-k", "definition and native")
     assert code == 0, output[-3000:]
-    assert counts["jobs"] > 60
+    assert counts["slots"] > 60
 
 
 def test_shapes_dtypes_and_whole_arrays() -> None:
