@@ -71,6 +71,24 @@ def test_a_page_reads_easily(page: Path) -> None:
     assert len(GENERATED.sub("", text).splitlines()) <= LINES
 
 
+def linked(page: Path) -> set[Path]:
+    """The pages that a page leads to: by links, and by the lists of pages of the site."""
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+\.(?:md|rst))(?:#[^)]*)?\)", text)
+    for entries in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL):
+        names = [line.strip() for line in entries.splitlines() if line.strip() and not line.startswith(":")]
+        targets += [f"{name}{end}" for name in names for end in (".md", ".rst")]
+    return {there for target in targets if (there := (page.parent / target).resolve()).is_file()}
+
+
+def test_every_page_is_two_clicks_from_readme() -> None:
+    first = linked(ROOT / "README.md")
+    second = first | {there for page in first if page.suffix == ".md" for there in linked(page)}
+    pages = {page for page in DOCS.rglob("*") if page.suffix in (".md", ".rst")}
+    built = [DOCS / name for name in ("_build", "generated", "examples")]
+    assert [page.name for page in sorted(pages - second) if not any(page.is_relative_to(each) for each in built)] == []
+
+
 def test_readme_is_short_and_soon_at_code() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 90
