@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 #: what is dated keeps its words: a notebook, and what was announced before runs
 FROZEN = {"log", "study-amendments"}
-PAGES = [page for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if page.stem not in FROZEN]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in PAGES if page.stem not in FROZEN and not {"_build", "generated"} & {*page.parts}]
 #: words a sentence on the average and the longest, figures in a hundred words, lines of a page but for generated tables
 MEAN, LONGEST, FIGURES, LINES = 18, 35, 4, 300
 GENERATED = re.compile(r"<!-- table: [\w-]+ -->.*?<!-- end -->", re.DOTALL)
@@ -58,7 +59,7 @@ def house_words(text: str, known: set[str]) -> list[str]:
     return [word for word in words if re.search(rf"\b{word}\b", plain)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_reads_easily(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     each = sentences(text)
