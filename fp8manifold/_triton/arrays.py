@@ -13,9 +13,12 @@ from fp8manifold._triton.format import (
     random_word,
     round_value,
 )
+from fp8manifold._triton.kinds import SAID as _SAID
 from fp8manifold._triton.stages import ROWS, WORDS, load_float
 
 __all__ = ["decode_kernel", "encode_kernel", "finite_kernel", "round_kernel"]
+
+SAID: tl.constexpr = tl.constexpr(_SAID)
 
 
 @triton.jit
@@ -90,9 +93,10 @@ def encode_kernel(x, out, keys, numel, F: tl.constexpr, STOCHASTIC: tl.constexpr
 
 @triton.jit
 def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
-    """Put 1 into ``refused`` where the square of a gradient is not finite in float32."""
+    """Put 1 into ``refused``, and into the parameter's own word, where a gradient's square is not finite in float32."""
     chunk = chunks + 2 * tl.program_id(0)
-    words = table + tl.load(chunk).to(tl.int64) * WORDS
+    index = tl.load(chunk)
+    words = table + index.to(tl.int64) * WORDS
     places = words.to(tl.pointer_type(tl.int64))
     numel = tl.load(places + ROWS // 2) * tl.load(places + ROWS // 2 + 1)
     at = tl.load(chunk + 1).to(tl.int64) * W + tl.arange(0, W)
@@ -100,3 +104,4 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
     largest = tl.max(bits_of(g) & 0x7FFFFFFF, axis=0)
     if largest > 0x5F7FFFFF:  # the square of the next one is Inf
         tl.store(refused, 1)
+        tl.store(refused + (index + 1) * SAID, 1)
