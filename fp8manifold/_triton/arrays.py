@@ -10,6 +10,7 @@ from fp8manifold._triton.format import (
     encode_finite,
     magnitude_ulp,
     nearest_bfloat16,
+    of_bfloat16,
     random_word,
     round_value,
 )
@@ -78,12 +79,32 @@ def round_kernel(
     tl.store(out + at, value, mask=inside)
 
 
-@triton.jit
-def encode_kernel(x, out, keys, numel, F: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr, W: tl.constexpr):
-    """Codes of float32; NaN has the format's code for it.  ``keys`` begin at the first element's position."""
-    at = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
-    inside = at < numel
-    value = tl.load(x + at, mask=inside, other=0.0)
+@triton.jit(do_not_specialize=["rows", "in_row"])
+def encode_kernel(
+    x,
+    scale,
+    out,
+    keys,
+    rows,
+    length,
+    in_row,
+    F: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FIXED: tl.constexpr,
+    SCALED: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the format's code for it.
+
+    ``keys`` begin at the first element's position.
+    """
+    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
+    value = tl.load(x + at, mask=inside, other=0)
+    if x.dtype.element_ty == tl.uint16:
+        value = of_bfloat16(value)
+    if SCALED:
+        value = tl.math.div_rn(value, s)
     draw = 0
     if STOCHASTIC:
         draw = draw_of(random_word(keys, at.to(tl.uint32)))

@@ -132,7 +132,9 @@ def test_arrays_against_native_code(name: str) -> None:
         at = offset if key_or_not else 0
         expected = _arrays.encoded(x, fmt, key_or_not, at)
         assert expected is not None
-        assert not different(encode_on_gpu(x, fmt, given), expected)
+        ours = encode_on_gpu(x, fmt, given)
+        assert ours is not None
+        assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
                 ours = round_on_gpu(x, fmt, given, s, rescale=rescale)
@@ -141,6 +143,12 @@ def test_arrays_against_native_code(name: str) -> None:
                 assert expected is not None
                 assert not different(ours, expected)
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
+    for floats in (x, x.bfloat16()):
+        units = floats.float().view(30, 100) / scale.view(-1, 1)
+        ours, expected = encode_on_gpu(floats, fmt, None, scale), _arrays.encoded(units, fmt)
+        assert ours is not None
+        assert expected is not None
+        assert not different(ours, expected.view(-1))
     for s in (scale, scale[:1]):
         for dtype in (torch.float32, torch.bfloat16):
             ours = decode_on_gpu(codes, fmt, dtype, s, spacing=False)
@@ -169,7 +177,9 @@ def test_codes_against_their_definition(name: str) -> None:
     ]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
-    assert encode_on_gpu(x, fmt, None).int().tolist() == wanted.tolist()
+    codes = encode_on_gpu(x, fmt, None)
+    assert codes is not None
+    assert codes.int().tolist() == wanted.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- the way on a GPU
