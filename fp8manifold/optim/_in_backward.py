@@ -1,7 +1,6 @@
 """Steps taken while gradients come: each is used, and freed, before the next is there."""
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -135,16 +134,9 @@ class InBackward:
             return  # it was taken out and put back, and has been stepped for the hook of either time
         if (place := self._place_of(parameter)) is None:
             return  # it has been taken out: its gradient is somebody else's
-        i, k = place
-        group = self.optimizer.param_groups[i]
+        group = self.optimizer.param_groups[place[0]]
         with self._one_at_a_time, torch.no_grad():
-            if not self.optimizer.step_alone(group, parameter):
-                warnings.warn(
-                    f"step_in_backward: the gradient (or its square) of {described(group, i, k)} is not finite: "
-                    "its step was left out, those of other parameters were taken",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            self.optimizer.step_alone(group, parameter)
             parameter.grad = SpentGradient(parameter)
 
     def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
@@ -173,7 +165,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
     A gradient that has been used is replaced by a stand-in without memory.  What cannot work with gradients that are
     gone is refused: a second backward pass before ``zero_grad()`` (accumulation), clipping, ``GradScaler``, reading
     them, and more than one process.  A gradient that is not finite leaves out the step of its own parameter only,
-    with a warning (``on_nonfinite="raise"``: ends the backward pass).
+    with a warning (``on_nonfinite="raise"``: ends the backward pass).  On a GPU the card decides on that, and the
+    warning comes with the parameter's next step.
 
     Args:
         optimizer: one of this library's whose parameters step independently: all but
