@@ -17,6 +17,7 @@ from fp8manifold.optim._job import Job
 from fp8manifold.optim._step import Outcome, store_averages
 from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.optim._views import StepView, viewed
+from fp8manifold.random_bits import mixed_word
 
 FactorOf = Callable[[dict[str, Any], Tensor, Tensor], Tensor]
 """Of group, parameter and what has the layout of its step: the orthogonal factor, in that layout."""
@@ -29,6 +30,9 @@ ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 
 SHAPES: Final = ("auto", "flatten", "batch")
 """What a parameter of more than two dimensions is: nothing that can be known, one matrix, or one matrix an entry."""
+
+ALL_TAKEN_IN: Final = {"beta1": 1.0, "gain1": 0.0}
+"""The numbers of a step whose momentum is complete, along a gradient of zeros."""
 
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
@@ -65,6 +69,24 @@ def take_muon_step(job: Job, numbers: Tensor, keys: Tensor, factor_of: FactorOf)
     ((average, mixed),) = mixed_of([job], numbers[None], keys[None])
     factor = factor_of(job.group, job.parameter, mixed)
     return take_along(job, numbers, average, factor, ratio_of(mixed, factor) if job.variant.injects else 1.0)
+
+
+def take_in(job: Job, before: int) -> None:
+    """Take one of several gradients into a momentum, and no step: those of a step count as their sum.
+
+    .. math:: m \\leftarrow \\mu m + (1 - \\mu) g_1, \\qquad m \\leftarrow m + (1 - \\mu) g_i
+
+    Args:
+        job: of a step with the gradient; its numbers are those of one.
+        before: how many gradients of the step there were; each rounding of the momentum has draws of its own.
+    """
+    seed, step, stream = job.words
+    job.numbers |= {"beta1": 1.0 if before else job.group["momentum"], "gain1": 1 - job.group["momentum"]}
+    job.words = (seed, step, mixed_word(stream, before)) if before else job.words
+    if job.variant.injects:
+        job.variant = replace(job.variant, writeback=job.variant.rule.rounding)
+    ((_, numbers, keys),) = tables_of([job])
+    mixed_of([job], numbers, keys)
 
 
 def mixed_of(jobs: Sequence[Job], numbers: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -150,7 +172,11 @@ def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
     gradient = -gradient if job.variant.maximize else gradient
     if not job.variant.averages:
         return gradient, gradient
-    average = job.arrays[_BUFFER].lerp_(gradient, hyper["gain1"])
+    average = job.arrays[_BUFFER]
+    if job.numbers.get("beta1") == 1:  # one more gradient of a step, or none that is left
+        average.add_(gradient * hyper["gain1"])
+    else:
+        average.lerp_(gradient, hyper["gain1"])
     return average, torch.lerp(gradient, average, hyper["beta1"]) if job.variant.nesterov else average
 
 
