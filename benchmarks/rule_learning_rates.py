@@ -27,7 +27,7 @@ from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
-from nanogpt_bench.step.formats import format_name
+from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.system.errors import BenchError
 
 #: where the grid of an optimizer is centred, in its own unit

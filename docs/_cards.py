@@ -1,6 +1,6 @@
 """What training a language model of a Llama's shape takes in memory, by arithmetic, and which card that fits.
 
-Counted are weights, optimizer state and gradients, as ``nanogpt_bench.step.memory`` counts them on live tensors: an
+Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors: an
 embedding, norms and biases are float32, the state of every parameter is of 8 bits.  ``python docs/_cards.py`` prints
 the tables of the page on fine-tuning.
 """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold.optim._agreement import described, warn_of_skips
-from fp8manifold.optim._job import Member
+from fp8manifold.optim._slot import Member
 from fp8manifold.optim._stand_ins import GradientSum, SpentGradient
 from fp8manifold.optim._state import new_stream, twins
 

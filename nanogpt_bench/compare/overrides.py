@@ -96,8 +96,8 @@ def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Ca
         BenchError: a setting that no row takes, or one that a row can't have; names the row.
     """
     from nanogpt_bench.config.settings import build_config
-    from nanogpt_bench.step.parallel import refuse_parallel
-    from nanogpt_bench.step.resolve import resolve  # brings torch along
+    from nanogpt_bench.setup.parallel import refuse_parallel
+    from nanogpt_bench.setup.resolve import resolve  # brings torch along
 
     rows = {run.label: run for run in planned}
     lines = list(_lines(given, rows))

@@ -87,7 +87,7 @@ def _chosen(rules: Sequence[str]) -> list[str]:
 
 def _canonical(formats: Sequence[str]) -> list[str]:
     # Imported here because it brings torch along, which takes seconds that the default rows need not spend.
-    from nanogpt_bench.step.formats import format_name
+    from nanogpt_bench.setup.formats import format_name
 
     names = list(dict.fromkeys(format_name(name, "--formats") for name in formats))
     if "none" in names:

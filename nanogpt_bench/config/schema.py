@@ -460,7 +460,7 @@ class RuntimeConfig:
 
 @dataclass
 class Config:
-    """One training run. Keys left null are filled in by `nanogpt_bench.step.resolve.resolve`."""
+    """One training run. Keys left null are filled in by `nanogpt_bench.setup.resolve.resolve`."""
 
     rule: str | None = setting(
         None,

@@ -17,9 +17,9 @@ from nanogpt_bench.config.rules import RULES, reference_settings
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.rows import row_label
-from nanogpt_bench.step.formats import format_summary, weight_format
-from nanogpt_bench.step.parallel import refuse_parallel
-from nanogpt_bench.step.resolve import resolve, rule_name
+from nanogpt_bench.setup.formats import format_summary, weight_format
+from nanogpt_bench.setup.parallel import refuse_parallel
+from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.sweep.axes import Point, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import SweepFile
 from nanogpt_bench.system.errors import BenchError, printable

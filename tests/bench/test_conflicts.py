@@ -13,8 +13,8 @@ from nanogpt_bench.config.keys import get
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import SIZES
-from nanogpt_bench.step import resolve as module
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup import resolve as module
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
 E4M3 = "model.format=E4M3"

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.step.layers import held
+from nanogpt_bench.setup.layers import held
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
 

@@ -17,15 +17,15 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import Resolved, build_config
 from nanogpt_bench.data.batches import Corpus, open_corpus
-from nanogpt_bench.step.formats import format_name
-from nanogpt_bench.step.layers import forward_weight, linear_layers
-from nanogpt_bench.step.memory import held_bytes, plain_tensors
-from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.formats import format_name
+from nanogpt_bench.setup.layers import forward_weight, linear_layers
+from nanogpt_bench.setup.memory import held_bytes, plain_tensors
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import counted
+from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.training.trainer import Trainer
 
 WARMUP_STEPS = 2
 BATCH_COLUMNS = ("batch size", "tokens/step", "ms/step", "tokens/s", "weights+state", "gradients", "saved", "peak")

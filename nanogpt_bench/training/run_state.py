@@ -11,12 +11,12 @@ import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
 from nanogpt_bench.model.weights import fill, gathered, tensors_of
-from nanogpt_bench.step.layers import held
-from nanogpt_bench.step.points import Observer
+from nanogpt_bench.setup.layers import held
 from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.training.points import Observer
 
 if TYPE_CHECKING:
-    from nanogpt_bench.step.trainer import Trainer
+    from nanogpt_bench.training.trainer import Trainer
 
 #: what may go wrong with a state that was not made by this code
 _MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, Config
 from nanogpt_bench.config.settings import Resolved
-from nanogpt_bench.step.constraints import constrain
+from nanogpt_bench.setup.constraints import constrain
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.words import counted
 
@@ -46,7 +46,7 @@ def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
             storage="grid" if continuous else settings.storage,
             seed=config.seed,
             tied=settings.tied or "refuse",
-            defer_weight_gradients=True,  # see nanogpt_bench.step.clipping
+            defer_weight_gradients=True,  # see nanogpt_bench.training.clipping
             **_grid_options(config),
         )
     except (ValueError, TypeError) as error:

@@ -21,10 +21,10 @@ from nanogpt_bench.config.schema import (
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
 from nanogpt_bench.model.gpt import SIZES, GPTShape
-from nanogpt_bench.step.constraints import check_constrained_layers, fill_constraint, fill_rates
-from nanogpt_bench.step.formats import fill_formats, format_name, read_layers
-from nanogpt_bench.step.parallel import check_parallel
-from nanogpt_bench.step.start import as_begun, outlined_shape, pinned, start_shape
+from nanogpt_bench.setup.constraints import check_constrained_layers, fill_constraint, fill_rates
+from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
+from nanogpt_bench.setup.parallel import check_parallel
+from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
 from nanogpt_bench.system.errors import BenchError, unknown
 
 #: what a run without a rule starts from

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers.resources import peak_bytes
-from nanogpt_bench.step.formats import format_summary
-from nanogpt_bench.step.memory import bytes_of, held_bytes
-from nanogpt_bench.step.resolve import rule_name
-from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.setup.formats import format_summary
+from nanogpt_bench.setup.memory import bytes_of, held_bytes
+from nanogpt_bench.setup.resolve import rule_name
+from nanogpt_bench.setup.surgery import quantized_layers
 
 if TYPE_CHECKING:
+    from nanogpt_bench.loop.outcome import Outcome
     from nanogpt_bench.observers.build import Observers
-    from nanogpt_bench.step.trainer import Trainer
-    from nanogpt_bench.training.outcome import Outcome
+    from nanogpt_bench.training.trainer import Trainer
 
 
 def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from torch.nn.utils import get_total_norm
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.step.layers import held, plain
-from nanogpt_bench.step.points import Anomaly, Step
+from nanogpt_bench.setup.layers import held, plain
 from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.training.points import Anomaly, Step
 
 if TYPE_CHECKING:
-    from nanogpt_bench.step.trainer import Trainer
+    from nanogpt_bench.training.trainer import Trainer
 
 #: what a step's record says of it, 0 or 1
 _FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))

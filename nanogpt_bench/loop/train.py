@@ -12,29 +12,29 @@ from typing import Any
 from nanogpt_bench.checkpoint import check_room
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.loop import Loop
+from nanogpt_bench.loop.outcome import Outcome, Progress
+from nanogpt_bench.loop.resume import (
+    check_unused,
+    find_checkpoint,
+    found_by_all,
+)
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.observers import baseline_curve
 from nanogpt_bench.observers.build import check_monitors
 from nanogpt_bench.observers.trackers import check_trackers
 from nanogpt_bench.runs.environment import environment
-from nanogpt_bench.step.parallel import check_ranks, processes
-from nanogpt_bench.step.resolve import resolve_for
-from nanogpt_bench.step.run_state import expected_bytes
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.start import check_start, start_facts
-from nanogpt_bench.step.surgery import left_in_float
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.parallel import check_ranks, processes
+from nanogpt_bench.setup.resolve import resolve_for
+from nanogpt_bench.setup.runtime import runtime
+from nanogpt_bench.setup.start import check_start, start_facts
+from nanogpt_bench.setup.surgery import left_in_float
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.loop import Loop
-from nanogpt_bench.training.outcome import Outcome, Progress
-from nanogpt_bench.training.resume import (
-    check_unused,
-    find_checkpoint,
-    found_by_all,
-)
+from nanogpt_bench.training.run_state import expected_bytes
+from nanogpt_bench.training.trainer import Trainer
 
 __all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]
 
