@@ -53,6 +53,15 @@ RULES: dict[str, Rule] = {
     "fp32": Rule("float32", "adamw", 2e-3, "float32", help="AdamW, everything in float32"),
     "bf16-mixed": Rule("float32", "adamw", 2e-3, help="AdamW, bfloat16 autocast, float32 weights: the reference"),
     "bf16-pure": Rule("float32", "adamw", 2e-3, "bf16-pure", help="AdamW, weights and state in bfloat16"),
+    "bf16-stochastic": Rule(
+        "float32",
+        "stiffness_adamw",
+        2e-3,
+        "bf16-pure",
+        moments="8bit",
+        stiffness=0.0,
+        help="StiffnessAdamW, bfloat16 weights rounded stochastically, 8-bit moments: 4 bytes a parameter",
+    ),
     "sgd": Rule("float32", "sgd", 1e-1, "float32", help="SGD with momentum 0.9, everything in float32"),
     "torchao-float8": Rule(
         "float32",
