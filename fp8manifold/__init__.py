@@ -2,6 +2,7 @@
 
 from fp8manifold import _geoopt_import, _shards, distributed, huggingface, monitor, ops, optim, reference  # noqa: F401
 from fp8manifold._encoded.stalled_average import StalledAverageWarning
+from fp8manifold._loading import load_quantized
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
 from fp8manifold.exchange import export_model, exported_state_dict
@@ -51,6 +52,7 @@ __all__ = [
     "flatten_state_dict",
     "from_chart",
     "huggingface",
+    "load_quantized",
     "monitor",
     "ops",
     "optim",
