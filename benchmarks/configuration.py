@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import nanogpt_bench.training.train  # what `run` has imported when it begins
+import nanogpt_bench.loop.train  # what `run` has imported when it begins
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.model.gpt import GPT, GPTShape

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.training.outcome import Progress
+from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")

@@ -17,9 +17,9 @@ from nanogpt_bench.model.causal import load_causal
 from nanogpt_bench.setup.memory import held_bytes
 from nanogpt_bench.setup.optimizers import build_optimizer
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.schedule import lr_factor
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.sweep.file import find_sweep, read_sweep
-from nanogpt_bench.training.schedule import lr_factor
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

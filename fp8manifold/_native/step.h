@@ -21,7 +21,7 @@ typedef struct {
     float low, high, log_low, log_high, power, inject, floor, per_unit;
 } Hyper;
 
-/* What is fixed: fp8manifold/optim/_variant.py. */
+/* What is fixed: fp8manifold/optim/_spec.py. */
 typedef struct {
     int32_t direction, storage, writeback, moments, geometry, stiffness, metric;
     int32_t decays, nesterov, maximize;

@@ -9,7 +9,7 @@ from typing import Any
 from fp8manifold._native._layouts import format_record
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["Format", "Spec", "Tile", "format_of"]
+__all__ = ["Format", "KernelSpec", "Tile", "format_of"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def format_of(fmt: FloatFormat) -> Format:
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What a step is, while its kernel is compiled: the variant, its format, and the dtypes of what lies in memory."""
+class KernelSpec:
+    """A step, while its kernel is compiled: the spec, its format, and the dtypes of what lies in memory."""
 
     direction: str
     storage: str

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import Spec, Tile
+from fp8manifold._triton.kinds import KernelSpec, Tile
 
 __all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "launch"]
 
-Kind = tuple[Spec, Tile]
+Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
 
 _CHECKED: Final = 2048

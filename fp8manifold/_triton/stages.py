@@ -1,7 +1,7 @@
 """The stages of a step over a tile: what ``fp8manifold/_native/elements.h`` and ``stages.c`` say of single elements.
 
-``words`` points to a parameter's record, the one that native code reads; ``S`` and ``T`` are ``Spec`` and ``Tile`` of
-``kinds.py``.
+``words`` points to a parameter's record, the one that native code reads; ``S`` and ``T`` are ``KernelSpec`` and
+``Tile`` of ``kinds.py``.
 """
 
 import triton

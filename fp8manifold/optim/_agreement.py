@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes, tables_of
-from fp8manifold.optim._job import Job, Member
 from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._slot import Member, Slot
 from fp8manifold.optim._state import unpacked
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.tensor import FP8Tensor
@@ -401,11 +401,11 @@ def take_steady(optimizer: Any, members: list[Member]) -> bool:
     """
     optimizer._check_options()
     optimizer._check_schedules(optimizer._taken(members))
-    jobs = optimizer._planned(members)
-    taken = _on_card(optimizer, jobs)
+    slots = optimizer._planned(members)
+    taken = _on_card(optimizer, slots)
     if taken is None:
         if taken := _all_finite_or_back(optimizer, members):
-            optimizer._take(jobs)
+            optimizer._take(slots)
     elif not taken:
         _count_back(optimizer, members)
         for group, parameter in members:
@@ -427,21 +427,21 @@ def _all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
     return verdict
 
 
-def _on_card(optimizer: Any, jobs: list[Job]) -> bool | None:
+def _on_card(optimizer: Any, slots: list[Slot]) -> bool | None:
     """Whether the step was taken; None, with nothing changed, where kernels don't take all of it."""
-    tables = tables_of(jobs)
-    if len(tables) != 1 or not all(job.in_place and is_triton(job, tables[0][1].dtype) for job in jobs):
+    tables = tables_of(slots)
+    if len(tables) != 1 or not all(slot.in_place and is_triton(slot, tables[0][1].dtype) for slot in slots):
         return None
     _, numbers, keys = tables[0]
-    with unpacked(jobs, optimizer.state):
-        launched = run_triton(jobs, numbers.numpy(), keys.numpy(), check=True)
+    with unpacked(slots, optimizer.state):
+        launched = run_triton(slots, numbers.numpy(), keys.numpy(), check=True)
     if launched is None:
         return None
     if launched.refused:
         return False
-    note_changes([tensor for job in jobs for tensor in job.changed])
-    optimizer._widen(jobs)
-    note_changes([job.parameter for job in jobs])
+    note_changes([tensor for slot in slots for tensor in slot.changed])
+    optimizer._widen(slots)
+    note_changes([slot.parameter for slot in slots])
     return True
 
 

@@ -18,25 +18,25 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._directions import row
-from fp8manifold.optim._job import FOR_MOMENTS, Job, key_rows
 from fp8manifold.optim._native_step import is_native, run_native
+from fp8manifold.optim._slot import FOR_MOMENTS, Slot, key_rows
 from fp8manifold.optim._step import Outcome, step
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.random_bits import word_range
 from fp8manifold.tensor import FP8Tensor
 
 
-def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outcome]:
+def run_eager(slot: Slot, numbers: Tensor, *, observed: bool = False) -> list[Outcome]:
     """Take the step in place; what each part of it asked for, where it is observed.
 
     Args:
-        job: what to step.
+        slot: what to step.
         numbers: a row of hyperparameters in the dtype that is computed in.
         observed: whether to keep what was asked for.
     """
     outcomes = []
-    for arrays, start in blocks_of(job):
-        outcome = step(job.variant, arrays, numbers, block_noise(job, arrays["gradient"], start))
+    for arrays, start in blocks_of(slot):
+        outcome = step(slot.spec, arrays, numbers, block_noise(slot, arrays["gradient"], start))
         for name, value in outcome.stored.items():
             arrays[name].copy_(value)
         if observed:
@@ -44,25 +44,25 @@ def run_eager(job: Job, numbers: Tensor, *, observed: bool = False) -> list[Outc
     return outcomes
 
 
-def blocks_of(job: Job) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The arrays some rows at a time, and the position of their first element in the job."""
-    first, inner = job.layout.dims[0], job.layout.numel // job.layout.dims[0]
-    rows = max(1, block_on(job.held["weight"].device) // inner)
-    if len(job.layout.dims) == 1 and job.blockwise:
+def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """The arrays some rows at a time, and the position of their first element in the slot."""
+    first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
+    rows = max(1, block_on(slot.tensors["weight"].device) // inner)
+    if len(slot.view.dims) == 1 and slot.blockwise:
         rows = first  # its one block is not cut up
     for start in range(0, first, rows):
-        yield {name: _rows(a, start, rows, first) for name, a in job.arrays.items()}, start * inner
+        yield {name: _rows(a, start, rows, first) for name, a in slot.arrays.items()}, start * inner
 
 
-def block_noise(job: Job, part: Tensor, start: int) -> dict[str, Tensor]:
-    """The random words of a part of a job, by what draws them."""
+def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
+    """The random words of a part of a slot, by what draws them."""
     noise = {}
-    if job.variant.draws_for_weight:
-        key = job.key
-        words = word_range(job.offset + start, part.numel(), key.words, part.device, phase=key.phase)
+    if slot.spec.draws_for_weight:
+        key = slot.rounding_key
+        words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["weight"] = words.view(part.shape)
-    if job.variant.draws_for_moments:
-        words = word_range(job.offset + start, part.numel(), (*job.words, FOR_MOMENTS), part.device)
+    if slot.spec.draws_for_moments:
+        words = word_range(slot.offset + start, part.numel(), (*slot.key, FOR_MOMENTS), part.device)
         noise["moments"] = words.view(part.shape)
     return noise
 
@@ -76,38 +76,38 @@ def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
 
 
 @eager_only  # compiled code is called as it is
-def run_all(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, wanted: Sequence[bool | None]) -> None:
+def run_all(slots: Sequence[Slot], numbers: Tensor, keys: Tensor, wanted: Sequence[bool | None]) -> None:
     """Take many steps in place, those that native code takes in one call.
 
     Args:
-        jobs: what to step.
+        slots: what to step.
         numbers: a row of hyperparameters each, on the host.
         keys: a row of round keys each, on the host.
         wanted: each one's ``compile``.
     """
     dtype = numbers.dtype
-    native = [i for i, (job, c) in enumerate(zip(jobs, wanted, strict=True)) if c is None and is_native(job, dtype)]
-    if len(native) == len(jobs):
-        run_native(jobs, numbers.numpy(), keys.numpy())
+    native = [i for i, (slot, c) in enumerate(zip(slots, wanted, strict=True)) if c is None and is_native(slot, dtype)]
+    if len(native) == len(slots):
+        run_native(slots, numbers.numpy(), keys.numpy())
     elif native:
-        run_native([jobs[i] for i in native], numbers[native].numpy(), keys[native].numpy())
-    others = sorted(set(range(len(jobs))) - set(native))
-    on_gpu = [i for i in others if wanted[i] is None and is_triton(jobs[i], dtype)]
-    if on_gpu and run_triton([jobs[i] for i in on_gpu], numbers[on_gpu].numpy(), keys[on_gpu].numpy()) is None:
+        run_native([slots[i] for i in native], numbers[native].numpy(), keys[native].numpy())
+    others = sorted(set(range(len(slots))) - set(native))
+    on_gpu = [i for i in others if wanted[i] is None and is_triton(slots[i], dtype)]
+    if on_gpu and run_triton([slots[i] for i in on_gpu], numbers[on_gpu].numpy(), keys[on_gpu].numpy()) is None:
         on_gpu = []
     for i in sorted(set(others) - set(on_gpu)):
-        _run_without_native(jobs[i], numbers[i], keys[i], wanted[i])
-    note_changes([tensor for job in jobs for tensor in job.changed])
+        _run_without_native(slots[i], numbers[i], keys[i], wanted[i])
+    note_changes([tensor for slot in slots for tensor in slot.changed])
 
 
-def tables_of(jobs: Sequence[Job]) -> list[tuple[list[Job], Tensor, Tensor]]:
-    """The jobs of each device and dtype, with a row of numbers and of round keys each, on the host."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Job]] = {}
-    for job in jobs:
-        kinds.setdefault((job.held["weight"].device, working_dtype(job.parameter)), []).append(job)
+def tables_of(slots: Sequence[Slot]) -> list[tuple[list[Slot], Tensor, Tensor]]:
+    """The slots of each device and dtype, with a row of numbers and of round keys each, on the host."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
+    for slot in slots:
+        kinds.setdefault((slot.tensors["weight"].device, working_dtype(slot.parameter)), []).append(slot)
     tables = []
     for (_, dtype), together in kinds.items():
-        numbers = np.array([row(job.numbers, dtype) for job in together], dtype=np.float64)
+        numbers = np.array([row(slot.numbers, dtype) for slot in together], dtype=np.float64)
         tables.append((together, torch.from_numpy(numbers).to(dtype), torch.from_numpy(key_rows(together))))
     return tables
 
@@ -123,12 +123,12 @@ def note_changes(tensors: Sequence[Tensor]) -> None:
             void_remainder(held)
 
 
-def _run_without_native(job: Job, numbers: Tensor, keys: Tensor, wanted: bool | None) -> None:
-    device = job.held["weight"].device
+def _run_without_native(slot: Slot, numbers: Tensor, keys: Tensor, wanted: bool | None) -> None:
+    device = slot.tensors["weight"].device
     compiles = wanted or (wanted is None and device.type != "cpu")
     numbers, keys = numbers.to(device, non_blocking=True), keys.to(device, non_blocking=True)
-    if not (compiles and can_compile(job, numbers.dtype) and run_compiled(job, numbers, keys)):
-        run_eager(job, numbers)
+    if not (compiles and can_compile(slot, numbers.dtype) and run_compiled(slot, numbers, keys)):
+        run_eager(slot, numbers)
 
 
 # ----------------------------------------------------------------------------------------------------------------- node

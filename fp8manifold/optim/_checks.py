@@ -19,8 +19,8 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
+from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._state import STORED, described, grid_of, own_manifold
-from fp8manifold.optim._variant import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 from fp8manifold.tensor import FP8Tensor

@@ -9,9 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold.optim._job import Job, index_in
+from fp8manifold.optim._slot import Slot, index_in
+from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._step import step
-from fp8manifold.optim._variant import Variant
 from fp8manifold.random_bits import mix
 
 __all__ = ["CompileUnavailableWarning", "can_compile", "exact_options", "run_compiled"]
@@ -28,24 +28,24 @@ _failed: Final[set[tuple[object, ...]]] = set()
 """What could not be compiled, and was warned of."""
 
 
-def can_compile(job: Job, dtype: torch.dtype) -> bool:
+def can_compile(slot: Slot, dtype: torch.dtype) -> bool:
     """Whether a step has the same bits compiled, and has not failed to compile."""
-    fits = job.variant.compiles and job.layout.compiles and dtype is torch.float32
-    small = job.layout.numel < 2**31 and job.offset % 2**32 + job.layout.numel <= 2**32
-    return fits and small and _key(job) not in _failed
+    fits = slot.spec.compiles and slot.view.compiles and dtype is torch.float32
+    small = slot.view.numel < 2**31 and slot.offset % 2**32 + slot.view.numel <= 2**32
+    return fits and small and _key(slot) not in _failed
 
 
-def run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
+def run_compiled(slot: Slot, numbers: Tensor, keys: Tensor) -> bool:
     """Take the step in place; False, with nothing changed and one warning ever, where compiling fails.
 
     Args:
-        job: what to step.
+        slot: what to step.
         numbers: a row of hyperparameters.
         keys: a row of round keys.
     """
-    key, arrays = _key(job), job.arrays
+    key, arrays = _key(slot), slot.arrays
     if key not in _functions:
-        _functions[key] = _compiled(job.variant, tuple(arrays), job.held["weight"].device.type)
+        _functions[key] = _compiled(slot.spec, tuple(arrays), slot.tensors["weight"].device.type)
     try:
         _functions[key](numbers, keys, *arrays.values())
     except torch.OutOfMemoryError:
@@ -64,17 +64,17 @@ def run_compiled(job: Job, numbers: Tensor, keys: Tensor) -> bool:
     return True
 
 
-def _key(job: Job) -> tuple[object, ...]:
-    return (job.variant, len(job.layout.dims), job.held["weight"].device.type, tuple(job.held))
+def _key(slot: Slot) -> tuple[object, ...]:
+    return (slot.spec, len(slot.view.dims), slot.tensors["weight"].device.type, tuple(slot.tensors))
 
 
-def _compiled(variant: Variant, names: tuple[str, ...], device: str) -> Callable[..., None]:
+def _compiled(spec: Spec, names: tuple[str, ...], device: str) -> Callable[..., None]:
     """The pure step with a code object of its own: specifications that share one would exhaust its cache."""
 
     def take_step(numbers: Tensor, keys: Tensor, *tensors: Tensor) -> None:
         arrays = dict(zip(names, tensors, strict=True))
-        noise = _noise(variant, arrays["gradient"], keys)
-        for name, value in step(variant, arrays, numbers, noise).stored.items():
+        noise = _noise(spec, arrays["gradient"], keys)
+        for name, value in step(spec, arrays, numbers, noise).stored.items():
             arrays[name].copy_(value)
 
     code = take_step.__code__.replace(co_name=f"take_step_{len(_functions)}")
@@ -98,12 +98,12 @@ def exact_options(device: str) -> dict[str, str | int | bool | Callable[..., Any
     return {name: True for name in _EXACT if name in known()}
 
 
-def _noise(variant: Variant, gradient: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    if not (variant.draws_for_weight or variant.draws_for_moments):
+def _noise(spec: Spec, gradient: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    if not (spec.draws_for_weight or spec.draws_for_moments):
         return {}
     index = index_in(gradient.shape, gradient.device)
     noise = {}
-    for name, wanted, k in (("weight", variant.draws_for_weight, 0), ("moments", variant.draws_for_moments, 4)):
+    for name, wanted, k in (("weight", spec.draws_for_weight, 0), ("moments", spec.draws_for_moments, 4)):
         if wanted:
             noise[name] = mix(index + keys[k], keys[k + 1], keys[k + 2]) + keys[k + 3]
     return noise

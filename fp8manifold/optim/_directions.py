@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-HYPER: Final = (
+NUMBERS: Final = (
     "beta1",  # decay of the first average
     "gain1",  # what the gradient adds to it
     "beta2",
@@ -27,22 +27,20 @@ HYPER: Final = (
     "floor",  # magnitude below which a multiplicative step becomes additive
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
-_POSITION: Final = {name: i for i, name in enumerate(HYPER)}
+_POSITION: Final = {name: i for i, name in enumerate(NUMBERS)}
 _EPS: Final = _POSITION["eps"]
 
 KEYS: Final = 8
 """int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the averages'."""
 
 
-class Hyper:
-    """Names for the entries of a row; each is a 0-dim tensor."""
+Numbers = Mapping[str, Tensor]
+"""The numbers of a step by name, each a 0-dim tensor."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
 
-    def __getitem__(self, name: str) -> Tensor:
-        """The entry called ``name``."""
-        return self._tensor[_POSITION[name]]
+def named(row: Tensor) -> Numbers:
+    """The entries of a row, by name."""
+    return dict(zip(NUMBERS, row.unbind(), strict=True))
 
 
 def row(values: Mapping[str, float], dtype: torch.dtype) -> list[float]:
@@ -50,7 +48,7 @@ def row(values: Mapping[str, float], dtype: torch.dtype) -> list[float]:
 
     A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
     """
-    numbers = [0.0] * len(HYPER)
+    numbers = [0.0] * len(NUMBERS)
     for name, value in values.items():
         numbers[_POSITION[name]] = value
     numbers[_EPS] = max(numbers[_EPS], torch.finfo(dtype).tiny)
@@ -77,7 +75,7 @@ def sqrt_exact(x: Tensor) -> Tensor:
     return x.double().sqrt_().to(x.dtype)
 
 
-def adam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
+def adam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
     """Adam's direction, short of the bias corrections, which are part of the rate and of eps.
 
     .. math:: m = \\beta_1 m + (1 - \\beta_1) g, \\quad v = \\beta_2 v + (1 - \\beta_2) g^2, \\quad
@@ -88,19 +86,19 @@ def adam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent
 
     Source: Kingma and Ba 2015; Reddi, Kale, Kumar 2018.
     """
-    first = averages["exp_avg"] * hyper["beta1"] + gradient * hyper["gain1"]
-    second = averages["exp_avg_sq"] * hyper["beta2"] + (gradient * hyper["gain2"]) * gradient
+    first = averages["exp_avg"] * numbers["beta1"] + gradient * numbers["gain1"]
+    second = averages["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
     after = {"exp_avg": first, "exp_avg_sq": second}
     root = sqrt_exact(second)
     if "max_exp_avg_sq" in averages:
         after["max_exp_avg_sq"] = torch.maximum(averages["max_exp_avg_sq"], second)
-        denominator = sqrt_exact(after["max_exp_avg_sq"]) + hyper["eps"]
+        denominator = sqrt_exact(after["max_exp_avg_sq"]) + numbers["eps"]
     else:
-        denominator = root + hyper["eps"]
+        denominator = root + numbers["eps"]
     return Descent(first / denominator, after, denominator, root)
 
 
-def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool = False) -> Descent:
+def sgd(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
     """The gradient, or its momentum.
 
     .. math:: b = \\mu b + (1 - \\tau) g, \\qquad d = b \\text{ or, with Nesterov, } g + \\mu b
@@ -109,12 +107,12 @@ def sgd(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov
     """
     if "momentum_buffer" not in averages:
         return Descent(gradient, {})
-    buffer = averages["momentum_buffer"] * hyper["beta1"] + gradient * hyper["gain1"]
-    direction = gradient + buffer * hyper["beta1"] if nesterov else buffer
+    buffer = averages["momentum_buffer"] * numbers["beta1"] + gradient * numbers["gain1"]
+    direction = gradient + buffer * numbers["beta1"] if nesterov else buffer
     return Descent(direction, {"momentum_buffer": buffer})
 
 
-def muon(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nesterov: bool = False) -> Descent:
+def muon(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
     """What Muon takes the orthogonal factor of: the gradient, or its momentum.
 
     .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
@@ -123,12 +121,12 @@ def muon(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper, *, nestero
     """
     if "momentum_buffer" not in averages:
         return Descent(gradient, {})
-    average = averages["momentum_buffer"] * hyper["beta1"] + gradient * hyper["gain1"]
-    mixed = gradient * hyper["gain1"] + average * hyper["beta1"] if nesterov else average
+    average = averages["momentum_buffer"] * numbers["beta1"] + gradient * numbers["gain1"]
+    mixed = gradient * numbers["gain1"] + average * numbers["beta1"] if nesterov else average
     return Descent(mixed, {"momentum_buffer": average})
 
 
-def lion(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
+def lion(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
     """The sign of an interpolation between the average and the gradient; 0 where that is 0.
 
     .. math:: d = \\operatorname{sign}(\\beta_1 m + (1 - \\beta_1) g), \\qquad m = \\beta_2 m + (1 - \\beta_2) g
@@ -136,21 +134,21 @@ def lion(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent
     Source: Chen et al. 2023 (Symbolic Discovery of Optimization Algorithms).
     """
     average = averages["exp_avg"]
-    mixed = average * hyper["beta1"] + gradient * hyper["gain1"]
-    return Descent(mixed.sign(), {"exp_avg": average * hyper["beta2"] + gradient * hyper["gain2"]})
+    mixed = average * numbers["beta1"] + gradient * numbers["gain1"]
+    return Descent(mixed.sign(), {"exp_avg": average * numbers["beta2"] + gradient * numbers["gain2"]})
 
 
-def madam(gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
+def madam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
     """The gradient over its root mean square, bounded.
 
     .. math:: v = \\beta v + (1 - \\beta) g^2, \\qquad d = \\mathrm{clamp}(g / \\sqrt{v / (1 - \\beta^t)}, -c, c)
 
     Source: Bernstein et al. 2020 (Learning compositional functions via multiplicative weight updates).
     """
-    second = averages["exp_avg_sq"] * hyper["beta2"] + (gradient * hyper["gain2"]) * gradient
+    second = averages["exp_avg_sq"] * numbers["beta2"] + (gradient * numbers["gain2"]) * gradient
     root = sqrt_exact(second)
-    normalised = (gradient * hyper["correction"]) / (root + hyper["eps"])
-    largest = hyper["largest"]
+    normalised = (gradient * numbers["correction"]) / (root + numbers["eps"])
+    largest = numbers["largest"]
     direction = torch.maximum(torch.minimum(normalised, largest), -largest)
     return Descent(direction, {"exp_avg_sq": second}, None, root)
 

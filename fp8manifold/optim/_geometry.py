@@ -12,8 +12,8 @@ from fp8manifold._numerics.float_bits import float_bits
 from fp8manifold._numerics.rounding import round_block
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._directions import Hyper, sqrt_exact
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._directions import Numbers, sqrt_exact
+from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._writeback import joined_codes, to_half
 
 
@@ -24,25 +24,25 @@ class Weights(NamedTuple):
     ulp: Tensor | None
 
 
-def load_weights(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
+def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
     """The weights, with the residual that is kept beside them."""
-    weight, fmt = arrays["weight"], variant.fmt
-    if variant.storage == "plain":
+    weight, fmt = arrays["weight"], spec.fmt
+    if spec.storage == "plain":
         return Weights(weight.to(dtype), None)
     assert fmt is not None
-    if variant.storage == "free":
+    if spec.storage == "free":
         x = weight.to(dtype) / arrays["scale"]
         return Weights(x, chart_of(fmt, "ulp").stiffness(x))
-    if variant.storage == "grid":
+    if spec.storage == "grid":
         x = weight.to(dtype) / arrays["scale"]
-        if not variant.scale_is_power_of_two:  # the division leaves a point of the grid a hair off it
+        if not spec.scale_is_power_of_two:  # the division leaves a point of the grid a hair off it
             x = round_block(x, fmt, "nearest", "saturate", None)
-        if not variant.residual_bits:
+        if not spec.residual_bits:
             return Weights(x, chart_of(fmt, "ulp").stiffness(x))
         codes = encode_finite(x.to(torch.float32), fmt)
     else:
         codes = weight.to(torch.int32)
-    bits = variant.residual_bits
+    bits = spec.residual_bits
     if bits:
         x, ulp = decode_signed(joined_codes(codes, arrays["residual"].to(torch.int32), fmt, bits), fmt, bits)
     else:
@@ -51,28 +51,28 @@ def load_weights(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtype
 
 
 def store_weights(
-    variant: Variant, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
+    spec: Spec, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What is stored, by name, and the weights it stands for, in units of the scale."""
-    weight, fmt = arrays["weight"], variant.fmt
-    if variant.storage == "plain":
+    weight, fmt = arrays["weight"], spec.fmt
+    if spec.storage == "plain":
         return {"weight": _as_stored(target, weight.dtype, draws)}, target
     assert fmt is not None
-    if variant.storage == "free":
+    if spec.storage == "free":
         after = target.clamp(-fmt.max, fmt.max)
         moved = torch.where(after == before.x, weight.to(after.dtype), after * arrays["scale"])
         return {"weight": _as_stored(moved, weight.dtype, draws)}, after
-    return variant.rule.store(variant.storage, fmt, arrays, target, draws)
+    return spec.rule.store(spec.storage, fmt, arrays, target, draws)
 
 
 def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
     return x.to(dtype) if draws is None else to_half(x, dtype, draws)
 
 
-def reciprocal_scale(variant: Variant, arrays: dict[str, Tensor]) -> Tensor:
+def reciprocal_scale(spec: Spec, arrays: dict[str, Tensor]) -> Tensor:
     """``1 / scale``; of a power of two by its exponent, as a division costs as much as ten other operations."""
     scale = arrays["scale"]
-    if variant.storage != "codes":
+    if spec.storage != "codes":
         return 1 / scale
     return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
 
@@ -116,25 +116,25 @@ def power_mode(exponent: float) -> str:
     return _MODES.get(float(exponent), "power")
 
 
-def factor(stiffness: Tensor, mode: str, hyper: Hyper, *, powers_of_two: bool) -> Tensor:
+def factor(stiffness: Tensor, mode: str, numbers: Numbers, *, powers_of_two: bool) -> Tensor:
     """``clamp(S / S_ref, damping, clip)^k``, the same bits eager and compiled.
 
     Where every stiffness is a power of two, the general power is that of its exponent:
     ``2^(k (log2 S - log2 S_ref))``; other fields use ``pow``, in eager code only.
     """
     if mode == "power" and powers_of_two:
-        logarithm = _exponent(stiffness) - hyper["log_reference"]
-        return exp2_exact(_between(logarithm, hyper["log_low"], hyper["log_high"]) * hyper["power"])
+        logarithm = _exponent(stiffness) - numbers["log_reference"]
+        return exp2_exact(_between(logarithm, numbers["log_low"], numbers["log_high"]) * numbers["power"])
     # positive floats order like their bits, and integer bounds cost a third of those that look for NaN
     fields = float_bits(stiffness.dtype)
-    bits = (stiffness * hyper["inverse_reference"]).view(fields.integer)
-    low, high = hyper["low"].view(fields.integer), hyper["high"].view(fields.integer)
+    bits = (stiffness * numbers["inverse_reference"]).view(fields.integer)
+    low, high = numbers["low"].view(fields.integer), numbers["high"].view(fields.integer)
     ratio = _between(bits, low, high).view(stiffness.dtype)
     if mode == "sqrt":
         return sqrt_exact(ratio)
     if mode == "square":
         return ratio * ratio
-    return _pow(ratio, hyper["power"]) if mode == "power" else ratio
+    return _pow(ratio, numbers["power"]) if mode == "power" else ratio
 
 
 def exp2_exact(x: Tensor) -> Tensor:
@@ -192,39 +192,39 @@ _UNBOUNDED = 2**20  # an exponent past all others
 _LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
 
 
-def move(variant: Variant, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], hyper: Hyper) -> Tensor:
+def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
     """The value asked for, in units of the scale, before anything is rounded."""
-    start = weights.x * hyper["keep"] if variant.decays else weights.x
-    if variant.storage == "plain":
-        return start - direction * hyper["rate"]
-    if variant.geometry == "linear":
-        if variant.stiffness != "none":
-            direction = direction * stiffness_factor(variant, weights, arrays, hyper)
-        return start - direction * (hyper["rate"] * reciprocal_scale(variant, arrays))
-    if variant.geometry == "multiplicative":
-        return _by_factor(start, direction * hyper["rate"], hyper["floor"] * reciprocal_scale(variant, arrays))
-    chart, steps = chart_for(variant, arrays), (direction * -hyper["rate"]).clamp(-_LONGEST, _LONGEST)
-    if variant.geometry == "tangent":
+    start = weights.x * numbers["keep"] if spec.decays else weights.x
+    if spec.storage == "plain":
+        return start - direction * numbers["rate"]
+    if spec.geometry == "linear":
+        if spec.stiffness != "none":
+            direction = direction * stiffness_factor(spec, weights, arrays, numbers)
+        return start - direction * (numbers["rate"] * reciprocal_scale(spec, arrays))
+    if spec.geometry == "multiplicative":
+        return _by_factor(start, direction * numbers["rate"], numbers["floor"] * reciprocal_scale(spec, arrays))
+    chart, steps = chart_for(spec, arrays), (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
+    if spec.geometry == "tangent":
         moved = start + steps * chart.stiffness(start)
     else:
         moved = torch.where(steps == 0, start, chart.shift(start, steps))
-    assert variant.fmt is not None
-    return moved.clamp(-variant.fmt.max, variant.fmt.max)
+    assert spec.fmt is not None
+    return moved.clamp(-spec.fmt.max, spec.fmt.max)
 
 
-def covector(variant: Variant, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], hyper: Hyper) -> Tensor:
+def covector(spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
     """The gradient with respect to the coordinates that the direction is taken in; of codes in a unit of its own."""
-    if variant.geometry not in ("exponential", "tangent"):
+    if spec.geometry not in ("exponential", "tangent"):
         return gradient
-    return gradient * (chart_for(variant, arrays).stiffness(weights.x) * (arrays["scale"] * hyper["per_unit"]))
+    return gradient * (chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"]))
 
 
-def chart_for(variant: Variant, arrays: dict[str, Tensor]) -> Chart:
+def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
     """The chart of the metric; that of ``ulp`` with the ends that bound its stiffness."""
-    assert variant.fmt is not None
-    if variant.metric != "ulp":
-        return chart_of(variant.fmt, variant.metric)
-    return UlpChart(variant.fmt.mantissa_bits, arrays["lowest"], arrays["highest"])
+    assert spec.fmt is not None
+    if spec.metric != "ulp":
+        return chart_of(spec.fmt, spec.metric)
+    return UlpChart(spec.fmt.mantissa_bits, arrays["lowest"], arrays["highest"])
 
 
 def bounds(reference: float, damping: float, clip: float) -> tuple[float, float]:
@@ -249,15 +249,15 @@ def bounded_ends(fmt: FloatFormat, scale: Tensor, low: int, high: int) -> dict[s
     return {"lowest": lowest, "highest": torch.maximum(highest, lowest)}
 
 
-def stiffness_factor(variant: Variant, weights: Weights, arrays: dict[str, Tensor], hyper: Hyper) -> Tensor:
-    """``(S / S_ref)^k`` of the variant's metric."""
+def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
+    """``(S / S_ref)^k`` of the spec's metric."""
     stiffness = weights.ulp
-    if variant.metric != "ulp":
-        assert variant.fmt is not None
-        stiffness = chart_of(variant.fmt, variant.metric).stiffness(weights.x)
+    if spec.metric != "ulp":
+        assert spec.fmt is not None
+        stiffness = chart_of(spec.fmt, spec.metric).stiffness(weights.x)
     assert stiffness is not None
-    exact = variant.metric in ("ulp", "euclidean") and variant.scale_is_power_of_two
-    return factor(stiffness * arrays["scale"], variant.stiffness, hyper, powers_of_two=exact)
+    exact = spec.metric in ("ulp", "euclidean") and spec.scale_is_power_of_two
+    return factor(stiffness * arrays["scale"], spec.stiffness, numbers, powers_of_two=exact)
 
 
 def _by_factor(x: Tensor, step: Tensor, floor: Tensor) -> Tensor:

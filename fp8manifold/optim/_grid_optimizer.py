@@ -1,4 +1,4 @@
-"""Optimizers over weights on a grid: a step's job, scales that double, and what the stiffness family shares."""
+"""Optimizers over weights on a grid: a step's slot, scales that double, and what the stiffness family shares."""
 
 import logging
 import math
@@ -24,8 +24,9 @@ from fp8manifold.optim._geometry import (
     power_mode,
     reference_stiffness,
 )
-from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._slot import Key, Slot, row_view
+from fp8manifold.optim._spec import Spec, spec_of
 from fp8manifold.optim._state import (
     Grid,
     grid_of,
@@ -36,7 +37,6 @@ from fp8manifold.optim._state import (
     stiffness_field,
     unpack_residual,
 )
-from fp8manifold.optim._variant import Variant, variant_of
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, split_codes, unless_special
 from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.tensor import FP8Tensor
@@ -46,37 +46,37 @@ _FOR_RESCALING: Final = 2
 """A fourth key word, so that no draw of a step is used again."""
 
 
-def at_an_end(jobs: Sequence[Job]) -> list[Job]:
+def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
     """The steps of one-byte parameters that have left a weight at the end of its range.
 
     Rows that a process holds are its own to widen.  Of one scale for the rows of several processes all of these
     processes are told.
     """
-    kept = [job for job in jobs if job.variant.storage == "codes"]
-    found = [_holds_last(job) for job in kept]
+    kept = [slot for slot in slots if slot.spec.storage == "codes"]
+    found = [_holds_last(slot) for slot in kept]
     shared: dict[int, tuple[Ranks, list[int]]] = {}
-    for i, job in enumerate(kept):
-        if job.scale is not None and not job.scale.dim() and (share := share_of(job.parameter)) is not None:
+    for i, slot in enumerate(kept):
+        if slot.scale is not None and not slot.scale.dim() and (share := share_of(slot.parameter)) is not None:
             shared.setdefault(id(share.ranks.group), (share.ranks, []))[1].append(i)
     for ranks, places in shared.values():
         flags = torch.tensor(
-            [found[i] for i in places], dtype=torch.int32, device=kept[places[0]].held["weight"].device
+            [found[i] for i in places], dtype=torch.int32, device=kept[places[0]].tensors["weight"].device
         )
         for i, flag in zip(places, ranks.largest(flags).tolist(), strict=True):
             found[i] = bool(flag)
-    return [job for job, here in zip(kept, found, strict=True) if here]
+    return [slot for slot, here in zip(kept, found, strict=True) if here]
 
 
-def _holds_last(job: Job) -> bool:
+def _holds_last(slot: Slot) -> bool:
     """Whether one of the codes is that of the largest magnitude; native code has looked already."""
-    codes, fmt = job.held["weight"], job.variant.fmt
-    if job.reached or not codes.numel():
-        return any(job.reached)
+    codes, fmt = slot.tensors["weight"], slot.spec.fmt
+    if slot.reached or not codes.numel():
+        return any(slot.reached)
     assert fmt is not None
     return bool(((codes & (fmt.sign_bit - 1)) == fmt.max_code).any())
 
 
-def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, variant: Variant, words: tuple[int, int, int]) -> int:
+def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, spec: Spec, key: Key) -> int:
     """Double each scale whose largest weight is the format's, and return how many there were.
 
     Their weights, with the residual kept beside them, are rounded stochastically once, which moves none that the wider
@@ -90,17 +90,17 @@ def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, variant: Variant, 
         return 0
     _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
     if held.numel():
-        _rewrite(state, grid, new, variant, words)
+        _rewrite(state, grid, new, spec, key)
     held.set_scale_(new)
     return count
 
 
-def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, variant: Variant, words: tuple[int, int, int]) -> None:
+def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, spec: Spec, key: Key) -> None:
     """Round the weights of every scale that changes to its new grid."""
-    layout, shape, bits = grid.layout(blocks=False), grid.weight.shape, variant.residual_bits
+    view, shape, bits = grid.view(blocks=False), grid.weight.shape, spec.residual_bits
     assert grid.fmt is not None
     assert grid.scale is not None
-    of_rows = [row_view(scale, shape, layout).reshape(-1, 1) for scale in (grid.scale, new)]
+    of_rows = [row_view(scale, shape, view).reshape(-1, 1) for scale in (grid.scale, new)]
     rows = (of_rows[0] != of_rows[1]).flatten().nonzero().flatten()
     weight = grid.weight.view(len(of_rows[0]), -1)
     arrays = {"weight": weight[rows]}
@@ -108,10 +108,10 @@ def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, variant: Variant, w
         kept = local_of(state["residual"])
         residual = unpack_residual(kept, shape, bits).view(weight.shape)
         arrays["residual"] = residual[rows]
-    x = load_weights(variant, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
+    x = load_weights(spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
     places = (rows * weight.shape[1] + (0 if grid.share is None else grid.share.offset)).unsqueeze(1)
     places = places + torch.arange(weight.shape[1], device=x.device)
-    draws = draw_of(words_at(places, (*words, _FOR_RESCALING)))
+    draws = draw_of(words_at(places, (*key, _FOR_RESCALING)))
     codes, rest = _rounded(x, grid.fmt, draws, bits)
     weight[rows] = unless_special(codes, arrays["weight"], grid.fmt)
     if bits:
@@ -131,7 +131,7 @@ def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Ten
 
 
 class GridOptimizer(ManifoldOptimizer):
-    """Plans steps for the engine: subclasses name a direction and the traits of the variant, and give its numbers."""
+    """Plans steps for the engine: subclasses name a direction and the traits of the spec, and give its numbers."""
 
     direction: str
 
@@ -143,13 +143,13 @@ class GridOptimizer(ManifoldOptimizer):
         check_combination(type(self).__name__, self.direction, group)
 
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        """The variant's fields that follow neither from storage nor from shared options: direction, geometry, ...
+        """The spec's fields that follow neither from storage nor from shared options: direction, geometry, ...
 
         ``grid`` is None for an ordinary parameter.
         """
         raise NotImplementedError
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         """The row of hyperparameters of this step."""
         raise NotImplementedError
 
@@ -167,22 +167,20 @@ class GridOptimizer(ManifoldOptimizer):
         assert parameter.grad is not None
         return parameter.grad
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
-        words = (group["seed"], int(state["step"]), state["stream"])
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
+        key = Key(group["seed"], int(state["step"]), state["stream"])
         grid = grid_of(parameter)
-        due = (words[1] - 1) % group["refresh_every"] == 0 or "reference" not in state
+        due = (key.step - 1) % group["refresh_every"] == 0 or "reference" not in state
         if due and grid.storage != "plain":
             self._refresh(group, grid, state)
-        job = self._job(group, parameter, state, grid, words)
+        slot = self._job(group, parameter, state, grid, key)
         gradient = local_of(self._gradient(group, parameter)).contiguous().resolve_neg()  # compilers see memory
-        job.held["gradient"] = gradient if job.share is None else job.share.gathered(gradient)
-        job.parameter, job.group, job.in_place = parameter, group, grid.in_place
-        job.numbers = self._numbers(group, parameter, state, job)
-        return job
+        slot.tensors["gradient"] = gradient if slot.share is None else slot.share.gathered(gradient)
+        slot.parameter, slot.group, slot.in_place = parameter, group, grid.in_place
+        slot.numbers = self._numbers(group, parameter, state, slot)
+        return slot
 
-    def _job(
-        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], grid: Grid, words: tuple[int, int, int]
-    ) -> Job:
+    def _job(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], grid: Grid, key: Key) -> Slot:
         """The step of a parameter, short of its gradient."""
         of_floats = "stochastic" if rounds_at_random(grid.weight, group) else "nearest"
         traits = {
@@ -192,40 +190,38 @@ class GridOptimizer(ManifoldOptimizer):
             "maximize": group["maximize"],
             **self._traits(group, parameter, grid if grid.fmt is not None else None),
         }
-        variant = variant_of(
-            storage=grid.storage, fmt=grid.fmt, scale_is_power_of_two=grid.scale_is_power_of_two, **traits
-        )
+        spec = spec_of(storage=grid.storage, fmt=grid.fmt, scale_is_power_of_two=grid.scale_is_power_of_two, **traits)
         in_blocks = traits["moments"] == "8bit"
         # the blocks of a vector's averages are cut by other processes' shares: it is stepped whole in each of them
-        share = grid.share if in_blocks and variant.stores and parameter.dim() == 1 else None
+        share = grid.share if in_blocks and spec.stores and parameter.dim() == 1 else None
         stepped = grid if share is None else grid.whole
-        layout = stepped.layout(blocks=in_blocks)
-        make_state(variant, layout, parameter, state)
-        held = {"weight": stepped.weight} | {name: local_of(state[name]) for name in variant.keeps}
+        view = stepped.view(blocks=in_blocks)
+        make_state(spec, view, parameter, state)
+        tensors = {"weight": stepped.weight} | {name: local_of(state[name]) for name in spec.keeps}
         draws = group.get("draws") or grid.draws
-        job = Job(variant, layout, held, words, grid.scale, stepped.weight.shape, share=share, draws=draws)
+        slot = Slot(spec, view, tensors, key, grid.scale, stepped.weight.shape, share=share, draws=draws)
         if share is not None:
-            job.gather()
-            job.back["weight"] = grid.weight
+            slot.gather()
+            slot.back["weight"] = grid.weight
         elif grid.share is not None:
-            job.offset = grid.share.offset
+            slot.offset = grid.share.offset
         if grid.fmt is not None:
             if "grid" not in state:
                 state["grid"] = torch.tensor(grid.fields)
-            if variant.geometry in ("exponential", "tangent") and variant.metric == "ulp":
+            if spec.geometry in ("exponential", "tangent") and spec.metric == "ulp":
                 bounds = (state["reference"], group["damping"], group["clip"])
-                job.ends = end_exponents(*bounds, grid.fmt.mantissa_bits)
-        return job
+                slot.ends = end_exponents(*bounds, grid.fmt.mantissa_bits)
+        return slot
 
-    def _widen(self, jobs: list[Job]) -> None:
-        for job in at_an_end(jobs):
-            state, grid, held = self.state[job.parameter], grid_of(job.parameter), local_of(job.parameter)
+    def _widen(self, slots: list[Slot]) -> None:
+        for slot in at_an_end(slots):
+            state, grid, held = self.state[slot.parameter], grid_of(slot.parameter), local_of(slot.parameter)
             assert isinstance(held, FP8Tensor)
-            changed = widen(state, grid, held, job.variant, job.words)
+            changed = widen(state, grid, held, slot.spec, slot.key)
             one = not held.scale.dim()
             self.widened_scales += 0 if one and grid.ranks.rank else changed  # of one that all share, the first counts
             if changed and one:
-                self._refresh(job.group, grid, state)
+                self._refresh(slot.group, grid, state)
 
     def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:
         """Compute S_ref and the bounded share."""

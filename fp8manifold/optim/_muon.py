@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fp8manifold._ranks import Share, share_of
 from fp8manifold.optim._backends import block_noise, blocks_of, run_all, run_eager, tables_of
-from fp8manifold.optim._directions import HYPER, Hyper
+from fp8manifold.optim._directions import NUMBERS, named
 from fp8manifold.optim._geometry import load_weights, reciprocal_scale, stiffness_factor
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._spec import BOUNDS, Spec
 from fp8manifold.optim._step import Outcome, store_averages
-from fp8manifold.optim._variant import BOUNDS, Variant
 from fp8manifold.optim._views import StepView, viewed
 
 FactorOf = Callable[[dict[str, Any], Tensor, Tensor], Tensor]
@@ -32,11 +32,11 @@ SHAPES: Final = ("auto", "flatten", "batch")
 
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
-_RATE: Final = HYPER.index("rate")
+_RATE: Final = NUMBERS.index("rate")
 _TOGETHER: Final = 2**20  # weights
 
 
-def take_muon_steps(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> None:
+def take_muon_steps(slots: Sequence[Slot], numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> None:
     """Take steps in place.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
@@ -45,34 +45,34 @@ def take_muon_steps(jobs: Sequence[Job], numbers: Tensor, keys: Tensor, factor_o
     where ``u = m`` without Nesterov, and all that follows is that of any other direction ``d``.
 
     Args:
-        jobs: what to step, their variants' direction ``muon``; none injects errors.
+        slots: what to step, their specs' direction ``muon``; none injects errors.
         numbers: a row of hyperparameters each, in the dtype that is computed in.
         keys: a row of round keys each.
-        factor_of: from ``F u``, in the dims of a job's layout, to its orthogonal factor in the same.
+        factor_of: from ``F u``, in the dims of a slot's layout, to its orthogonal factor in the same.
     """
-    for some in _in_turn(jobs):
-        part, rows, words = jobs[some], numbers[some], keys[some]
+    for some in _in_turn(slots):
+        part, rows, words = slots[some], numbers[some], keys[some]
         mixed = [mixed for _, mixed in mixed_of(part, rows, words)]
         steps = [
-            along(job, _as_gradient(factor_of(job.group, job.parameter, each), numbers))
-            for job, each in zip(part, mixed, strict=True)
+            along(slot, _as_gradient(factor_of(slot.group, slot.parameter, each), numbers))
+            for slot, each in zip(part, mixed, strict=True)
         ]
-        run_all(steps, rows, words, [job.group["compile"] for job in part])
+        run_all(steps, rows, words, [slot.group["compile"] for slot in part])
 
 
-def take_muon_step(job: Job, numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> list[Outcome]:
+def take_muon_step(slot: Slot, numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> list[Outcome]:
     """Take one such step eagerly, injecting errors or not: what each part of it asked for."""
-    ((average, mixed),) = mixed_of([job], numbers[None], keys[None])
-    factor = factor_of(job.group, job.parameter, mixed)
-    return take_along(job, numbers, average, factor, ratio_of(mixed, factor) if job.variant.injects else 1.0)
+    ((average, mixed),) = mixed_of([slot], numbers[None], keys[None])
+    factor = factor_of(slot.group, slot.parameter, mixed)
+    return take_along(slot, numbers, average, factor, ratio_of(mixed, factor) if slot.spec.injects else 1.0)
 
 
-def mixed_of(jobs: Sequence[Job], numbers: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
+def mixed_of(slots: Sequence[Slot], numbers: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Advance each momentum; it, as floats where it is to be kept beside the state, and what is orthogonalised.
 
     It is a step of a float weight of 0 by -1 along ``u``.
     """
-    averaging = [None if _is_as_torch(job) else _averaging(job, numbers.dtype) for job in jobs]
+    averaging = [None if _is_as_torch(slot) else _averaging(slot, numbers.dtype) for slot in slots]
     steps = [i for i, step in enumerate(averaging) if step is not None]
     if steps:
         rows = numbers[steps]
@@ -81,101 +81,102 @@ def mixed_of(jobs: Sequence[Job], numbers: Tensor, keys: Tensor) -> list[tuple[T
             [step for step in averaging if step is not None],
             rows,
             keys[steps],
-            [jobs[i].group["compile"] for i in steps],
+            [slots[i].group["compile"] for i in steps],
         )
     found = []
-    for job, step, on_host in zip(jobs, averaging, numbers, strict=True):
-        row = on_host.to(job.held["weight"].device, non_blocking=True)
+    for slot, step, on_host in zip(slots, averaging, numbers, strict=True):
+        row = on_host.to(slot.tensors["weight"].device, non_blocking=True)
         if step is None:
-            average, mixed = _averaged_as_torch(job, row)
+            average, mixed = _averaged_as_torch(slot, row)
         else:
-            mixed = step.held["weight"]
-            average = step.held.get(_BUFFER, mixed).view(job.layout.dims)
-        if job.variant.stiffness != "none":
-            mixed = torch.cat([part * _stiffness(job, arrays, row) for arrays, part, _ in _parts(job, mixed)])
+            mixed = step.tensors["weight"]
+            average = step.tensors.get(_BUFFER, mixed).view(slot.view.dims)
+        if slot.spec.stiffness != "none":
+            mixed = torch.cat([part * _stiffness(slot, arrays, row) for arrays, part, _ in _parts(slot, mixed)])
         found.append((average, mixed))
     return found
 
 
-def take_along(job: Job, numbers: Tensor, average: Tensor, factor: Tensor, ratio: float) -> list[Outcome]:
+def take_along(slot: Slot, numbers: Tensor, average: Tensor, factor: Tensor, ratio: float) -> list[Outcome]:
     """Take the weights along an orthogonal factor, eagerly, and give the momentum what the rounding took.
 
     Args:
-        job, numbers: as in :func:`take_muon_step`.
+        slot, numbers: as in :func:`take_muon_step`.
         average: what :func:`mixed_of` gave.
-        factor: in the dims of the job's layout.
+        factor: in the dims of the slot's layout.
         ratio: :func:`ratio_of` the whole matrix, where an error is injected.
     """
-    numbers = numbers.to(job.held["weight"].device, non_blocking=True)
-    outcomes = run_eager(along(job, _as_gradient(factor, numbers)), numbers, observed=True)
-    if job.variant.injects:
-        _inject(job, average, torch.cat([outcome.target for outcome in outcomes]), ratio, numbers)
+    numbers = numbers.to(slot.tensors["weight"].device, non_blocking=True)
+    outcomes = run_eager(along(slot, _as_gradient(factor, numbers)), numbers, observed=True)
+    if slot.spec.injects:
+        _inject(slot, average, torch.cat([outcome.target for outcome in outcomes]), ratio, numbers)
     return outcomes
 
 
-def _in_turn(jobs: Sequence[Job]) -> Iterator[slice]:
-    """Some jobs at a time: small ones together, for calls cost more than they do, and large ones alone for memory."""
+def _in_turn(slots: Sequence[Slot]) -> Iterator[slice]:
+    """Some slots at a time: small ones together, for calls cost more than they do, and large ones alone for memory."""
     first, weights = 0, 0
-    for i, job in enumerate(jobs):
-        if i > first and weights + job.layout.numel > _TOGETHER:
+    for i, slot in enumerate(slots):
+        if i > first and weights + slot.view.numel > _TOGETHER:
             yield slice(first, i)
             first, weights = i, 0
-        weights += job.layout.numel
-    if len(jobs) > first:
-        yield slice(first, len(jobs))
+        weights += slot.view.numel
+    if len(slots) > first:
+        yield slice(first, len(slots))
 
 
 def _as_gradient(factor: Tensor, numbers: Tensor) -> Tensor:
     return factor.to(numbers.dtype, memory_format=torch.contiguous_format)
 
 
-def _is_as_torch(job: Job) -> bool:
-    return job.variant.storage == "plain" and job.variant.moments == "float32"
+def _is_as_torch(slot: Slot) -> bool:
+    return slot.spec.storage == "plain" and slot.spec.moments == "float32"
 
 
-def _averaging(job: Job, dtype: torch.dtype) -> Job:
-    """The job of the momentum alone; where errors are injected it is kept as floats beside the state."""
-    variant, held = job.variant, {name: job.held[name] for name in _STATE if name in job.held}
-    if variant.injects and variant.averages:
-        held[_BUFFER] = job.held[_BUFFER].to(dtype, copy=True)
-    alone = _of_the_average(replace(variant, moments="float32") if variant.injects else variant)
-    weight = torch.zeros(job.layout.dims, dtype=dtype, device=job.held["weight"].device)
-    held |= {"weight": weight, "gradient": job.held["gradient"]}
-    return Job(alone, job.layout, held, job.words, offset=job.offset)
+def _averaging(slot: Slot, dtype: torch.dtype) -> Slot:
+    """The slot of the momentum alone; where errors are injected it is kept as floats beside the state."""
+    spec, tensors = slot.spec, {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
+    if spec.injects and spec.averages:
+        tensors[_BUFFER] = slot.tensors[_BUFFER].to(dtype, copy=True)
+    alone = _of_the_average(replace(spec, moments="float32") if spec.injects else spec)
+    weight = torch.zeros(slot.view.dims, dtype=dtype, device=slot.tensors["weight"].device)
+    tensors |= {"weight": weight, "gradient": slot.tensors["gradient"]}
+    return Slot(alone, slot.view, tensors, slot.key, offset=slot.offset)
 
 
-def _averaged_as_torch(job: Job, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _averaged_as_torch(slot: Slot, row: Tensor) -> tuple[Tensor, Tensor]:
     """With the roundings of ``torch.optim.Muon``: products in bfloat16 magnify a difference in the last bit."""
-    hyper, gradient = Hyper(numbers), job.arrays["gradient"].to(numbers.dtype)
-    gradient = -gradient if job.variant.maximize else gradient
-    if not job.variant.averages:
+    gradient = slot.arrays["gradient"].to(row.dtype)
+    gradient = -gradient if slot.spec.maximize else gradient
+    if not slot.spec.averages:
         return gradient, gradient
-    average = job.arrays[_BUFFER].lerp_(gradient, hyper["gain1"])
-    return average, torch.lerp(gradient, average, hyper["beta1"]) if job.variant.nesterov else average
+    numbers = named(row)
+    average = slot.arrays[_BUFFER].lerp_(gradient, numbers["gain1"])
+    return average, torch.lerp(gradient, average, numbers["beta1"]) if slot.spec.nesterov else average
 
 
-def along(job: Job, direction: Tensor) -> Job:
-    """The job of a step along a direction that is given: SGD's of that gradient, without an average."""
-    held = {name: tensor for name, tensor in job.held.items() if name not in _STATE} | {
+def along(slot: Slot, direction: Tensor) -> Slot:
+    """The slot of a step along a direction that is given: SGD's of that gradient, without an average."""
+    tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE} | {
         "gradient": direction.contiguous()
     }
-    return replace(job, variant=_of_the_weights(job.variant), held=held)
+    return replace(slot, spec=_of_the_weights(slot.spec), tensors=tensors)
 
 
 @cache
-def _of_the_average(variant: Variant) -> Variant:
-    return replace(variant, storage="plain", writeback="nearest", fmt=None, stiffness="none", decays=False)
+def _of_the_average(spec: Spec) -> Spec:
+    return replace(spec, storage="plain", writeback="nearest", fmt=None, stiffness="none", decays=False)
 
 
 @cache
-def _of_the_weights(variant: Variant) -> Variant:
-    writeback = variant.rule.rounding if variant.rule.injects else variant.writeback
-    plain = replace(variant, averages=False, nesterov=False, maximize=False, moments="float32")
+def _of_the_weights(spec: Spec) -> Spec:
+    writeback = spec.rule.rounding if spec.rule.injects else spec.writeback
+    plain = replace(spec, averages=False, nesterov=False, maximize=False, moments="float32")
     return replace(plain, direction="sgd", writeback=writeback)
 
 
-def _stiffness(job: Job, arrays: dict[str, Tensor], numbers: Tensor) -> Tensor:
-    return stiffness_factor(job.variant, load_weights(job.variant, arrays, numbers.dtype), arrays, Hyper(numbers))
+def _stiffness(slot: Slot, arrays: dict[str, Tensor], numbers: Tensor) -> Tensor:
+    return stiffness_factor(slot.spec, load_weights(slot.spec, arrays, numbers.dtype), arrays, named(numbers))
 
 
 def ratio_of(mixed: Tensor, factor: Tensor) -> float:
@@ -183,23 +184,23 @@ def ratio_of(mixed: Tensor, factor: Tensor) -> float:
     return float(mixed.double().norm() / factor.double().norm().clamp(min=1e-30))
 
 
-def _inject(job: Job, average: Tensor, target: Tensor, ratio: float, numbers: Tensor) -> None:
+def _inject(slot: Slot, average: Tensor, target: Tensor, ratio: float, numbers: Tensor) -> None:
     """Give what the rounding took from the weights to their momentum, as if the step were linear in it."""
-    inject = ratio * Hyper(numbers)["inject"]
-    for (arrays, part, start), (_, asked, _) in zip(_parts(job, average), _parts(job, target), strict=True):
-        weights = load_weights(job.variant, arrays, numbers.dtype)
-        error = (asked - weights.x) / reciprocal_scale(job.variant, arrays)
-        if job.variant.stiffness != "none":
-            error = error / _stiffness(job, arrays, numbers).square()
-        noise = block_noise(job, arrays["gradient"], start).get("moments")
-        stored = store_averages(job.variant, {_BUFFER: part - error * inject}, arrays, noise, None)
+    inject = ratio * named(numbers)["inject"]
+    for (arrays, part, start), (_, asked, _) in zip(_parts(slot, average), _parts(slot, target), strict=True):
+        weights = load_weights(slot.spec, arrays, numbers.dtype)
+        error = (asked - weights.x) / reciprocal_scale(slot.spec, arrays)
+        if slot.spec.stiffness != "none":
+            error = error / _stiffness(slot, arrays, numbers).square()
+        noise = block_noise(slot, arrays["gradient"], start).get("moments")
+        stored = store_averages(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
         arrays[_BUFFER].copy_(stored[_BUFFER])
 
 
-def _parts(job: Job, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
-    """The job's arrays some rows at a time, those rows of another array, and the position of their first element."""
+def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
+    """The slot's arrays some rows at a time, those rows of another array, and the position of their first element."""
     row = 0
-    for arrays, start in blocks_of(job):
+    for arrays, start in blocks_of(slot):
         count = arrays["gradient"].shape[0]
         yield arrays, whole[row : row + count], start
         row += count
@@ -270,9 +271,9 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
 
 def take_shared_steps(
-    jobs: Sequence[Job],
+    slots: Sequence[Slot],
     factor_of: FactorOf,
-    is_observed: Callable[[Job], bool],
+    is_observed: Callable[[Slot], bool],
 ) -> list[StepView]:
     """Take the steps of the own rows.
 
@@ -280,69 +281,69 @@ def take_shared_steps(
     owners work at the same time, each on its own matrices.
 
     Args:
-        jobs: of every process the same parameters in the same order, with its rows, or none.
+        slots: of every process the same parameters in the same order, with its rows, or none.
         factor_of: function of group, parameter and whole matrix to its orthogonal factor.
         is_observed: whether somebody looks on.
 
     Returns:
         What those who look on see of the own rows.
     """
-    rows = {id(job): (n[i], k[i]) for together, n, k in tables_of(jobs) for i, job in enumerate(together)}
-    shares, owners = [_share(job) for job in jobs], _owners(jobs)
+    rows = {id(slot): (n[i], k[i]) for together, n, k in tables_of(slots) for i, slot in enumerate(together)}
+    shares, owners = [_share(slot) for slot in slots], _owners(slots)
     averages, parts, wholes = [], [], []
-    for job, share, owner in zip(jobs, shares, owners, strict=True):
-        average, part = _mixed(job, share, *rows[id(job)])
+    for slot, share, owner in zip(slots, shares, owners, strict=True):
+        average, part = _mixed(slot, share, *rows[id(slot)])
         averages.append(average)
         parts.append(part)
         wholes.append(share.collected(part, owner))
     factors: list[Tensor | None] = []
-    for job, whole in zip(jobs, wholes, strict=True):
-        factor = None if whole is None else factor_of(job.group, job.parameter, whole)
+    for slot, whole in zip(slots, wholes, strict=True):
+        factor = None if whole is None else factor_of(slot.group, slot.parameter, whole)
         factors.append(None if whole is None or factor is None else factor.to(whole.dtype).contiguous())
     views = []
-    for i, (job, share, owner) in enumerate(zip(jobs, shares, owners, strict=True)):
+    for i, (slot, share, owner) in enumerate(zip(slots, shares, owners, strict=True)):
         ratio, whole, factor = torch.ones((), dtype=torch.float64, device=parts[i].device), wholes[i], factors[i]
-        if job.variant.injects:
+        if slot.spec.injects:
             if whole is not None and factor is not None:
                 ratio.fill_(ratio_of(whole, factor))
             share.ranks.sent(ratio, owner)
         own = share.handed_out(factor, owner, parts[i])
-        if not job.held["weight"].numel():
+        if not slot.tensors["weight"].numel():
             continue
-        numbers, keys = rows[id(job)]
-        factor = own.reshape(job.layout.dims)
-        if not (job.variant.injects or is_observed(job)):
-            run_all([along(job, factor.to(numbers.dtype))], numbers[None], keys[None], [job.group["compile"]])
+        numbers, keys = rows[id(slot)]
+        factor = own.reshape(slot.view.dims)
+        if not (slot.spec.injects or is_observed(slot)):
+            run_all([along(slot, factor.to(numbers.dtype))], numbers[None], keys[None], [slot.group["compile"]])
             continue
-        take = partial(take_along, job, numbers, averages[i], factor, float(ratio))
-        if is_observed(job):
-            views.append(viewed(job.parameter, along(job, job.held["gradient"]), numbers, take))
+        take = partial(take_along, slot, numbers, averages[i], factor, float(ratio))
+        if is_observed(slot):
+            views.append(viewed(slot.parameter, along(slot, slot.tensors["gradient"]), numbers, take))
         else:
             take()
     return views
 
 
-def _share(job: Job) -> Share:
-    share = share_of(job.parameter)
+def _share(slot: Slot) -> Share:
+    share = share_of(slot.parameter)
     assert share is not None
     return share
 
 
-def _owners(jobs: Sequence[Job]) -> list[int]:
+def _owners(slots: Sequence[Slot]) -> list[int]:
     """Ranks in turn, the largest matrices first."""
-    owners = [0] * len(jobs)
-    by_size = sorted(range(len(jobs)), key=lambda i: -jobs[i].parameter.numel())
+    owners = [0] * len(slots)
+    by_size = sorted(range(len(slots)), key=lambda i: -slots[i].parameter.numel())
     for turn, i in enumerate(by_size):
-        owners[i] = turn % _share(jobs[i]).ranks.size
+        owners[i] = turn % _share(slots[i]).ranks.size
     return owners
 
 
-def _mixed(job: Job, share: Share, numbers: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _mixed(slot: Slot, share: Share, numbers: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """The own rows of what is orthogonalised, as a matrix in what it is sent in."""
     columns = share.shape[1:].numel()
-    if job.held["weight"].numel():
-        ((average, mixed),) = mixed_of([job], numbers[None], keys[None])
+    if slot.tensors["weight"].numel():
+        ((average, mixed),) = mixed_of([slot], numbers[None], keys[None])
     else:
-        average = mixed = torch.zeros(0, columns, dtype=numbers.dtype, device=job.held["weight"].device)
-    dtype = job.group["ns_dtype"] or product_dtype(mixed.device)
-    return average, mixed.reshape(-1, columns).to(mixed.dtype if job.variant.injects else dtype)
+        average = mixed = torch.zeros(0, columns, dtype=numbers.dtype, device=slot.tensors["weight"].device)
+    dtype = slot.group["ns_dtype"] or product_dtype(mixed.device)
+    return average, mixed.reshape(-1, columns).to(mixed.dtype if slot.spec.injects else dtype)

@@ -32,9 +32,9 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._job import Job, Member
+from fp8manifold.optim._slot import Member, Slot
+from fp8manifold.optim._spec import BOUNDS
 from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
-from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rounds_at_random, rule_of
 from fp8manifold.tensor import FP8Tensor
@@ -164,7 +164,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """The steps that have been taken for each parameter, with its group."""
         return [(group, int(self.state[p].get("step", 0)) if p in self.state else 0) for group, p in members]
 
-    def _planned(self, members: list[Member]) -> list[Job]:
+    def _planned(self, members: list[Member]) -> list[Slot]:
         """What a step of these parameters is, with every step count advanced."""
         stepped = [(group, p) for group, p in members if p.numel()]
         for group, p in stepped:
@@ -174,8 +174,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         states = [self._begin(group, p, numbers.get(p, 0)) for group, p in stepped]
         if states:
             torch._foreach_add_([state["step"] for state in states], 1)
-        jobs = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
-        return [job for job in jobs if job is not None]
+        slots = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
+        return [slot for slot in slots if slot is not None]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -309,7 +309,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
         group.setdefault("start_lr", float(lr))
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
         """The step of one parameter; None where it has been taken already."""
         raise NotImplementedError
 
@@ -361,47 +361,47 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
         """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""
 
-    def _take(self, jobs: list[Job]) -> None:
+    def _take(self, slots: list[Slot]) -> None:
         """Take the planned steps."""
-        for table in tables_of([job for job in jobs if job.held["weight"].numel()]):
+        for table in tables_of([slot for slot in slots if slot.tensors["weight"].numel()]):
             self._take_together(*table)
-        self._widen(jobs)
-        note_changes([job.parameter for job in jobs])
+        self._widen(slots)
+        note_changes([slot.parameter for slot in slots])
 
-    def _widen(self, jobs: list[Job]) -> None:
+    def _widen(self, slots: list[Slot]) -> None:
         """Widen scales that the step has left a weight at the end of."""
 
-    def _take_together(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
+    def _take_together(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
         """Take the steps of one device and dtype: in one go, but for those taken alone."""
-        with unpacked(jobs, self.state):
-            alone = [self._is_alone(job) for job in jobs]
+        with unpacked(slots, self.state):
+            alone = [self._is_alone(slot) for slot in slots]
             together = [i for i, is_alone in enumerate(alone) if not is_alone]
             if together:
-                rows = (numbers, keys) if len(together) == len(jobs) else (numbers[together], keys[together])
-                self._take_many([jobs[i] for i in together], *rows)
-            views = [self._take_alone(job, numbers[i], keys[i]) if alone[i] else None for i, job in enumerate(jobs)]
-        for job in jobs:
-            if not job.in_place:
-                job.parameter.copy_(job.held["weight"])
-            if job.back:
-                job.put_back()
+                rows = (numbers, keys) if len(together) == len(slots) else (numbers[together], keys[together])
+                self._take_many([slots[i] for i in together], *rows)
+            views = [self._take_alone(slot, numbers[i], keys[i]) if alone[i] else None for i, slot in enumerate(slots)]
+        for slot in slots:
+            if not slot.in_place:
+                slot.parameter.copy_(slot.tensors["weight"])
+            if slot.back:
+                slot.put_back()
         for view in views:
             if view is not None and self.observer is not None:
                 self.observer(view)
 
-    def _is_alone(self, job: Job) -> bool:
+    def _is_alone(self, slot: Slot) -> bool:
         """Whether a step is taken by itself, eagerly."""
-        return self._is_observed(job)
+        return self._is_observed(slot)
 
-    def _take_many(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
+    def _take_many(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
         """Take the steps of those that nobody looks at."""
-        run_all(jobs, numbers, keys, [job.group["compile"] for job in jobs])
+        run_all(slots, numbers, keys, [slot.group["compile"] for slot in slots])
 
-    def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
+    def _take_alone(self, slot: Slot, numbers: Tensor, keys: Tensor) -> StepView | None:
         """Take the step of one parameter, and show it."""
-        return observed_step(job.parameter, job, numbers)
+        return observed_step(slot.parameter, slot, numbers)
 
-    def _is_observed(self, job: Job) -> bool:
-        if self.observer is None or job.variant.storage == "plain":
+    def _is_observed(self, slot: Slot) -> bool:
+        if self.observer is None or slot.spec.storage == "plain":
             return False
-        return self.observes is None or self.observes(job.parameter)
+        return self.observes is None or self.observes(slot.parameter)

@@ -22,8 +22,8 @@ from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of, spread
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._job import Job, Layout, layout_of
-from fp8manifold.optim._variant import BOUNDS, Storage, Variant
+from fp8manifold.optim._slot import Slot, View, view_of
+from fp8manifold.optim._spec import BOUNDS, Spec, Storage
 from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 
@@ -75,16 +75,16 @@ def _coarser(remainder: Tensor, bits: int) -> Tensor:
 
 
 @contextmanager
-def unpacked(jobs: Sequence[Job], state: dict[Tensor, Any]) -> Iterator[None]:
+def unpacked(slots: Sequence[Slot], state: dict[Tensor, Any]) -> Iterator[None]:
     """Hold them as int8 while the steps are taken."""
-    packed = [(job, local_of(state[job.parameter]["residual"])) for job in jobs if job.variant.rule.packs]
-    for job, kept in packed:
-        rows = kept if job.share is None else job.share.gathered(kept)
-        job.held["residual"] = unpack_residual(rows, job.held["weight"].shape, job.variant.residual_bits)
+    packed = [(slot, local_of(state[slot.parameter]["residual"])) for slot in slots if slot.spec.rule.packs]
+    for slot, kept in packed:
+        rows = kept if slot.share is None else slot.share.gathered(kept)
+        slot.tensors["residual"] = unpack_residual(rows, slot.tensors["weight"].shape, slot.spec.residual_bits)
     yield
-    for job, kept in packed:
-        residual = job.held["residual"] if job.share is None else job.share.own(job.held["residual"])
-        kept.copy_(pack_residual(residual, job.variant.residual_bits, in_rows=kept.dim() > 1))
+    for slot, kept in packed:
+        residual = slot.tensors["residual"] if slot.share is None else slot.share.own(slot.tensors["residual"])
+        kept.copy_(pack_residual(residual, slot.spec.residual_bits, in_rows=kept.dim() > 1))
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -165,12 +165,12 @@ class Grid:
         assert self.scale is not None
         return bool((torch.frexp(self.scale).mantissa == 0.5).all())
 
-    def layout(self, *, blocks: bool) -> Layout:
+    def view(self, *, blocks: bool) -> View:
         """The view it is stepped in; of no rows that of one."""
         shape, scale_shape = tuple(self.weight.shape), None if self.scale is None else tuple(self.scale.shape)
         if self.share is not None and not shape[0]:
             shape, scale_shape = (1, *shape[1:]), (1, *scale_shape[1:]) if scale_shape else scale_shape
-        return layout_of(shape, scale_shape, self.block_size, blocks)
+        return view_of(shape, scale_shape, self.block_size, blocks)
 
     @property
     def whole(self) -> "Grid":
@@ -223,25 +223,25 @@ def grid_of(parameter: Tensor) -> Grid:
     )
 
 
-def make_state(variant: Variant, layout: Layout, parameter: Tensor, state: dict[str, Any]) -> None:
-    """Add what the variant keeps and the state lacks."""
-    if all(map(state.__contains__, variant.keeps)) and not variant.rule.packs:
+def make_state(spec: Spec, view: View, parameter: Tensor, state: dict[str, Any]) -> None:
+    """Add what the spec keeps and the state lacks."""
+    if all(map(state.__contains__, spec.keeps)) and not spec.rule.packs:
         return
     held = local_of(parameter)
-    dtype = STORED[variant.moments] or working_dtype(parameter)
-    for name in variant.stores:
+    dtype = STORED[spec.moments] or working_dtype(parameter)
+    for name in spec.stores:
         if name not in state:
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
-        if variant.moments == "8bit" and BOUNDS[name] not in state:
-            state[BOUNDS[name]] = _first_bounds(parameter, layout)
-    if variant.residual_bits and "residual" not in state:
-        state["residual"] = first_residual(parameter, variant.residual_bits)
+        if spec.moments == "8bit" and BOUNDS[name] not in state:
+            state[BOUNDS[name]] = _first_bounds(parameter, view)
+    if spec.residual_bits and "residual" not in state:
+        state["residual"] = first_residual(parameter, spec.residual_bits)
 
 
-def _first_bounds(parameter: Tensor, layout: Layout) -> Tensor:
+def _first_bounds(parameter: Tensor, view: View) -> Tensor:
     """One a block; of a shared matrix with a row for each of its rows, of a shared vector all in every process."""
     held, in_rows = local_of(parameter), parameter.dim() > 1 and share_of(parameter) is not None
-    shape = (held.shape[0], held.shape[1:].numel() // layout.dims[-1]) if in_rows else layout.block_dims
+    shape = (held.shape[0], held.shape[1:].numel() // view.dims[-1]) if in_rows else view.block_dims
     bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
     return spread(parameter, bounds) if in_rows else bounds
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encoding_steps
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._directions import DIRECTIONS, Descent, Hyper
+from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._geometry import (
     Weights,
     chart_for,
@@ -18,7 +18,7 @@ from fp8manifold.optim._geometry import (
     stiffness_factor,
     store_weights,
 )
-from fp8manifold.optim._variant import BOUNDS, Variant
+from fp8manifold.optim._spec import BOUNDS, Spec
 from fp8manifold.random_bits import RANDOM_BITS
 
 MOMENT_FORMAT: Final = FloatFormat(4, 3)
@@ -32,13 +32,13 @@ SCALES: Final = ("avg_scale", "avg_inverse", "sq_scale", "sq_inverse")
 """What :func:`prepare` gives for each block: the scale of the stored average, and 1 over that of the next one."""
 
 
-def prepare(variant: Variant, arrays: dict[str, Tensor], gradient: Tensor, hyper: Hyper) -> dict[str, Tensor]:
+def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
     """The bounds after a step and the scales before and after it, of 8-bit averages; a block is a row of the view."""
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     prepared = {}
-    for name in variant.stores:
-        root, n = name == "exp_avg_sq", "2" if name == "exp_avg_sq" or variant.direction == "lion" else "1"
-        decay, gain = hyper[f"beta{n}"].to(torch.float32), hyper[f"gain{n}"].to(torch.float32).abs()
+    for name in spec.stores:
+        root, n = name == "exp_avg_sq", "2" if name == "exp_avg_sq" or spec.direction == "lion" else "1"
+        decay, gain = numbers[f"beta{n}"].to(torch.float32), numbers[f"gain{n}"].to(torch.float32).abs()
         before = arrays[BOUNDS[name]]
         after = before * decay + gain * (largest * largest if root else largest)
         prefix = "sq" if root else "avg"
@@ -48,12 +48,12 @@ def prepare(variant: Variant, arrays: dict[str, Tensor], gradient: Tensor, hyper
     return prepared
 
 
-def load_averages(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def load_averages(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The averages as floats."""
-    if variant.moments != "8bit":
-        return {name: arrays[name].to(dtype) for name in variant.stores}
+    if spec.moments != "8bit":
+        return {name: arrays[name].to(dtype) for name in spec.stores}
     averages = {}
-    for name in variant.stores:
+    for name in spec.stores:
         if name == "exp_avg_sq":
             root = decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
             averages[name] = (root * root).to(dtype)
@@ -63,21 +63,21 @@ def load_averages(variant: Variant, arrays: dict[str, Tensor], dtype: torch.dtyp
 
 
 def store_averages(
-    variant: Variant, averages: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
+    spec: Spec, averages: dict[str, Tensor], arrays: dict[str, Tensor], noise: Tensor | None, root: Tensor | None
 ) -> dict[str, Tensor]:
     """The averages as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one average each.
 
     The root in 8 bits takes 24 of its bits: with the odds of 16 a bias of ``2^-17`` a step would add up to 0.1% of a
     second moment of decay 0.999.  Of the first average's draw it shares no more than what is below these 16.
     """
-    if variant.moments == "float32" or not averages:
+    if spec.moments == "float32" or not averages:
         return averages
     assert noise is not None
     halves = (noise & 0xFFFF, (noise >> 16) & 0xFFFF)
     kept = {}
     for name, draws in zip(averages, halves, strict=False):
         value = averages[name].to(torch.float32)
-        if variant.moments == "bfloat16":
+        if spec.moments == "bfloat16":
             kept[name] = _to_bfloat16(value, draws)
         elif name == "exp_avg_sq":
             assert root is not None
@@ -132,55 +132,55 @@ class Outcome(NamedTuple):
     target: Tensor
 
 
-def step(variant: Variant, arrays: dict[str, Tensor], numbers: Tensor, noise: dict[str, Tensor]) -> Outcome:
+def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Outcome:
     """Take a step from ``arrays``, none of which is changed.
 
     Args:
-        variant: what is stepped and how.
+        spec: what is stepped and how.
         arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other; rows of
             them are whole blocks of 8-bit averages.
-        numbers: one row of :data:`HYPER`, in the dtype that is computed in.
+        row: one of :data:`NUMBERS`, in the dtype that is computed in.
         noise: 32-bit random words: ``weight`` for the write-back, ``moments`` for the averages.
     """
-    hyper = Hyper(numbers)
-    weights = load_weights(variant, arrays, numbers.dtype)
-    gradient = _gradient(variant, weights, arrays, hyper, numbers.dtype)
+    numbers, dtype = named(row), row.dtype
+    weights = load_weights(spec, arrays, dtype)
+    gradient = _gradient(spec, weights, arrays, numbers, dtype)
     bounds = {}
-    if variant.moments == "8bit" and variant.stores:
-        prepared = prepare(variant, arrays, gradient, hyper)
-        bounds = {BOUNDS[name]: prepared[BOUNDS[name]] for name in variant.stores}
+    if spec.moments == "8bit" and spec.stores:
+        prepared = prepare(spec, arrays, gradient, numbers)
+        bounds = {BOUNDS[name]: prepared[BOUNDS[name]] for name in spec.stores}
         arrays = arrays | {name: prepared[name] for name in SCALES if name in prepared}
-    descent = _direction(variant, gradient, load_averages(variant, arrays, numbers.dtype), hyper)
-    target = move(variant, weights, descent.direction, arrays, hyper)
-    draws = (noise["weight"] >> 8) & 0xFFFFFF if variant.draws_for_weight else None
-    stored, after = store_weights(variant, arrays, weights, target, draws)
+    descent = _direction(spec, gradient, load_averages(spec, arrays, dtype), numbers)
+    target = move(spec, weights, descent.direction, arrays, numbers)
+    draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
+    stored, after = store_weights(spec, arrays, weights, target, draws)
     averages = descent.averages
-    if variant.injects:
-        averages = _with_error(variant, descent, weights, target, after, arrays, hyper)
-    kept = store_averages(variant, averages, arrays, noise.get("moments"), descent.root)
+    if spec.injects:
+        averages = _with_error(spec, descent, weights, target, after, arrays, numbers)
+    kept = store_averages(spec, averages, arrays, noise.get("moments"), descent.root)
     return Outcome(stored | kept | bounds, weights, target)
 
 
-def _gradient(
-    variant: Variant, weights: Weights, arrays: dict[str, Tensor], hyper: Hyper, dtype: torch.dtype
-) -> Tensor:
+def _gradient(spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers, dtype: torch.dtype) -> Tensor:
     gradient = arrays["gradient"].to(dtype)
-    return covector(variant, weights, -gradient if variant.maximize else gradient, arrays, hyper)
+    return covector(spec, weights, -gradient if spec.maximize else gradient, arrays, numbers)
 
 
-def _direction(variant: Variant, gradient: Tensor, averages: dict[str, Tensor], hyper: Hyper) -> Descent:
-    descend = DIRECTIONS[variant.direction].descend
-    return descend(gradient, averages, hyper, nesterov=True) if variant.nesterov else descend(gradient, averages, hyper)
+def _direction(spec: Spec, gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
+    descend = DIRECTIONS[spec.direction].descend
+    return (
+        descend(gradient, averages, numbers, nesterov=True) if spec.nesterov else descend(gradient, averages, numbers)
+    )
 
 
 def _with_error(
-    variant: Variant,
+    spec: Spec,
     descent: Descent,
     weights: Weights,
     target: Tensor,
     after: Tensor,
     arrays: dict[str, Tensor],
-    hyper: Hyper,
+    numbers: Numbers,
 ) -> dict[str, Tensor]:
     """The averages with the rounding error in the first one.
 
@@ -191,14 +191,14 @@ def _with_error(
 
     Source: ECO (arXiv 2601.22101), for momentum and Adam.
     """
-    if variant.geometry == "linear":
-        error = (target - after) / reciprocal_scale(variant, arrays)
-        if variant.stiffness != "none":
-            error = error / stiffness_factor(variant, weights, arrays, hyper)
+    if spec.geometry == "linear":
+        error = (target - after) / reciprocal_scale(spec, arrays)
+        if spec.stiffness != "none":
+            error = error / stiffness_factor(spec, weights, arrays, numbers)
     else:
-        chart = chart_for(variant, arrays)
+        chart = chart_for(spec, arrays)
         error = chart.forward(target) - chart.forward(after)
     if descent.denominator is not None:
         error = error * descent.denominator
-    name = variant.stores[0]
-    return descent.averages | {name: descent.averages[name] - error * hyper["inject"]}
+    name = spec.stores[0]
+    return descent.averages | {name: descent.averages[name] - error * numbers["inject"]}

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
-from fp8manifold._triton.kinds import Spec, Tile, format_of
+from fp8manifold._triton.kinds import KernelSpec, Tile, format_of
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, launch
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._compiled_step import CompileUnavailableWarning
-from fp8manifold.optim._job import Job, row_view
 from fp8manifold.optim._native_step import has_code, places_of
-from fp8manifold.optim._variant import Variant
+from fp8manifold.optim._slot import Slot, row_view
+from fp8manifold.optim._spec import Spec
 
-__all__ = ["Launched", "is_triton", "kind_of", "run_triton", "spec_of"]
+__all__ = ["Launched", "is_triton", "kernel_spec", "kind_of", "run_triton"]
 
 _ELEMENTS: Final = 2048
 """Of a program: 16 a thread, which loads and stores bytes by 128 bits."""
@@ -31,14 +31,14 @@ _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.fl
 _MOMENT: Final = FloatFormat(4, 3)
 
 
-def is_triton(job: Job, dtype: torch.dtype) -> bool:
+def is_triton(slot: Slot, dtype: torch.dtype) -> bool:
     """Whether a kernel takes this step: what native code takes, on a GPU of NVIDIA."""
-    weight, gradient = job.held["weight"], job.held["gradient"]
+    weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
         weight.device.type == "cuda"
         and gradient.device == weight.device
         and gradient.dtype in _DTYPES
-        and has_code(job, dtype)
+        and has_code(slot, dtype)
         and not _given_up
         and _triton.is_available()
     )
@@ -52,49 +52,49 @@ class Launched(NamedTuple):
 
 
 def run_triton(
-    jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[np.int32], *, check: bool = False
+    slots: Sequence[Slot], numbers: NDArray[np.float32], keys: NDArray[np.int32], *, check: bool = False
 ) -> Launched | None:
     """Take the steps in place; None, with nothing changed and one warning ever, where kernels can't be compiled.
 
     The host waits for the card once, at the end, for the verdict and for who reached the end of its range.
 
     Args:
-        jobs: what to step, on one device; none of them shares memory with another.
+        slots: what to step, on one device; none of them shares memory with another.
         numbers: a row of hyperparameters each.
         keys: a row of round keys each.
         check: refuse all steps where the square of any gradient is not finite.
     """
-    flags = torch.zeros(1 + len(jobs), dtype=torch.int32, device=jobs[0].held["weight"].device)
-    scales = [_scale(job) for job in jobs]
-    records, kinds = _records(jobs, scales, flags)
+    flags = torch.zeros(1 + len(slots), dtype=torch.int32, device=slots[0].tensors["weight"].device)
+    scales = [_scale(slot) for slot in slots]
+    records, kinds = _records(slots, scales, flags)
     records["keys"], records["hyper"] = keys, numbers
     try:
         count = launch(records, kinds, flags, check=check)
     except KernelsUnavailableError as error:
         _give_up(error)
         return None
-    if not check and not any(job.variant.storage == "codes" for job in jobs):
+    if not check and not any(slot.spec.storage == "codes" for slot in slots):
         return Launched(count, refused=False)
     refused, *reached = flags.tolist()
-    for job, found in zip(jobs, reached, strict=True):
-        if job.variant.storage == "codes" and not refused:
-            job.reached.append(bool(found))
+    for slot, found in zip(slots, reached, strict=True):
+        if slot.spec.storage == "codes" and not refused:
+            slot.reached.append(bool(found))
     return Launched(count, bool(refused))
 
 
 def _records(
-    jobs: Sequence[Job], scales: Sequence[Tensor | None], flags: Tensor
+    slots: Sequence[Slot], scales: Sequence[Tensor | None], flags: Tensor
 ) -> tuple[NDArray[np.void], list[Kind]]:
-    """One a job, short of keys and hyperparameters, and what it is stepped by."""
-    records = np.zeros(len(jobs), dtype=JOB)
+    """One a slot, short of keys and hyperparameters, and what it is stepped by."""
+    records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
-    for i, (job, scale) in enumerate(zip(jobs, scales, strict=True)):
-        places = [0, *places_of(job, job.held["gradient"], scale)]
-        rows, length, repeats, kind = kind_of(job, places)
+    for i, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
+        places = [0, *places_of(slot, slot.tensors["gradient"], scale)]
+        rows, length, repeats, kind = kind_of(slot, places)
         kinds.append(kind)
         pointers.append([*places, flags.data_ptr() + flags.itemsize * (1 + i)])
         sizes.append((rows, length))
-        facts.append((0, repeats, *job.ends))
+        facts.append((0, repeats, *slot.ends))
     records["pointers"], records["facts"] = np.array(pointers, dtype=np.uint64), facts
     records["rows"], records["length"] = zip(*sizes, strict=True)
     return records, kinds
@@ -113,31 +113,31 @@ def _give_up(error: Exception) -> None:
     )
 
 
-def _scale(job: Job) -> Tensor | None:
+def _scale(slot: Slot) -> Tensor | None:
     """The scale as it lies in memory: one in all, one a row, or one an element."""
-    if job.scale is None or job.variant.storage == "plain":
+    if slot.scale is None or slot.spec.storage == "plain":
         return None
-    if job.layout.row_dims == job.layout.dims:
-        return row_view(job.scale, job.shape, job.layout).contiguous()
-    return job.scale.contiguous()
+    if slot.view.row_dims == slot.view.dims:
+        return row_view(slot.scale, slot.shape, slot.view).contiguous()
+    return slot.scale.contiguous()
 
 
-def kind_of(job: Job, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
+def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
     """Rows and length of what is stepped, what shares a scale, and the kernel for it.
 
     Args:
-        job: the step.
+        slot: the step.
         places: addresses of its arrays.
     """
-    layout = job.layout
-    rows, length = layout.dims if len(layout.dims) == 2 else (1, layout.dims[0])
-    repeats, scales = layout.repeats, "one"
-    if job.scale is not None and layout.row_dims:
-        scales = "element" if layout.row_dims == layout.dims else "row"
-    if not job.blockwise:
+    view = slot.view
+    rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
+    repeats, scales = view.repeats, "one"
+    if slot.scale is not None and view.row_dims:
+        scales = "element" if view.row_dims == view.dims else "row"
+    if not slot.blockwise:
         rows, length, repeats, scales = _cut(rows, length, scales)
-    long = job.blockwise and length > _LONGEST
-    tiled = (scales == "row" and not long) or (job.blockwise and not long)
+    long = slot.blockwise and length > _LONGEST
+    tiled = (scales == "row" and not long) or (slot.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
     aligned = length % 16 == 0 and not any(place % 16 for place in places)
     tile = Tile(
@@ -148,7 +148,8 @@ def kind_of(job: Job, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
         aligned=aligned,
         long=long,
     )
-    return rows, length, repeats, (spec_of(job.variant, job.held["weight"].dtype, job.held["gradient"].dtype), tile)
+    weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
+    return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient), tile)
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
@@ -162,26 +163,26 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 
 @lru_cache(maxsize=1024)
-def spec_of(variant: Variant, weight: torch.dtype, gradient: torch.dtype) -> Spec:
-    fmt = format_of(variant.fmt or _MOMENT)
-    return Spec(
-        direction=variant.direction,
-        storage=variant.storage,
-        writeback=variant.writeback,
-        moments=variant.moments if variant.stores else "float32",
-        geometry=variant.geometry,
-        stiffness=variant.stiffness,
-        metric=str(variant.metric),
-        decays=variant.decays,
-        nesterov=variant.nesterov,
-        maximize=variant.maximize,
-        first="exp_avg" in variant.stores or "momentum_buffer" in variant.stores,
-        second="exp_avg_sq" in variant.stores,
-        amsgrad=variant.amsgrad,
-        exact=variant.scale_is_power_of_two,
-        draws=variant.draws_for_weight and (variant.rule.rounding == "stochastic"),
-        extra=variant.residual_bits if variant.storage in ("codes", "grid") else 0,
-        fixed=fmt.fixed(variant.residual_bits),
+def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> KernelSpec:
+    fmt = format_of(spec.fmt or _MOMENT)
+    return KernelSpec(
+        direction=spec.direction,
+        storage=spec.storage,
+        writeback=spec.writeback,
+        moments=spec.moments if spec.stores else "float32",
+        geometry=spec.geometry,
+        stiffness=spec.stiffness,
+        metric=str(spec.metric),
+        decays=spec.decays,
+        nesterov=spec.nesterov,
+        maximize=spec.maximize,
+        first="exp_avg" in spec.stores or "momentum_buffer" in spec.stores,
+        second="exp_avg_sq" in spec.stores,
+        amsgrad=spec.amsgrad,
+        exact=spec.scale_is_power_of_two,
+        draws=spec.draws_for_weight and (spec.rule.rounding == "stochastic"),
+        extra=spec.residual_bits if spec.storage in ("codes", "grid") else 0,
+        fixed=fmt.fixed(spec.residual_bits),
         weight=_DTYPES[weight],
         gradient=_DTYPES[gradient],
         format=fmt,

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8manifold._numerics.charts import chart_of
 from fp8manifold.optim._backends import run_eager
 from fp8manifold.optim._geometry import load_weights
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._step import Outcome
 
 __all__ = ["Hooks", "StepView", "observed_step", "viewed"]
@@ -32,26 +32,26 @@ class StepView:
     """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
 
 
-def observed_step(parameter: Tensor, job: Job, numbers: Tensor) -> StepView:
+def observed_step(parameter: Tensor, slot: Slot, numbers: Tensor) -> StepView:
     """Take the step eagerly and show it: the values it started from, asked for and left.
 
     With an ULP residual these are the values that the residual stands for, not those of the codes alone.
     """
-    numbers = numbers.to(job.held["weight"].device)
-    return viewed(parameter, job, numbers, lambda: run_eager(job, numbers, observed=True))
+    numbers = numbers.to(slot.tensors["weight"].device)
+    return viewed(parameter, slot, numbers, lambda: run_eager(slot, numbers, observed=True))
 
 
-def viewed(parameter: Tensor, job: Job, numbers: Tensor, take: Callable[[], list[Outcome]]) -> StepView:
-    """Show the step that ``take`` takes of a job, part by part."""
-    shape, scale = job.held["weight"].shape, job.arrays["scale"]
+def viewed(parameter: Tensor, slot: Slot, numbers: Tensor, take: Callable[[], list[Outcome]]) -> StepView:
+    """Show the step that ``take`` takes of a slot, part by part."""
+    shape, scale = slot.tensors["weight"].shape, slot.arrays["scale"]
     numbers = numbers.to(scale.device)
-    before = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
+    before = load_weights(slot.spec, slot.arrays, numbers.dtype).x * scale
     outcomes = take()
     target = torch.cat([outcome.target for outcome in outcomes]) * scale
     x = torch.cat([outcome.before.x for outcome in outcomes])
-    assert job.variant.fmt is not None
-    stiffness = chart_of(job.variant.fmt, job.variant.metric).stiffness(x) * scale
-    after = load_weights(job.variant, job.arrays, numbers.dtype).x * scale
+    assert slot.spec.fmt is not None
+    stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
+    after = load_weights(slot.spec, slot.arrays, numbers.dtype).x * scale
     return StepView(parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))
 
 

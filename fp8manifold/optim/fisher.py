@@ -16,7 +16,7 @@ from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, spelt_out
 from fp8manifold.optim._geometry import power_of_ratio, reference_stiffness
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
-from fp8manifold.optim._job import Job, Member, Parameters
+from fp8manifold.optim._slot import Member, Parameters, Slot
 from fp8manifold.optim._state import Grid, grid_of, stiffness_field
 from fp8manifold.optim._writeback import rule_of
 from fp8manifold.optim.stiffness_adamw import adam_numbers
@@ -207,7 +207,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         # the stiffness is in the natural gradient already
         return traits | {"direction": "sgd", "stiffness": "none", "averages": bool(group["momentum"])}
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         lr, step = float(group["lr"]), int(state["step"]) - state.get("since", 0)
         if parameter not in self._gradients:
             numbers = adam_numbers(lr, group["betas"], group["eps"], step)
@@ -226,7 +226,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         return self._gradients.get(parameter, super()._gradient(group, parameter))
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
         if parameter in self._metrics:
             for name in METRIC & state.keys():
                 del state[name]

@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._checks import Bounded, check_betas, check_finite, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
-from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import Grid
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 
@@ -100,18 +100,18 @@ class Madam(StiffnessOptimizer):
     def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
         return {"direction": "adam"} if grid is None else {"direction": "madam", "geometry": "multiplicative"}
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         lr, start = float(group["lr"]), group["start_lr"]
-        if job.variant.storage == "plain":
+        if slot.spec.storage == "plain":
             lr = group["float_lr"] * (lr / start if start else 1.0)
         step = int(state["step"]) - state.get("since", 0)
         numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], step) | {"keep": 1 - lr * group["weight_decay"]}
-        if job.variant.storage == "plain":
+        if slot.spec.storage == "plain":
             return numbers
-        assert job.variant.fmt is not None
+        assert slot.spec.fmt is not None
         return numbers | {
             "rate": lr,
             "correction": math.sqrt(1 - group["betas"][1] ** step),
             "largest": group["max_direction"],
-            "floor": group["escape"] * state["reference"] * 2.0**job.variant.fmt.mantissa_bits,
+            "floor": group["escape"] * state["reference"] * 2.0**slot.spec.fmt.mantissa_bits,
         }

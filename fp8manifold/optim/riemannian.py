@@ -15,9 +15,9 @@ from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
 from fp8manifold.optim._geometry import bounded_share, bounds, reference_stiffness
 from fp8manifold.optim._grid_optimizer import GridOptimizer
-from fp8manifold.optim._job import Job, Member, Parameters
+from fp8manifold.optim._slot import Member, Parameters, Slot
+from fp8manifold.optim._spec import BOUNDS
 from fp8manifold.optim._state import Grid, expanded, grid_of, is_quantized, manifold_of, stiffness_field
-from fp8manifold.optim._variant import BOUNDS
 from fp8manifold.optim._writeback import rounds_at_random, to_half
 from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
@@ -97,7 +97,7 @@ class Riemannian(GridOptimizer):
         if group["float_lr"] is not None:
             check_finite("float_lr", group["float_lr"])
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Job | None:
+    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
         if is_quantized(parameter):
             return super()._plan(group, parameter, state)
         share, manifold = share_of(parameter), manifold_of(parameter) or _EUCLIDEAN
@@ -322,7 +322,7 @@ class RiemannianAdam(Riemannian):
         largest = float(grid.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
         return largest / unit_of(group, grid, reference_stiffness(field, grid.ranks))
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
         per_unit = 1 / state.get("unit", 1.0)
         eps = group["eps"] * state["reference"] * per_unit
@@ -419,7 +419,7 @@ class RiemannianSGD(Riemannian):
         averages = {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
         return super()._traits(group, parameter, grid) | averages
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         first = int(state["step"]) - state.get("since", 0) == 1
         numbers = momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
         return numbers | {"per_unit": 1.0}

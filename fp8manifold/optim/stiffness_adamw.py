@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
-from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._slot import Parameters, Slot
 
 __all__ = ["StiffnessAdamW", "adam_numbers"]
 
@@ -119,7 +119,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         super()._check_group(group)
         check_first_average(group)
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
         numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], step)
         return numbers | self._shared_numbers(group, state)

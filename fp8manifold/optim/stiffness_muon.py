@@ -14,7 +14,6 @@ from fp8manifold._ranks import share_of
 from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
-from fp8manifold.optim._job import Job, Parameters
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     COEFFICIENTS,
@@ -28,6 +27,7 @@ from fp8manifold.optim._muon import (
     take_muon_steps,
     take_shared_steps,
 )
+from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._sorting import sorted_groups
 from fp8manifold.optim._state import Grid, unpacked
 from fp8manifold.optim._views import StepView, viewed
@@ -202,7 +202,7 @@ class StiffnessMuon(StiffnessOptimizer):
             return traits
         return traits | {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         lr, shared = float(group["lr"]), self._shared_numbers(group, state)
         if group["direction"] == "adam":
             step = int(state["step"]) - state.get("since", 0)
@@ -213,47 +213,47 @@ class StiffnessMuon(StiffnessOptimizer):
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
         return numbers | shared
 
-    def _take(self, jobs: list[Job]) -> None:
+    def _take(self, slots: list[Slot]) -> None:
         """Matrices that several processes hold are stepped together: one process orthogonalises each."""
-        is_shared = [_is_muons(job) and share_of(job.parameter) is not None for job in jobs]
-        shared = list(compress(jobs, is_shared))
+        is_shared = [_is_muons(slot) and share_of(slot.parameter) is not None for slot in slots]
+        shared = list(compress(slots, is_shared))
         if shared:
             with unpacked(shared, self.state):
                 views = take_shared_steps(shared, _factor, self._is_observed)
             self._widen(shared)
-            note_changes([job.parameter for job in shared])
+            note_changes([slot.parameter for slot in shared])
             for view in views:
                 if self.observer is not None:
                     self.observer(view)
-        super()._take([job for job, elsewhere in zip(jobs, is_shared, strict=True) if not elsewhere])
+        super()._take([slot for slot, elsewhere in zip(slots, is_shared, strict=True) if not elsewhere])
 
-    def _is_alone(self, job: Job) -> bool:
-        return super()._is_alone(job) or (_is_muons(job) and job.variant.injects)
+    def _is_alone(self, slot: Slot) -> bool:
+        return super()._is_alone(slot) or (_is_muons(slot) and slot.spec.injects)
 
-    def _take_many(self, jobs: list[Job], numbers: Tensor, keys: Tensor) -> None:
+    def _take_many(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
         """Adam's parameters as everywhere, matrices by their own two passes."""
         for muons in (False, True):
-            some = [i for i, job in enumerate(jobs) if _is_muons(job) is muons]
+            some = [i for i, slot in enumerate(slots) if _is_muons(slot) is muons]
             if not some:
                 continue
-            rows = (numbers, keys) if len(some) == len(jobs) else (numbers[some], keys[some])
+            rows = (numbers, keys) if len(some) == len(slots) else (numbers[some], keys[some])
             if muons:
-                take_muon_steps([jobs[i] for i in some], *rows, _factor)
+                take_muon_steps([slots[i] for i in some], *rows, _factor)
             else:
-                super()._take_many([jobs[i] for i in some], *rows)
+                super()._take_many([slots[i] for i in some], *rows)
 
-    def _take_alone(self, job: Job, numbers: Tensor, keys: Tensor) -> StepView | None:
-        if not _is_muons(job):
-            return super()._take_alone(job, numbers, keys)
-        take = partial(take_muon_step, job, numbers, keys, _factor)
-        if self._is_observed(job):
-            return viewed(job.parameter, along(job, job.held["gradient"]), numbers, take)
+    def _take_alone(self, slot: Slot, numbers: Tensor, keys: Tensor) -> StepView | None:
+        if not _is_muons(slot):
+            return super()._take_alone(slot, numbers, keys)
+        take = partial(take_muon_step, slot, numbers, keys, _factor)
+        if self._is_observed(slot):
+            return viewed(slot.parameter, along(slot, slot.tensors["gradient"]), numbers, take)
         take()
         return None
 
 
-def _is_muons(job: Job) -> bool:
-    return bool(job.group["direction"] == "muon")
+def _is_muons(slot: Slot) -> bool:
+    return bool(slot.group["direction"] == "muon")
 
 
 def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._checks import Family, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
-from fp8manifold.optim._job import Job, Parameters
+from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import Grid
 from fp8manifold.optim._writeback import rule_of
 
@@ -82,7 +82,7 @@ class StiffnessSGD(StiffnessOptimizer):
         averages = {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
         return super()._traits(group, parameter, grid) | averages
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], job: Job) -> dict[str, float]:
+    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         first = int(state["step"]) - state.get("since", 0) == 1
         numbers = momentum_numbers(float(group["lr"]), group, first=first)
         return numbers | self._shared_numbers(group, state)

@@ -101,7 +101,7 @@ def _check_out(out: Path | None) -> None:
 
 def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
     from nanogpt_bench.config.settings import parse_overrides
-    from nanogpt_bench.training.profile import BATCH_COLUMNS, batch_cells, profile_batch_sizes
+    from nanogpt_bench.loop.profile import BATCH_COLUMNS, batch_cells, profile_batch_sizes
 
     if "train.batch_size" in parse_overrides(args.overrides):
         raise BenchError("--train.batch_size is what profile varies; give --batch-sizes")
@@ -114,7 +114,7 @@ def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
 
 
 def _ranges(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
-    from nanogpt_bench.training.profile import (
+    from nanogpt_bench.loop.profile import (
         RANGE_COLUMNS,
         Tolerance,
         merged,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
 from nanogpt_bench.setup.constraints import constrained_weights, rate_of
+from nanogpt_bench.setup.schedule import Course
 from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError, one_line
-from nanogpt_bench.training.schedule import Course
 
 #: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
 Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]

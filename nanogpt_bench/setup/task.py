@@ -15,7 +15,7 @@ from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import Corpus, batch, eval_batches
 from nanogpt_bench.data.documents import documents_of, drawn, held_out
-from nanogpt_bench.evaluation.multilabel import document_losses, f1_scores, r_precision
+from nanogpt_bench.setup.multilabel import document_losses, f1_scores, r_precision
 
 #: inputs and targets
 Pair = tuple[Tensor, Tensor]

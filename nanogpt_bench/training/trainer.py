@@ -24,6 +24,7 @@ from nanogpt_bench.setup.compiled import CompiledLoss
 from nanogpt_bench.setup.memory import GradientPeak
 from nanogpt_bench.setup.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.setup.parallel import Loss, joined_model, replicated
+from nanogpt_bench.setup.schedule import decay_course, lr_factor
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.setup.task import Figures, Passes, task_of
@@ -32,7 +33,6 @@ from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.training.clipping import clipping_of
 from nanogpt_bench.training.points import Observer, Step
-from nanogpt_bench.training.schedule import decay_course, lr_factor
 from nanogpt_bench.training.wire import Wire
 
 

@@ -14,9 +14,9 @@ from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]

@@ -21,6 +21,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.model.causal import load_causal, reading
 from nanogpt_bench.report.results import Difference, measure
 from nanogpt_bench.report.rows import Row
@@ -28,7 +29,6 @@ from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
 from nanogpt_bench.training.trainer import Trainer
 
 Settings = Callable[..., Config]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._grid_optimizer import GridOptimizer
-from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 Combination = tuple[str, str, str]

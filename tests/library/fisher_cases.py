@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import FisherNaturalGradient
-from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 REPRESENTATIONS = ("diagonal", "kfac", "ekfac")

@@ -164,14 +164,14 @@ def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
     p.grad = normal(6, 10)
     optimizer = optim.StiffnessAdamW([p], lr=0.1)
     optimizer.step()
-    jobs: list[Any] = []
-    optimizer._take = jobs.extend
+    slots: list[Any] = []
+    optimizer._take = slots.extend
     optimizer.step()
-    job = jobs[0]
-    job.held["exp_avg"] = wrong(job.held["exp_avg"])
+    slot = slots[0]
+    slot.tensors["exp_avg"] = wrong(slot.tensors["exp_avg"])
     before = p.detach().clone()
     with pytest.raises(RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"):
-        _native_step.run_native([job], np.zeros((1, 18), np.float32), np.zeros((1, 6), np.int32))
+        _native_step.run_native([slot], np.zeros((1, 18), np.float32), np.zeros((1, 6), np.int32))
     assert torch.equal(p, before)
 
 

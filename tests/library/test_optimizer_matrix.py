@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold._encoded.storage import packed_length
-from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 valid = pytest.mark.parametrize(("name", "writeback", "moments"), VALID, ids=ids(VALID))

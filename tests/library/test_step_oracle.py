@@ -18,7 +18,7 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold.optim import anneal
 from fp8manifold.optim._geometry import exp2_exact
-from fp8manifold.optim._variant import MOMENTS
+from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 SCALES = torch.tensor([[2.0**-5], [2.0**-3], [2.0**-9]])

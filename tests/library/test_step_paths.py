@@ -1,4 +1,4 @@
-"""Native and compiled steps have the bits of eager ones: weights, residuals and averages, for every kind of variant."""
+"""Native and compiled steps have the bits of eager ones: weights, residuals and averages, for every kind of step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.charts import UlpChart
 from fp8manifold.optim import CompileUnavailableWarning, _compiled_step, anneal
-from fp8manifold.optim._directions import Hyper, adam, madam, row
+from fp8manifold.optim._directions import adam, madam, named, row
 from fp8manifold.optim._geometry import exp2_exact
 
-#: Rows that share nothing, square, long, short, odd: all of them one variant, whose graph has no size in it.
+#: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
 
 #: ``compile`` of what is compared with plain PyTorch
@@ -291,7 +291,7 @@ def test_adams_direction_over_ten_million_elements(extreme: bool, compiler: None
     numbers = torch.tensor(row(NUMBERS, torch.float32), dtype=torch.float32)
 
     def directions(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
-        descent = adam(gradient, {"exp_avg": first, "exp_avg_sq": second}, Hyper(numbers))
+        descent = adam(gradient, {"exp_avg": first, "exp_avg_sq": second}, named(numbers))
         return descent.direction, descent.denominator, descent.root, *descent.averages.values()
 
     given = any_floats if extreme else near_one
@@ -307,7 +307,7 @@ def test_the_other_intermediate_results(compiler: None) -> None:
     chart = UlpChart(3, -6, 8)
 
     def results(gradient: Tensor, second: Tensor, exponent: Tensor, x: Tensor, steps: Tensor) -> tuple[Tensor, ...]:
-        descent = madam(gradient, {"exp_avg_sq": second}, Hyper(numbers))
+        descent = madam(gradient, {"exp_avg_sq": second}, named(numbers))
         moved = chart.shift(x, steps)
         return (
             descent.direction,

@@ -20,7 +20,7 @@ from fp8manifold.optim import _agreement, _compiled_step, _state, _triton_step
 from fp8manifold.optim._backends import blocks_of
 from fp8manifold.optim._checks import restore_dtypes
 from fp8manifold.optim._compiled_step import exact_options
-from fp8manifold.optim._job import Job
+from fp8manifold.optim._slot import Slot
 
 MOST_LAUNCHES = 12
 VIEWS = ("view", "detach", "alias", "slice", "select", "unsqueeze", "expand", "t", "transpose", "reshape", "as_strided")
@@ -69,7 +69,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps go the way that they go on a GPU, to kernels that count."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda job, dtype: True)
+    monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: True)
     monkeypatch.setattr(launch, "_kernels", lambda: (Kernel("step", counts), Kernel("verdict", counts)))
     monkeypatch.setattr(launch, "options", dict)
     return counts
@@ -125,14 +125,14 @@ def test_optimizers_that_do_more_have_their_verdict_first(kind: str) -> None:
     assert _agreement._is_ordinary(optim.StiffnessAdamW)
 
 
-def stepped(p: Any, **options: Any) -> list[Job]:
-    """The job of a step that is not taken."""
+def stepped(p: Any, **options: Any) -> list[Slot]:
+    """The slot of a step that is not taken."""
     optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
     p.grad = torch.ones(p.shape)
-    jobs: list[Job] = []
-    optimizer._take = jobs.extend  # type: ignore[method-assign]
+    slots: list[Slot] = []
+    optimizer._take = slots.extend  # type: ignore[method-assign]
     optimizer.step()
-    return jobs
+    return slots
 
 
 # ------------------------------------------------------------------------------------------------------- other devices
@@ -169,10 +169,10 @@ def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -
     """124M weights are a thousand blocks on a CPU, and two on a card."""
     assert block_on(torch.device("cpu")) == BLOCK
     assert 124_000_000 / block_on(torch.device("cuda")) <= 2
-    (job,) = stepped(fm.FP8Parameter(normal(600, 512), "E4M3", seed=1))
-    assert len(list(blocks_of(job))) == 3
+    (slot,) = stepped(fm.FP8Parameter(normal(600, 512), "E4M3", seed=1))
+    assert len(list(blocks_of(slot))) == 3
     monkeypatch.setattr("fp8manifold.optim._backends.block_on", lambda device: block_on(torch.device("cuda")))
-    assert len(list(blocks_of(job))) == 1
+    assert len(list(blocks_of(slot))) == 1
 
 
 def test_counts_stay_on_the_host_wherever_a_state_is_loaded_to() -> None:
@@ -247,7 +247,7 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch:
         p.grad = other.grad = torch.ones(p.shape)
         [each.step() for each in optimizers]
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda job, dtype: not _triton_step._given_up)
+    monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: not _triton_step._given_up)
     with pytest.warns(optim._compiled_step.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
         optimizers[0].step()
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)

@@ -90,4 +90,4 @@ def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
     code, output, _ = run(str(HERE / "triton_cases.py"), "-k", cases, package=package)
     assert code == 1
     assert "AssertionError" in output
-    assert "different" in output or "of a step of Variant" in output
+    assert "different" in output or "of a step of Spec" in output

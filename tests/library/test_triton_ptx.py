@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from fp8manifold import _triton
-from fp8manifold._triton.kinds import Spec, Tile, format_of
+from fp8manifold._triton.kinds import KernelSpec, Tile, format_of
 from fp8manifold.formats import as_format
-from fp8manifold.optim._triton_step import spec_of
-from fp8manifold.optim._variant import variant_of
+from fp8manifold.optim._spec import spec_of
+from fp8manifold.optim._triton_step import kernel_spec
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -95,18 +95,18 @@ def build(kernel: Any, signature: dict[str, str], constants: dict[str, Any], arc
     return Built(made.asm["ptx"], *told)
 
 
-def step(spec: Spec, tile: Tile, architecture: int, tmp: Path) -> Built:
+def step(spec: KernelSpec, tile: Tile, architecture: int, tmp: Path) -> Built:
     from fp8manifold._triton.step import step_kernel
 
     pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
     return build(step_kernel, pointers, {"S": spec, "T": tile}, architecture, tmp)
 
 
-def spec(writeback: str, moments: str) -> Spec:
-    variant = variant_of(
+def spec(writeback: str, moments: str) -> KernelSpec:
+    spec = spec_of(
         direction="adam", storage="codes", writeback=writeback, moments=moments, fmt=as_format("E4M3"), decays=True
     )
-    return spec_of(variant, torch.uint8, torch.float32)
+    return kernel_spec(spec, torch.uint8, torch.float32)
 
 
 def faults(built: Built) -> Iterator[str]:
@@ -155,7 +155,7 @@ def test_other_steps(name: str, architecture: int, tmp_path: Path) -> None:
     fields = dict(OTHERS[name])
     weight = fields.pop("weight", torch.uint8 if fields["storage"] == "codes" else torch.float32)
     fmt = None if fields["storage"] == "plain" else as_format("E4M3")
-    known = spec_of(variant_of(fmt=fmt, **fields), weight, torch.bfloat16)
+    known = kernel_spec(spec_of(fmt=fmt, **fields), weight, torch.bfloat16)
     tile = Tile(8, 256, 256, "row", True) if known.blocks else Tile(1, 2048, 0, "one", True)
     assert list(faults(step(known, tile, architecture, tmp_path))) == []
 

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from fp8manifold.optim import _backends
-from fp8manifold.optim._job import Job
 from fp8manifold.optim._native_step import run_native
+from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._triton_step import run_triton
 
 COUNTS: Counter[str] = Counter()
@@ -36,29 +36,29 @@ def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
     return int(other.sum())
 
 
-def twin(job: Job) -> Job:
+def twin(slot: Slot) -> Slot:
     """The same step of copies."""
-    other = copy.copy(job)
+    other = copy.copy(slot)
     other.__dict__.pop("arrays", None)
-    other.held = {name: tensor.clone() for name, tensor in job.held.items()}
+    other.tensors = {name: tensor.clone() for name, tensor in slot.tensors.items()}
     other.reached = []
     return other
 
 
-def step_both(jobs: Sequence[Job], numbers: NDArray[np.float32], keys: NDArray[np.int32]) -> None:
-    """Native code on the jobs, kernels on copies, and no difference."""
-    twins = [twin(job) for job in jobs]
-    run_native(jobs, numbers, keys)
+def step_both(slots: Sequence[Slot], numbers: NDArray[np.float32], keys: NDArray[np.int32]) -> None:
+    """Native code on the slots, kernels on copies, and no difference."""
+    twins = [twin(slot) for slot in slots]
+    run_native(slots, numbers, keys)
     launched = run_triton(twins, numbers, keys)
     assert launched is not None
     COUNTS["launches"] += launched.launches
-    for job, other in zip(jobs, twins, strict=True):
-        COUNTS["jobs"] += 1
-        COUNTS["elements"] += job.layout.numel
-        assert other.reached == job.reached[-len(other.reached) :]
-        found = {name: different(other.held[name], tensor) for name, tensor in job.held.items()}
+    for slot, other in zip(slots, twins, strict=True):
+        COUNTS["slots"] += 1
+        COUNTS["elements"] += slot.view.numel
+        assert other.reached == slot.reached[-len(other.reached) :]
+        found = {name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()}
         wrong = {name: count for name, count in found.items() if count}
-        assert not wrong, f"{wrong} of {job.layout.numel} of a step of {job.variant} over {job.layout}"
+        assert not wrong, f"{wrong} of {slot.view.numel} of a step of {slot.spec} over {slot.view}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import read, steps, verify
-from nanogpt_bench.checkpoint.run_state import capture
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.training.anomalies import first_bad_weight
 from nanogpt_bench.training.points import Observer, Step
-from nanogpt_bench.training.train import run
+from nanogpt_bench.training.run_state import capture
 from nanogpt_bench.training.trainer import Trainer
 
 KINDS = ("gradient", "weight", "state", "loss", "activation")

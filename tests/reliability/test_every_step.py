@@ -20,8 +20,8 @@ from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.labelled import LabelledText
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.train import run
 
 FEW, MANY = 4, 50
 OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")

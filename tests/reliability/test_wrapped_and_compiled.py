@@ -12,11 +12,11 @@ import torch
 
 import fp8manifold as fm
 from nanogpt_bench.checkpoint import Contents, commit, read
-from nanogpt_bench.checkpoint.run_state import capture, restore
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer
 
 Settings = dict[str, Any]

@@ -13,12 +13,21 @@ from time import perf_counter
 from typing import Any
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit
-from nanogpt_bench.checkpoint.run_state import capture, restore
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.rules import stall_counts
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
 from nanogpt_bench.failures import failures_of
+from nanogpt_bench.loop.best import commit_best, withdraw_best
+from nanogpt_bench.loop.outcome import Outcome, Progress
+from nanogpt_bench.loop.resume import (
+    config_facts,
+    found_by_all,
+    newest_whole,
+    remove_output,
+    resumed_environment,
+)
+from nanogpt_bench.loop.summary import summarize, weight_histograms
 from nanogpt_bench.observers import Alert, Observer, Step
 from nanogpt_bench.observers.build import build_observers
 from nanogpt_bench.observers.trackers import start_trackers
@@ -29,17 +38,8 @@ from nanogpt_bench.system.errors import BenchError, disk_failure
 from nanogpt_bench.system.files import remove_parts, write_json, write_text
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.training.anomalies import Sentry, figure_of
-from nanogpt_bench.training.best import commit_best, withdraw_best
-from nanogpt_bench.training.outcome import Outcome, Progress
 from nanogpt_bench.training.points import Anomaly
-from nanogpt_bench.training.resume import (
-    config_facts,
-    found_by_all,
-    newest_whole,
-    remove_output,
-    resumed_environment,
-)
-from nanogpt_bench.training.summary import summarize, weight_histograms
+from nanogpt_bench.training.run_state import capture, restore
 from nanogpt_bench.training.trainer import Trainer, mean_and_error
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -14,28 +14,38 @@ from torch import Tensor
 from fp8manifold._ranks import Share
 from fp8manifold.optim._directions import KEYS
 from fp8manifold.optim._geometry import bounded_ends
-from fp8manifold.optim._variant import BOUNDS, Variant
+from fp8manifold.optim._spec import BOUNDS, Spec
 from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
 
 __all__ = [
     "FOR_MOMENTS",
-    "Job",
-    "Layout",
+    "Key",
     "Member",
     "Parameters",
+    "Slot",
+    "View",
     "index_in",
     "key_row",
     "key_rows",
-    "layout_of",
     "row_view",
+    "view_of",
 ]
+
+
+class Key(NamedTuple):
+    """The key of one parameter's draws in one step."""
+
+    seed: int
+    step: int
+    stream: int
+
 
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
 
 
 @dataclass(frozen=True)
-class Layout:
+class View:
     """A view of one or two dimensions that every array of a step broadcasts to.
 
     ``dims`` are (rows, length), or the length alone where there is one row; a row is a block of the averages, where
@@ -73,20 +83,18 @@ def index_in(shape: torch.Size, device: torch.device) -> Tensor:
     return rows.unsqueeze(1) + columns
 
 
-def row_view(scale: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
+def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
     """What there is one of for a scale, for the rows of a view."""
-    if layout.row_dims == layout.dims and scale.numel() != layout.numel:
+    if view.row_dims == view.dims and scale.numel() != view.numel:
         scale = scale.expand(shape)
-    if layout.repeats > 1:
-        scale = scale.reshape(-1).repeat_interleave(layout.repeats)
-    return scale.reshape(layout.row_dims)
+    if view.repeats > 1:
+        scale = scale.reshape(-1).repeat_interleave(view.repeats)
+    return scale.reshape(view.row_dims)
 
 
 @lru_cache(maxsize=4096)
-def layout_of(
-    shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool
-) -> Layout:
-    """The layout of a parameter.
+def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_size: int | None, blocks: bool) -> View:
+    """The view that a parameter is stepped in.
 
     Args:
         shape: of the parameter.
@@ -105,13 +113,13 @@ def layout_of(
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
         row_dims = None
     else:
-        return Layout((numel,), (numel,))
+        return View((numel,), (numel,))
     length = numel // rows
     block = _block_length(length) if blocks else length
     repeats = length // block
     dims = (rows * repeats, block) if rows * repeats > 1 else (block,)
     row_dims = (rows * repeats, 1) if row_dims is None and len(dims) == 2 else ()
-    return Layout(dims, row_dims, repeats if row_dims else 1)
+    return View(dims, row_dims, repeats if row_dims else 1)
 
 
 def _block_length(length: int) -> int:
@@ -129,15 +137,14 @@ Member = tuple[dict[str, Any], Tensor]
 
 
 @dataclass
-class Job:
+class Slot:
     """One parameter's step: its tensors as they are kept, by name, and as views of one layout."""
 
-    variant: Variant
-    layout: Layout
+    spec: Spec
+    view: View
     #: ``weight`` and ``gradient``, and what the state has: averages, bounds, ``residual``; all of them contiguous
-    held: dict[str, Tensor]
-    #: seed, step and stream of the draws
-    words: tuple[int, int, int]
+    tensors: dict[str, Tensor]
+    key: Key
     scale: Tensor | None = None
     #: what the scale broadcasts to
     shape: tuple[int, ...] = ()
@@ -162,70 +169,70 @@ class Job:
     reached: list[bool] = field(default_factory=list)
 
     @cached_property
-    def key(self) -> Stream:
+    def rounding_key(self) -> Stream:
         """Of the draws for the weight."""
-        return stream_of(self.draws, *self.words)
+        return stream_of(self.draws, *self.key)
 
     @property
     def blockwise(self) -> bool:
         """Whether averages are stored in blocks."""
-        return self.variant.moments == "8bit" and bool(self.variant.stores)
+        return self.spec.moments == "8bit" and bool(self.spec.stores)
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other."""
-        dims, blocks = self.layout.dims, self.layout.block_dims
-        arrays = {name: t.view(blocks if name.endswith("_bound") else dims) for name, t in self.held.items()}
+        dims, blocks = self.view.dims, self.view.block_dims
+        arrays = {name: t.view(blocks if name.endswith("_bound") else dims) for name, t in self.tensors.items()}
         if self.scale is not None:
-            arrays["scale"] = row_view(self.scale, self.shape, self.layout)
-            if self.variant.geometry in ("exponential", "tangent") and self.variant.metric == "ulp":
-                assert self.variant.fmt is not None
-                arrays |= bounded_ends(self.variant.fmt, arrays["scale"], *self.ends)
+            arrays["scale"] = row_view(self.scale, self.shape, self.view)
+            if self.spec.geometry in ("exponential", "tangent") and self.spec.metric == "ulp":
+                assert self.spec.fmt is not None
+                arrays |= bounded_ends(self.spec.fmt, arrays["scale"], *self.ends)
         return arrays
 
     def gather(self) -> None:
         """Take all rows of the state; bounds are whole in every process."""
         assert self.share is not None
-        for name in self.held.keys() - {"weight", *BOUNDS.values()}:
-            self.back[name], self.held[name] = self.held[name], self.share.gathered(self.held[name])
+        for name in self.tensors.keys() - {"weight", *BOUNDS.values()}:
+            self.back[name], self.tensors[name] = self.tensors[name], self.share.gathered(self.tensors[name])
 
     def put_back(self) -> None:
         """Keep the own rows of what was gathered."""
         for name, memory in self.back.items():
             assert self.share is not None
-            memory.copy_(self.share.own(self.held[name]))
+            memory.copy_(self.share.own(self.tensors[name]))
 
     @property
     def changed(self) -> list[Tensor]:
         """What a step changes."""
-        return [tensor for name, tensor in self.held.items() if name != "gradient"]
+        return [tensor for name, tensor in self.tensors.items() if name != "gradient"]
 
 
 FOR_MOMENTS: Final = 1
 """A fourth key word: the averages' draws are not the weights'."""
 
 
-def key_row(job: Job) -> list[int]:
-    """The round keys and phases of one job, the offset taken into the first of each three."""
-    high, low = divmod(job.offset, 2**32)
+def key_row(slot: Slot) -> list[int]:
+    """The round keys and phases of one slot, the offset taken into the first of each three."""
+    high, low = divmod(slot.offset, 2**32)
     keys = []
-    for words, phase in (job.key, Stream((*job.words, FOR_MOMENTS))):
+    for words, phase in (slot.rounding_key, Stream((*slot.key, FOR_MOMENTS))):
         first, second, third = round_keys(words, high)
         keys += [signed_word(first + low), second, third, phase]
     return keys
 
 
-def key_rows(jobs: Sequence[Job]) -> NDArray[np.int32]:
-    """:func:`key_row` of many jobs, those at offset 0 together."""
-    rows = np.zeros((len(jobs), KEYS), dtype=np.int32)
-    streams = np.array([job.words[2] for job in jobs], dtype=np.uint64)
-    for more in {job.key.words[3:] for job in jobs}:
-        some = [i for i, job in enumerate(jobs) if job.key.words[3:] == more]
-        rows[some, :3] = round_key_rows([jobs[i].key.words[:2] for i in some], streams[some], *more)
-    rows[:, 3] = [job.key.phase for job in jobs]
-    if any(job.variant.draws_for_moments for job in jobs):
-        rows[:, 4:7] = round_key_rows([job.words[:2] for job in jobs], streams, FOR_MOMENTS)
-    for i, job in enumerate(jobs):
-        if job.offset:
-            rows[i] = key_row(job)
+def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
+    """:func:`key_row` of many slots, those at offset 0 together."""
+    rows = np.zeros((len(slots), KEYS), dtype=np.int32)
+    streams = np.array([slot.key.stream for slot in slots], dtype=np.uint64)
+    for more in {slot.rounding_key.words[3:] for slot in slots}:
+        some = [i for i, slot in enumerate(slots) if slot.rounding_key.words[3:] == more]
+        rows[some, :3] = round_key_rows([slots[i].rounding_key.words[:2] for i in some], streams[some], *more)
+    rows[:, 3] = [slot.rounding_key.phase for slot in slots]
+    if any(slot.spec.draws_for_moments for slot in slots):
+        rows[:, 4:7] = round_key_rows([slot.key[:2] for slot in slots], streams, FOR_MOMENTS)
+    for i, slot in enumerate(slots):
+        if slot.offset:
+            rows[i] = key_row(slot)
     return rows

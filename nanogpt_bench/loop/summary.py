@@ -17,8 +17,8 @@ from nanogpt_bench.setup.resolve import rule_name
 from nanogpt_bench.setup.surgery import quantized_layers
 
 if TYPE_CHECKING:
+    from nanogpt_bench.loop.outcome import Outcome
     from nanogpt_bench.observers.build import Observers
-    from nanogpt_bench.training.outcome import Outcome
     from nanogpt_bench.training.trainer import Trainer
 
 

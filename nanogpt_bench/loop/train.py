@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_bench.checkpoint import check_room
-from nanogpt_bench.checkpoint.run_state import expected_bytes
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.loop import Loop
+from nanogpt_bench.loop.outcome import Outcome, Progress
+from nanogpt_bench.loop.resume import (
+    check_unused,
+    find_checkpoint,
+    found_by_all,
+)
 from nanogpt_bench.model.gpt import build_model
 from nanogpt_bench.observers import baseline_curve
 from nanogpt_bench.observers.build import check_monitors
@@ -27,13 +33,7 @@ from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import locked
 from nanogpt_bench.system.ranks import ALONE, Ranks
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.loop import Loop
-from nanogpt_bench.training.outcome import Outcome, Progress
-from nanogpt_bench.training.resume import (
-    check_unused,
-    find_checkpoint,
-    found_by_all,
-)
+from nanogpt_bench.training.run_state import expected_bytes
 from nanogpt_bench.training.trainer import Trainer
 
 __all__ = ["Outcome", "Progress", "run", "runtime", "write_json"]

@@ -1,0 +1,114 @@
+"""What is fixed while a parameter is stepped: everything that a compiled step is specialised for."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Final, Literal
+
+from fp8manifold._numerics.charts import Metric
+from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._directions import DIRECTIONS
+from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
+
+__all__ = ["BOUNDS", "MOMENTS", "WRITEBACKS", "Geometry", "Spec", "Storage", "spec_of"]
+
+MOMENTS: Final = ("float32", "bfloat16", "8bit")
+
+BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_avg_sq": "sq_bound"}
+"""The float32 bound of each block of an average: the same average, of the block's largest gradient.
+
+No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
+only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
+"""
+
+Storage = Literal["codes", "grid", "free", "plain"]
+Geometry = Literal["linear", "exponential", "tangent", "multiplicative"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One combination of direction x stiffness x write-back x storage."""
+
+    direction: str
+    #: codes (one byte), grid (floats on the grid), free (floats between its ends) or plain (floats)
+    storage: Storage
+    #: of floats stochastic where they are rounded so, to bfloat16 or float16, and nearest else
+    writeback: str = "nearest"
+    moments: str = "float32"
+    fmt: FloatFormat | None = None
+    metric: Metric = "ulp"
+    scale_is_power_of_two: bool = True
+    #: linear in value, along the chart's geodesic, along its tangent, or multiplicative
+    geometry: Geometry = "linear"
+    #: how S / S_ref enters a linear step: none, linear, sqrt, square or power
+    stiffness: str = "none"
+    decays: bool = False
+    averages: bool = True
+    nesterov: bool = False
+    amsgrad: bool = False
+    maximize: bool = False
+
+    @cached_property
+    def rule(self) -> WriteBack:
+        """The write-back."""
+        return WRITEBACKS[self.writeback]
+
+    @cached_property
+    def residual_bits(self) -> int:
+        """Bits of the ULP residual kept beside the code."""
+        return self.rule.residual_bits
+
+    @cached_property
+    def compiles(self) -> bool:
+        """Whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
+        is_plain_power = self.stiffness == "power" and not self.scale_is_power_of_two
+        return not (callable(self.metric) or self.metric == "log" or is_plain_power)
+
+    @cached_property
+    def draws_for_weight(self) -> bool:
+        """Whether the write-back needs random bits."""
+        return self.rule.draws
+
+    @cached_property
+    def draws_for_moments(self) -> bool:
+        """Whether storing the moments needs random bits."""
+        return self.moments != "float32" and bool(self.stores)
+
+    @cached_property
+    def rounds(self) -> bool:
+        """Whether numbers of the format are stored."""
+        return self.storage in ("codes", "grid")
+
+    @cached_property
+    def injects(self) -> bool:
+        """Whether the first moment receives the rounding error."""
+        return self.rounds and self.rule.injects
+
+    @cached_property
+    def stores(self) -> tuple[str, ...]:
+        """The moments that the direction keeps, by their names in the state."""
+        moments = DIRECTIONS[self.direction].averages if self.averages else ()
+        return (*moments, "max_exp_avg_sq") if self.amsgrad else moments
+
+    @cached_property
+    def blockwise(self) -> bool:
+        """Whether moments are stored in blocks, each with a bound."""
+        return self.moments == "8bit" and bool(self.stores)
+
+    @cached_property
+    def keeps(self) -> tuple[str, ...]:
+        """What a step changes in place of the state: moments, their bounds, and a residual of a byte."""
+        bounds = tuple(BOUNDS[name] for name in self.stores) if self.moments == "8bit" else ()
+        return (*self.stores, *bounds, *(() if self.rule.packs else self.rule.state))
+
+
+def spec_of(**fields: Any) -> Spec:
+    """A spec; the same object for the same fields, where they can be told apart."""
+    try:
+        return _spec_of(**fields)
+    except TypeError:  # a metric that has no hash
+        return Spec(**fields)
+
+
+@lru_cache(maxsize=1024)
+def _spec_of(**fields: Any) -> Spec:
+    return Spec(**fields)
