@@ -32,7 +32,6 @@ WAYS: Final = {
     "from_pretrained(quantization_config=...)": ("codes", "auto"),
     "the same, float32 asked for": ("codes", "float32"),
     "load_quantized, transformers' model on meta": ("own", "bfloat16"),
-    "from_pretrained, bfloat16": ("floats", "auto"),
     "from_pretrained, bfloat16, then quantize_model": ("after", "auto"),
     "from_pretrained, float32, then quantize_model": ("after", "float32"),
 }
@@ -96,8 +95,7 @@ def read(folder: Path, way: str, dtype: str) -> Any:
             model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=asked)
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are in no file
         return fm.load_quantized(model, folder, FORMATS, tied="leave")
-    model = auto.from_pretrained(folder, dtype=asked)
-    return model if way == "floats" else fm.quantize_model(model, FORMATS, "fp8", tied="leave")
+    return fm.quantize_model(auto.from_pretrained(folder, dtype=asked), FORMATS, "fp8", tied="leave")
 
 
 def child(folder: Path, size: str, way: str, dtype: str) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from fp8manifold import _geoopt_import, _shards, distributed, huggingface, monitor, ops, optim, reference  # noqa: F401
 from fp8manifold._encoded.stalled_average import StalledAverageWarning
-from fp8manifold._loading import load_quantized
 from fp8manifold._native import NativeUnavailableWarning
 from fp8manifold.averages import averaged_model
 from fp8manifold.exchange import export_model, exported_state_dict
@@ -12,6 +11,7 @@ from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
+from fp8manifold.nn._loading import load_quantized
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold.nn._saved import use_plain_state
 from fp8manifold.nn._scalers import Scale

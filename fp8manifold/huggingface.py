@@ -8,10 +8,10 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._hf_loading import Encode, Reader
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._hf_loading import Encode, Reader
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import put_layers, recipe_of, spec_as_json, use_plain_state

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import _hf_loading, _mapped_files, huggingface, quantize_model
+from fp8manifold import huggingface, quantize_model
+from fp8manifold.nn import _hf_loading, _mapped_files
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business

@@ -7,10 +7,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._tensor_files import FileTensors, GivenTensors, Source, Tensors, files_of, in_floats
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
 from fp8manifold.nn._surgery import check_layers, replace_layers
+from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, Source, Tensors, files_of, in_floats
 from fp8manifold.parameter import FP8Parameter
 
 __all__ = ["load_quantized"]

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._mapped_files import MappedFiles
+from fp8manifold.nn._mapped_files import MappedFiles
 
 __all__ = ["FileTensors", "GivenTensors", "Tensors", "files_of", "in_floats"]
 

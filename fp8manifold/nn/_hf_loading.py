@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8manifold._mapped_files import MappedFiles
+from fp8manifold.nn._mapped_files import MappedFiles
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._surgery import replace_layers
 from fp8manifold.parameter import FP8Parameter
