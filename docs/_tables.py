@@ -22,6 +22,7 @@ STORED = {
     "grid": "the grid",
     "fp8": "one byte",
     "continuous": "floats, unrounded",
+    "peer": "one byte of its package",
 }
 
 
