@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from _markdown import markdown
 from _paired import in_figures
 from _study import FOLDER, by_text, measured_against, read, short
-from _tables import markdown
 
 from nanogpt_bench.report.results import Result
 
