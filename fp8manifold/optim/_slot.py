@@ -113,6 +113,8 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         rows, row_dims = numel // block_size, None
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
         row_dims = None
+    elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
+        rows, row_dims = numel // shape[-1], None
     else:
         return View((numel,), (numel,))
     length = numel // rows
