@@ -12,6 +12,7 @@ from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._encoded.traits import Rounding
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.known import advance, known
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -273,7 +274,7 @@ class QuantizedLinear(nn.Linear):
     def _draw(self) -> int:
         """Number of the next forward pass, where bits are drawn in it."""
         draws = getattr(self, "draws", None)
-        return 0 if draws is None else int(draws.item())
+        return 0 if draws is None else int(known(draws, Tensor.item))
 
     def _last_draw(self) -> int:
         """Number of the last forward pass."""
@@ -288,7 +289,7 @@ class QuantizedLinear(nn.Linear):
     def _next_draw(self) -> int:
         draw = self._draw()
         if self.training and hasattr(self, "draws"):
-            self.draws += 1
+            advance(self.draws, draw)
         return draw
 
     def _in_codes(self, weight: Tensor, *how: Any) -> FP8Parameter:
