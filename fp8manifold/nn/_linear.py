@@ -333,13 +333,21 @@ class QuantizedLinear(nn.Linear):
         return granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse a dtype that the stored weights can't appear as, before anything has changed."""
+        """Refuse, before anything has changed, a dtype that the stored weights can't appear as, and a live graph."""
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
+                "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
+            ) from error
         if self.manifold is not None:
             keep_on_manifold(self.weight, self.manifold)
         return self

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
-from fp8manifold import optim
+from fp8manifold import grid, optim
+from fp8manifold._encoded import storage
 from fp8manifold._numerics import known
 from fp8manifold.nn import _codes_linear, _scalers
+from fp8manifold.optim import _backends
 
 
 class Reads(TorchDispatchMode):
@@ -108,6 +110,33 @@ def test_steps_on_the_grid_read_no_scale(on_a_card: None) -> None:
     with Reads() as reads:
         optimizer.step()
     assert not reads.counts["frexp"]
+
+
+def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of formats below 8 bits were checked when they were stored."""
+    monkeypatch.setattr(grid, "decoded", lambda *_, **__: None)
+    monkeypatch.setattr(storage, "decoded", lambda *_, **__: None)
+    w = fm.FP8Tensor(normal(4, 8), "E2M1")
+    expected = fm.decode(w.codes, "E2M1") * w.scale
+    with Reads() as reads:
+        values = w.dequantize()
+    assert not reads.counts["_local_scalar_dense"]
+    assert torch.equal(values, expected)
+
+
+def test_what_steps_are_told_is_uploaded_once_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = []
+    original = _backends.uploaded
+    monkeypatch.setattr(_backends, "uploaded", lambda rows, device: uploads.append(rows.shape) or rows)
+    weights = [fm.FP8Parameter(normal(4, 8 + i), "E4M3", seed=i) for i in range(3)]
+    for p in weights:
+        p.grad = torch.ones(p.shape)
+    optim.StiffnessAdamW(weights, 1e-3, compile=False).step()
+    assert [shape[0] for shape in uploads] == [3, 3]
+    for shape, dtype in zip(uploads, (torch.float32, torch.int32), strict=True):
+        there = original(torch.ones(shape, dtype=dtype), torch.device("meta"))
+        assert there.shape == shape
+        assert there.stride(0) * there.itemsize % 16 == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ autocast
