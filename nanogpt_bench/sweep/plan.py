@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.compare.overrides import applies
+from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.rules import RULES, reference_settings
 from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
