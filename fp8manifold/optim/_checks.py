@@ -214,8 +214,9 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
 
 
 def options_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What a group's steps depend on, but for the learning rate, which changes all the time."""
-    return tuple([value for name, value in group.items() if name not in ("params", "lr", "initial_lr")])
+    """What a group's steps depend on, but for the learning rate and a norm, which change all the time."""
+    apart = ("params", "lr", "initial_lr", "previous_norm")
+    return tuple([value for name, value in group.items() if name not in apart])
 
 
 def check_lr(group: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_w
 
 __all__ = [
     "FOR_MOMENTS",
+    "FOR_RESCALING",
     "Key",
     "Member",
     "Parameters",
@@ -210,6 +211,8 @@ class Slot:
 
 FOR_MOMENTS: Final = 1
 """A fourth key word: the averages' draws are not the weights'."""
+FOR_RESCALING: Final = 2
+"""Another, so that no draw of a step is used again where its scales double."""
 
 
 def key_row(slot: Slot) -> list[int]:

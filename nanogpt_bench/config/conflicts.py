@@ -19,6 +19,7 @@ from nanogpt_bench.config.schema import (
     ROUNDED,
     WITHOUT_FORMATS,
     Config,
+    has_moments,
 )
 from nanogpt_bench.system.errors import BenchError
 
@@ -133,6 +134,10 @@ def _optimizer(config: Config) -> Iterator[Row]:
     yield "optimizer.name", name in PEERS and own in MANIFOLDS, why
     kahan = name == "optimi_adamw" and config.train.precision != "bf16-pure"
     yield "optimizer.name", kahan, "sums up bfloat16 weights; give train.precision bf16-pure"
+    why = f"needs model.storage {_either(MANIFOLDS)}, not {own!r}, or optimizer.name {_either(ON_FLOATS)}"
+    yield "optimizer.moments", not has_moments(own, name), why
+    why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
+    yield "optimizer.stiffness", own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness), why
     for option in ("stiffness", "weight_decay"):
         nowhere = getattr(optimizer, f"{option}_end") is None
         yield f"optimizer.{option}_schedule", nowhere, f"needs optimizer.{option}_end, where it leads to"

@@ -187,7 +187,7 @@ def _fill_rule(config: Config, preset: Rule) -> None:
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage in ROUNDED:
         _fill(optimizer, writeback=preset.writeback or "stochastic")
-    if config.model.storage in MANIFOLDS:
+    if config.model.storage in MANIFOLDS or preset.moments:
         _fill(optimizer, moments=preset.moments or "float32")
     _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
     options = OPTIONS[optimizer.name or ""]
