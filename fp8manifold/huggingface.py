@@ -9,6 +9,7 @@ import geoopt
 import torch
 from torch import Tensor, nn
 
+from fp8manifold._trainer_optimizer import trainer_optimizer
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._conv1d import QuantizedConv1D
@@ -29,7 +30,7 @@ from fp8manifold.nn._spec import Formats, LayerSpec
 from fp8manifold.nn._surgery import dequantize_model
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["attach", "quantization_config", "register"]
+__all__ = ["attach", "quantization_config", "register", "trainer_optimizer"]
 
 _METHOD: Final = "fp8manifold"
 _BY: Final = "fp8manifold.huggingface"
