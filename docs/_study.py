@@ -11,11 +11,11 @@ from _lengths import drawn_by, gap_by, ladder_of
 from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
 from _maps import drawn_map, is_map, warps
+from _markdown import markdown
 from _monitors import looked_early, monitors
 from _recovered import recovered
 from _spacing import drawn_spacing, is_drawn, spaced, spacing_table
 from _stiffness import stiffness_table
-from _tables import markdown
 from _weights import kurtosis_table, logarithms_table
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ from nanogpt_bench.report.tables import format_figure, format_rates, tuning_tabl
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`
-TEXTS = {"stdlib": "The standard library's prose", "eurlex": "EU law"}
+TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW"}
 #: float rows that the others are measured against, where a file has them
 BASELINES = ("fp32", "muon")
 #: rows that those of a file are measured against, where it is not these

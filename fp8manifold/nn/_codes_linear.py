@@ -13,7 +13,7 @@ from fp8manifold._native._arrays import has_memory
 from fp8manifold.formats import FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import Granularity
+from fp8manifold.scaling import StoredGranularity
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -24,7 +24,7 @@ def byte_weight(
     seed: int,
     draws: Draws,
     *,
-    granularity: Granularity,
+    granularity: StoredGranularity,
     headroom: float | None,
     keep_remainder: bool,
 ) -> FP8Parameter:

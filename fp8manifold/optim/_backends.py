@@ -19,7 +19,7 @@ from fp8manifold._ranks import local_of
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._directions import row
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._slot import FOR_MOMENTS, Slot, key_rows
+from fp8manifold.optim._slot import Slot, key_rows
 from fp8manifold.optim._step import Outcome, step
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.random_bits import word_range
@@ -62,7 +62,8 @@ def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
         words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["weight"] = words.view(part.shape)
     if slot.spec.draws_for_moments:
-        words = word_range(slot.offset + start, part.numel(), (*slot.key, FOR_MOMENTS), part.device)
+        key = slot.moments_key
+        words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["moments"] = words.view(part.shape)
     return noise
 

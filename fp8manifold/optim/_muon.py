@@ -14,9 +14,10 @@ from fp8manifold.optim._backends import block_noise, blocks_of, run_all, run_eag
 from fp8manifold.optim._directions import NUMBERS, named
 from fp8manifold.optim._geometry import load_weights, reciprocal_scale, stiffness_factor
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._spec import BOUNDS, Spec
+from fp8manifold.optim._spec import LARGEST, Spec
 from fp8manifold.optim._step import Outcome, store_averages
 from fp8manifold.optim._views import StepView, viewed
+from fp8manifold.random_bits import mixed_word
 
 FactorOf = Callable[[dict[str, Any], Tensor, Tensor], Tensor]
 """Of group, parameter and what has the layout of its step: the orthogonal factor, in that layout."""
@@ -30,8 +31,11 @@ ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
 SHAPES: Final = ("auto", "flatten", "batch")
 """What a parameter of more than two dimensions is: nothing that can be known, one matrix, or one matrix an entry."""
 
+ALL_TAKEN_IN: Final = {"beta1": 1.0, "gain1": 0.0}
+"""The numbers of a step whose momentum is complete, along a gradient of zeros."""
+
 _BUFFER = "momentum_buffer"
-_STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
+_STATE: Final = (_BUFFER, LARGEST)
 _RATE: Final = NUMBERS.index("rate")
 _TOGETHER: Final = 2**20  # weights
 
@@ -65,6 +69,23 @@ def take_muon_step(slot: Slot, numbers: Tensor, keys: Tensor, factor_of: FactorO
     ((average, mixed),) = mixed_of([slot], numbers[None], keys[None])
     factor = factor_of(slot.group, slot.parameter, mixed)
     return take_along(slot, numbers, average, factor, ratio_of(mixed, factor) if slot.spec.injects else 1.0)
+
+
+def take_in(slot: Slot, before: int) -> None:
+    """Take one of several gradients into a momentum, and no step: those of a step count as their sum.
+
+    .. math:: m \\leftarrow \\mu m + (1 - \\mu) g_1, \\qquad m \\leftarrow m + (1 - \\mu) g_i
+
+    Args:
+        slot: of a step with the gradient; its numbers are those of one.
+        before: how many gradients of the step there were; each rounding of the momentum has draws of its own.
+    """
+    slot.numbers |= {"beta1": 1.0 if before else slot.group["momentum"], "gain1": 1 - slot.group["momentum"]}
+    slot.key = slot.key._replace(stream=mixed_word(slot.key.stream, before)) if before else slot.key
+    if slot.spec.injects:
+        slot.spec = replace(slot.spec, writeback=slot.spec.rule.rounding)
+    ((_, numbers, keys),) = tables_of([slot])
+    mixed_of([slot], numbers, keys)
 
 
 def mixed_of(slots: Sequence[Slot], numbers: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -141,7 +162,7 @@ def _averaging(slot: Slot, dtype: torch.dtype) -> Slot:
     alone = _of_the_average(replace(spec, moments="float32") if spec.injects else spec)
     weight = torch.zeros(slot.view.dims, dtype=dtype, device=slot.tensors["weight"].device)
     tensors |= {"weight": weight, "gradient": slot.tensors["gradient"]}
-    return Slot(alone, slot.view, tensors, slot.key, offset=slot.offset)
+    return Slot(alone, slot.view, tensors, slot.key, offset=slot.offset, draws=slot.draws)
 
 
 def _averaged_as_torch(slot: Slot, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,8 +171,11 @@ def _averaged_as_torch(slot: Slot, row: Tensor) -> tuple[Tensor, Tensor]:
     gradient = -gradient if slot.spec.maximize else gradient
     if not slot.spec.averages:
         return gradient, gradient
-    numbers = named(row)
-    average = slot.arrays[_BUFFER].lerp_(gradient, numbers["gain1"])
+    numbers, average = named(row), slot.arrays[_BUFFER]
+    if slot.numbers.get("beta1") == 1:  # one more gradient of a step, or none that is left
+        average.add_(gradient * numbers["gain1"])
+    else:
+        average.lerp_(gradient, numbers["gain1"])
     return average, torch.lerp(gradient, average, numbers["beta1"]) if slot.spec.nesterov else average
 
 

@@ -35,7 +35,7 @@ from fp8manifold.optim._checks import (
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
 from fp8manifold.optim._slot import Member, Slot
-from fp8manifold.optim._spec import BOUNDS
+from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rounds_at_random, rule_of
@@ -44,7 +44,7 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["ManifoldOptimizer"]
 
 
-_RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
+_RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
 """What ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 
@@ -197,6 +197,18 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self.skipped_in_row == self.warn_after:
             warn_of_skips(self, culprits)
 
+    def takes_in(self, group: dict[str, Any]) -> bool:
+        """Whether an average of a group's parameters is linear in the gradient, so that it takes in one after another.
+
+        Raises:
+            ValueError: it is, but a step needs more than the average.
+        """
+        return False
+
+    def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
+        """Take a gradient into the average of a parameter, and no step; False where it is not finite."""
+        raise NotImplementedError
+
     def _everyone(self) -> list[Member]:
         return [(group, p) for group in self.param_groups for p in group["params"]]
 
@@ -250,7 +262,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """The state, with everything a bit-exact resume needs; of schedules (functions) the name, and None.
 
         They are left to the constructor; their names are what flat states are read by.
+
+        Raises:
+            RuntimeError: in the middle of a step that :func:`step_in_backward` takes in parts.
         """
+        if self._in_backward is not None:
+            self._in_backward.check_whole()
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update({name: None for name, value in group.items() if callable(value)})
@@ -287,7 +304,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 setattr(self, name, int(loaded[0].get(name, 0)))
             self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
             if self._in_backward is not None:
-                self._in_backward.listen(self.param_groups)
+                self._in_backward.loaded(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
         hooks = [
@@ -348,6 +365,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
         if group["compile"] is not None and not isinstance(group["compile"], bool):
             raise TypeError(f"compile={group['compile']!r} must be None, True or False")
+        if group.get("previous_norm") is not None:
+            check_finite("previous_norm", group["previous_norm"])
         for name in ("stabilize_every", "reset_every"):
             if group[name] is not None:
                 check_int(name, group[name], 1, 2**62)
@@ -369,6 +388,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
         done = int(state["step"])
+        if "micro_batches" in state:
+            return state  # what was due is done: this step has begun
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
             stabilize(parameter)
         if done and group["reset_every"] and done % group["reset_every"] == 0:

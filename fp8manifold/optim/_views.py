@@ -61,8 +61,11 @@ class Hooks(Protocol):
     def watch(self, group: dict[str, Any]) -> None:
         """Take the steps of a group's parameters from now on."""
 
-    def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Have torch call the hooks of groups, whatever has become of them."""
+    def loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Go on with the groups of a state that was loaded."""
+
+    def check_whole(self) -> None:
+        """Raise in the middle of a step."""
 
     def finish(self) -> None:
         """What is left for :meth:`ManifoldOptimizer.step`."""

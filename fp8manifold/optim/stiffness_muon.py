@@ -16,6 +16,7 @@ from fp8manifold.optim._checks import Family, check_betas, check_finite, check_f
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
+    ALL_TAKEN_IN,
     COEFFICIENTS,
     SHAPES,
     adjusted_rate,
@@ -23,6 +24,7 @@ from fp8manifold.optim._muon import (
     as_matrices,
     orthogonal_factor,
     product_dtype,
+    take_in,
     take_muon_step,
     take_muon_steps,
     take_shared_steps,
@@ -53,6 +55,7 @@ class StiffnessMuon(StiffnessOptimizer):
     float parameters its numbers; ``k = 1`` takes the steepest step of the spectral norm in the chart's coordinates.
 
     With ``writeback="stochastic"`` and ``moments="8bit"`` a matrix takes two bytes a weight, its momentum included.
+    That is in E2M5, rounded stochastically, in blocks whose power-of-two scale is the smallest that holds all of them.
     Embeddings, heads, norms and biases are for Adam: put them into groups with ``direction="adam"``, which are stepped
     as :class:`StiffnessAdamW` does, or let :meth:`for_model` sort a whole model.
 
@@ -211,7 +214,38 @@ class StiffnessMuon(StiffnessOptimizer):
         rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
         rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
+        if "micro_batches" in state:
+            numbers |= ALL_TAKEN_IN
         return numbers | shared
+
+    def takes_in(self, group: dict[str, Any]) -> bool:
+        """Whether it steps matrices, whose momentum is linear in the gradient.
+
+        Raises:
+            ValueError: there is no momentum, or the step needs the gradient beside it (``nesterov=True``).
+        """
+        if group["direction"] != "muon":
+            return False
+        if group["nesterov"] or not group["momentum"]:
+            option = "nesterov=True" if group["nesterov"] else "momentum=0"
+            raise ValueError(
+                f"accumulate='momentum' does not go with {option}: its step needs the sum of the gradients beside the "
+                "momentum; give nesterov=False and momentum > 0, or accumulate='bfloat16', a sum of two bytes a weight"
+            )
+        return True
+
+    def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
+        """Take a gradient into the momentum of a matrix, and no step; False, and counted, where it is not finite."""
+        members = [(group, parameter)]
+        if not self._ready(members):
+            self.skipped_steps += 1
+            return False
+        for slot in self._planned(members):
+            state = self.state[parameter]
+            take_in(slot, state.get("micro_batches", 0))
+            state["step"] -= 1
+            state["micro_batches"] = state.get("micro_batches", 0) + 1
+        return True
 
     def _take(self, slots: list[Slot]) -> None:
         """Matrices that several processes hold are stepped together: one process orthogonalises each."""
