@@ -33,7 +33,7 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._pending import Count, Pending, settle
+from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
 from fp8manifold.optim._slot import Member, Slot
 from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
@@ -107,6 +107,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a sparse or complex gradient.
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
+            RuntimeError: a CUDA graph is being recorded.
         """
         if closure is None and torch.compiler.is_compiling() and self._is_a_node():
             step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
@@ -128,6 +129,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
+        refuse_recording(self)
         self._settle()
         members = self._members()
         taken: bool | None
@@ -149,6 +151,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
         """
+        refuse_recording(self)
         self._settle(parameter)
         others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
         try:
