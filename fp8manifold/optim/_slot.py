@@ -113,6 +113,8 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         rows, row_dims = numel // block_size, None
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
         row_dims = None
+    elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
+        rows, row_dims = numel // shape[-1], None
     else:
         return View((numel,), (numel,))
     length = numel // rows
@@ -176,8 +178,8 @@ class Slot:
 
     @cached_property
     def moments_key(self) -> Stream:
-        """Of the draws for the moments; those of a fitted one follow each other as the weight's do."""
-        return stream_of(self.draws if self.spec.fitted else "independent", *self.key, FOR_MOMENTS)
+        """Of the draws for the moments: independent, for a moment forgets, so that earlier draws would enter its odds."""
+        return Stream((*self.key, FOR_MOMENTS))
 
     @property
     def blockwise(self) -> bool:

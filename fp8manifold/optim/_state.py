@@ -18,6 +18,7 @@ from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.known import known
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of, spread
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
@@ -163,7 +164,7 @@ class Grid:
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None
-        return bool((torch.frexp(self.scale).mantissa == 0.5).all())
+        return bool(known(self.scale, _are_powers_of_two))
 
     def view(self, *, blocks: bool) -> View:
         """The view it is stepped in; of no rows that of one."""
@@ -177,6 +178,10 @@ class Grid:
         """All rows, gathered in memory of their own; one scale serves them all."""
         assert self.share is not None
         return replace(self, weight=self.share.gathered(self.weight))
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
 def described(fields: tuple[int, ...] | None) -> str:
