@@ -33,9 +33,9 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._pending import Count, Pending, settle
+from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
 from fp8manifold.optim._slot import Member, Slot
-from fp8manifold.optim._spec import BOUNDS
+from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rounds_at_random, rule_of
@@ -44,7 +44,7 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["ManifoldOptimizer"]
 
 
-_RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
+_RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
 """What ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 
@@ -88,7 +88,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def bounded_share(self) -> float:
         """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at the last refresh."""
         shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
-        return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
+        return float(sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -107,6 +107,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a sparse or complex gradient.
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
+            RuntimeError: a CUDA graph is being recorded.
         """
         if closure is None and torch.compiler.is_compiling() and self._is_a_node():
             step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
@@ -128,6 +129,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
+        refuse_recording(self)
         self._settle()
         members = self._members()
         taken: bool | None
@@ -149,6 +151,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
         """
+        refuse_recording(self)
         self._settle(parameter)
         others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
         try:
@@ -165,7 +168,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._count_skipped([parameter], alone=True)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """Each parameter's, once the verdict on the steps that were launched is known."""
         self._settle()
         return self.__dict__["state"]
