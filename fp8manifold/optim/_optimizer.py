@@ -88,7 +88,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def bounded_share(self) -> float:
         """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at the last refresh."""
         shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
-        return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
+        return float(sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -168,7 +168,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._count_skipped([parameter], alone=True)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """Each parameter's, once the verdict on the steps that were launched is known."""
         self._settle()
         return self.__dict__["state"]
