@@ -1,14 +1,14 @@
-"""What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
+"""ManifoldOptimizer, the base of the library's optimizers: a step from checks to write-back, and the state."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import void_remainder
-from fp8manifold._numerics.checks import check_choice, check_int
+from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._agreement import (
     all_finite,
@@ -18,10 +18,11 @@ from fp8manifold.optim._agreement import (
     take_steady,
     warn_of_skips,
 )
-from fp8manifold.optim._backends import new_number, note_changes, run_all, step_as_a_node, tables_of
+from fp8manifold.optim._backends import StepView, new_number, note_changes, observed_step, run_all, step_as_a_node
 from fp8manifold.optim._checks import (
     UNSUPPORTED_FLAGS,
     check_arrays,
+    check_combination,
     check_entry,
     check_finite,
     check_lr,
@@ -32,23 +33,40 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._slot import Member, Slot
-from fp8manifold.optim._spec import BOUNDS
-from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
-from fp8manifold.optim._views import Hooks, StepView, observed_step
-from fp8manifold.optim._writeback import rounds_at_random, rule_of
-from fp8manifold.tensor import FP8Tensor
-
-__all__ = ["ManifoldOptimizer"]
-
+from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
+from fp8manifold.optim._spec import BOUNDS, Spec, spec_of
+from fp8manifold.optim._state import (
+    at_an_end,
+    gathered,
+    make_state,
+    new_stream,
+    stiffness_field,
+    take_remainder,
+    twins,
+    widen,
+)
+from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
-"""What ``reset_every`` clears."""
+"""Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 
 
+class Hooks(Protocol):
+    """The hooks that take steps in the backward pass, where there are such."""
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Take the steps of a group's parameters from now on."""
+
+    def listen(self, groups: list[dict[str, Any]]) -> None:
+        """Have torch call the hooks of groups, whatever has become of them."""
+
+    def finish(self) -> None:
+        """Do what is left for :meth:`ManifoldOptimizer.step`."""
+
+
 class ManifoldOptimizer(torch.optim.Optimizer):
-    """Base of the library's optimizers: subclasses say what a step of one parameter is.
+    """Base of the library's optimizers: subclasses name a direction, fields of the spec and the numbers of a step.
 
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
@@ -72,6 +90,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     streams_begun: int = 0
     _in_backward: Hooks | None = None
     _has_started: bool = False
+    direction: str
+    damping_option = "damping"  # the lower bound of S / S_ref
+    stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
     steps_in_graphs = True  # a step goes through no backward pass, which an operator has no part in
 
@@ -110,12 +131,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return self._step(closure)
 
     def _is_a_node(self) -> bool:
-        """Whether a graph has all that a step reads: gradients that are still there, and no tensor but these."""
+        """True where a graph has everything a step reads: gradients that are still there, and no tensor but these."""
         rated = any(isinstance(group["lr"], Tensor) for group in self.param_groups)
-        shared = any(share_of(p) is not None for _, p in self._everyone())  # processes agree on steps outside of graphs
-        return self.steps_in_graphs and self._in_backward is None and not rated and not shared
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        sharded = any(share_of(p) is not None for p in everyone)  # processes agree on steps outside of graphs
+        return self.steps_in_graphs and self._in_backward is None and not rated and not sharded
 
-    @eager_only  # it plans, counts and calls code that is compiled already
+    @eager_only  # it counts, and calls code that is compiled already
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
@@ -124,15 +146,16 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
-        members = self._members()
-        if is_steady(self, members):
-            taken = take_steady(self, members)
-        elif taken := self._ready(members):
+        slots = self._slots()
+        if is_steady(self, slots):
+            taken = take_steady(self, slots)
+        elif taken := self._may_step(slots):
             for group in self.param_groups:
-                for parameter in group["params"] if rule_of(group).residual_bits else ():
-                    self._take_remainder(group, parameter)
+                for parameter in group["params"]:
+                    if getattr(local_of(parameter), "remainder", None) is not None:
+                        take_remainder(group, parameter, self.state)
             self.skipped_in_row = 0
-            self._take(self._planned(members))
+            self._take(self._begin(slots))
         if not taken:
             self.skipped_steps += 1
             self.skipped_in_row += 1
@@ -143,39 +166,158 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> bool:
         """Take the step of one parameter; False, and ``skipped_steps``, where its gradient is not finite.
 
-        The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
+        The numbers are those of a :meth:`step` of all.  :func:`step_in_backward` calls it.
         """
-        members = [(group, parameter)]
-        if not self._ready(members):
+        slots = [self._slot(group, parameter)]
+        if not self._may_step(slots):
             self.skipped_steps += 1
             return False
-        self._take_remainder(group, parameter)
-        self._take(self._planned(members))
+        take_remainder(group, parameter, self.state)
+        self._take(self._begin(slots))
         return True
 
-    def _everyone(self) -> list[Member]:
-        return [(group, p) for group in self.param_groups for p in group["params"]]
+    def _slots(self) -> list[Slot]:
+        """The slots of the parameters that have a gradient."""
+        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
-    def _members(self) -> list[Member]:
-        """The parameters that have a gradient, each with its group."""
-        return [(group, p) for group, p in self._everyone() if p.grad is not None]
+    def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
+        return slot_of(group, parameter, self.state.get(parameter, {}))
 
-    def _taken(self, members: list[Member]) -> list[tuple[dict[str, Any], int]]:
-        """The steps that have been taken for each parameter, with its group."""
-        return [(group, int(self.state[p].get("step", 0)) if p in self.state else 0) for group, p in members]
+    def _may_step(self, slots: list[Slot]) -> bool:
+        """Check everything that can refuse the step, in all processes that take it, before anything changes."""
 
-    def _planned(self, members: list[Member]) -> list[Slot]:
-        """What a step of these parameters is, with every step count advanced."""
-        stepped = [(group, p) for group, p in members if p.numel()]
-        for group, p in stepped:
-            check_arrays(self.state.get(p, {}), p, group, stores_moments=self._stores_moments(p))
-        is_new = any("stream" not in self.state.get(p, {}) for _, p in stepped)
-        numbers = twins(p for _, p in self._everyone()) if is_new else {}
-        states = [self._begin(group, p, numbers.get(p, 0)) for group, p in stepped]
-        if states:
-            torch._foreach_add_([state["step"] for state in states], 1)
-        slots = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
-        return [slot for slot in slots if slot is not None]
+        def here() -> bool:
+            self._check_options()
+            self._check_schedules(slots)
+            return all_finite(self, slots)
+
+        return in_every_process(self, here)
+
+    def _check_schedules(self, slots: list[Slot]) -> None:
+        """Raise before anything has changed if a schedule has left its range."""
+
+    def _gradient_factor(self, slot: Slot) -> float:
+        """The number that a gradient is multiplied by before its square has to be finite."""
+        return 1.0
+
+    def _begin(self, slots: list[Slot]) -> list[Slot]:
+        """Begin the step of each slot with elements: state, count, spec, view, tensors and numbers."""
+        slots, begins = [slot for slot in slots if slot.parameter.numel()], False
+        for slot in slots:
+            stores_moments = self.stores_all_moments or slot.fmt is not None
+            check_arrays(slot.state, slot.parameter, slot.group, stores_moments=stores_moments)
+            begins = begins or "stream" not in slot.state
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        earlier = twins(everyone) if begins else {}
+        for slot in slots:
+            self._begin_state(slot, earlier.get(slot.parameter, 0), alone=len(everyone) == 1)
+        if slots:
+            torch._foreach_add_([slot.state["step"] for slot in slots], 1)
+        for slot in slots:
+            self._prepare(slot)
+        return slots
+
+    def _begin_state(self, slot: Slot, twin: int, *, alone: bool) -> None:
+        """Give a parameter its state; stabilise and reset it when that is due."""
+        group, parameter = slot.group, slot.parameter
+        state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
+        if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
+            state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
+        if "stream" not in state:
+            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
+            state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
+            self.streams_begun += 1
+        done = slot.done
+        if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
+            stabilize(slot)
+        if done and group["reset_every"] and done % group["reset_every"] == 0:
+            for name in _RESET & state.keys():
+                local_of(state[name]).zero_()
+            state["since"] = done
+
+    def _prepare(self, slot: Slot) -> None:
+        """Fill a slot: its spec, S_ref when it is due, its view, the tensors that the step changes, and its numbers."""
+        slot.spec = self._spec(slot)
+        if slot.storage != "plain" and (slot.done % slot.group["refresh_every"] == 0 or "reference" not in slot.state):
+            self._refresh(slot)
+        # the blocks of a vector's moments are cut by other processes' rows: each of them steps all of it
+        slot.whole = slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
+        slot.view = slot.view_in(blocks=slot.spec.moments == "8bit")
+        make_state(slot)
+        slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.keeps}
+        if "gradient" not in slot.tensors:
+            slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # compilers see memory
+        if slot.fmt is not None and slot.spec.bounds_chart:
+            bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
+            slot.ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
+        slot.numbers = self._numbers(slot)
+
+    def _spec(self, slot: Slot) -> Spec:
+        group, writeback = slot.group, slot.group["writeback"] or slot.rounding
+        if slot.storage in ("free", "plain"):
+            writeback = "stochastic" if rounds_at_random(slot.weight, group) else "nearest"
+        fields = {
+            "writeback": writeback,
+            "moments": group["moments"],
+            "decays": bool(group["weight_decay"]),
+            "maximize": group["maximize"],
+            **self._fields(slot),
+        }
+        exact = slot.scale_is_power_of_two
+        return spec_of(storage=slot.storage, fmt=slot.fmt, scale_is_power_of_two=exact, **fields)
+
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        """Fields of the spec that follow neither from storage nor from shared options: direction, geometry, ..."""
+        raise NotImplementedError
+
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        """The numbers of this step, by their names in :data:`NUMBERS`."""
+        raise NotImplementedError
+
+    def _refresh(self, slot: Slot) -> None:
+        """Compute S_ref and the bounded share."""
+        stiffness = stiffness_field(slot, slot.spec.metric)
+        slot.state["reference"] = reference_stiffness(stiffness, slot.ranks)
+        slot.state["bounded"] = self._bounded(slot, stiffness, slot.state["reference"])
+
+    def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+        """The share of a field that lies outside the bounds."""
+        low, high = slot.group[self.damping_option], slot.group["clip"]
+        return bounded_share(stiffness, reference, low, high, slot.ranks)
+
+    def _take(self, slots: list[Slot]) -> None:
+        """Take the steps that have begun: gather, run, put back; show them; double scales that are full."""
+        with gathered(slots):
+            views = self._run(slots)
+        for view in views:
+            if self.observer is not None:
+                self.observer(view)
+        self._widen(slots)
+        note_changes([slot.parameter for slot in slots])
+
+    def _run(self, slots: list[Slot]) -> list[StepView]:
+        """Run the steps, each by the backend that has it; observed ones eagerly, one by one."""
+        if self.observer is None:
+            run_all(slots)
+            return []
+        observed = dict.fromkeys(slot for slot in slots if self._is_observed(slot))
+        run_all([slot for slot in slots if slot not in observed])
+        return [observed_step(slot) for slot in observed]
+
+    def _is_observed(self, slot: Slot) -> bool:
+        if self.observer is None or slot.storage == "plain" or not slot.weight.numel():
+            return False
+        return self.observes is None or self.observes(slot.parameter)
+
+    def _widen(self, slots: list[Slot]) -> None:
+        """Double the scales that the step has left a weight at the end of."""
+        for slot in at_an_end(slots):
+            changed = widen(slot)
+            assert slot.scale is not None
+            one = not slot.scale.dim()
+            self.widened_scales += 0 if one and slot.ranks.rank else changed  # of one that all share, the first counts
+            if changed and one:
+                self._refresh(slot)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -263,7 +405,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             merged["params"] = group["params"]
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
-                stores = self._stores_moments(parameter)
+                stores = self.stores_all_moments or is_quantized(parameter)
                 check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
 
     def _check_options(self) -> None:
@@ -276,19 +418,15 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             self._check_group(group)
             for parameter in group["params"]:
                 if parameter in self.state:
-                    stores = self._stores_moments(parameter)
+                    stores = self.stores_all_moments or is_quantized(parameter)
                     check_entry(self.state[parameter], parameter, group, stores_moments=stores)
             checked[id(group)] = options
 
     @property
-    def _checked(self) -> dict[int, tuple[Any, ...]]:
+    def _checked(self) -> dict[int, dict[str, Any]]:
         """Options by group, as they were when last found valid; no part of the state."""
-        checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked_options", {})
+        checked: dict[int, dict[str, Any]] = self.__dict__.setdefault("_checked_options", {})
         return checked
-
-    def _stores_moments(self, parameter: Tensor) -> bool:
-        """Whether ``moments`` is for this parameter."""
-        return True
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""
@@ -308,100 +446,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 check_int(name, group[name], 1, 2**62)
         reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
         group.setdefault("start_lr", float(lr))
-
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
-        """The step of one parameter; None where it has been taken already."""
-        raise NotImplementedError
-
-    def _begin(self, group: dict[str, Any], parameter: Tensor, twin: int) -> dict[str, Any]:
-        """The parameter's state before the step; stabilised and reset when that is due."""
-        state: dict[str, Any] = self.state.setdefault(parameter, {})  # somebody may have put a plain dict there
-        if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
-            state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
-        if "stream" not in state:
-            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
-            alone = sum(len(each["params"]) for each in self.param_groups) == 1
-            state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
-            self.streams_begun += 1
-        done = int(state["step"])
-        if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
-            stabilize(parameter)
-        if done and group["reset_every"] and done % group["reset_every"] == 0:
-            for name in _RESET & state.keys():
-                local_of(state[name]).zero_()
-            state["since"] = done
-        return state
-
-    def _take_remainder(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Take what the first rounding left into the state, before anything can be saved without it."""
-        bits, held = rule_of(group).residual_bits, local_of(parameter)
-        if not bits or not isinstance(held, FP8Tensor) or held.remainder is None:
-            return
-        state = self.state.setdefault(parameter, {})
-        if "residual" in state:  # a loaded state knows better
-            void_remainder(held)
-        else:
-            state["grid"] = torch.tensor(grid_of(parameter).fields)
-            state["residual"] = first_residual(parameter, bits)
-
-    def _ready(self, members: list[Member]) -> bool:
-        """Whether the step of these may be taken, in all processes that take it; before anything has changed."""
-
-        def here() -> bool:
-            self._check_options()
-            self._check_schedules(self._taken(members))
-            return all_finite(self, members)
-
-        return in_every_process(self, here)
-
-    def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """What a gradient is multiplied by before its square has to be finite."""
-        return 1.0
-
-    def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
-        """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""
-
-    def _take(self, slots: list[Slot]) -> None:
-        """Take the planned steps."""
-        for table in tables_of([slot for slot in slots if slot.tensors["weight"].numel()]):
-            self._take_together(*table)
-        self._widen(slots)
-        note_changes([slot.parameter for slot in slots])
-
-    def _widen(self, slots: list[Slot]) -> None:
-        """Widen scales that the step has left a weight at the end of."""
-
-    def _take_together(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
-        """Take the steps of one device and dtype: in one go, but for those taken alone."""
-        with unpacked(slots, self.state):
-            alone = [self._is_alone(slot) for slot in slots]
-            together = [i for i, is_alone in enumerate(alone) if not is_alone]
-            if together:
-                rows = (numbers, keys) if len(together) == len(slots) else (numbers[together], keys[together])
-                self._take_many([slots[i] for i in together], *rows)
-            views = [self._take_alone(slot, numbers[i], keys[i]) if alone[i] else None for i, slot in enumerate(slots)]
-        for slot in slots:
-            if not slot.in_place:
-                slot.parameter.copy_(slot.tensors["weight"])
-            if slot.back:
-                slot.put_back()
-        for view in views:
-            if view is not None and self.observer is not None:
-                self.observer(view)
-
-    def _is_alone(self, slot: Slot) -> bool:
-        """Whether a step is taken by itself, eagerly."""
-        return self._is_observed(slot)
-
-    def _take_many(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
-        """Take the steps of those that nobody looks at."""
-        run_all(slots, numbers, keys, [slot.group["compile"] for slot in slots])
-
-    def _take_alone(self, slot: Slot, numbers: Tensor, keys: Tensor) -> StepView | None:
-        """Take the step of one parameter, and show it."""
-        return observed_step(slot.parameter, slot, numbers)
-
-    def _is_observed(self, slot: Slot) -> bool:
-        if self.observer is None or slot.spec.storage == "plain":
-            return False
-        return self.observes is None or self.observes(slot.parameter)
+        check_number(self.damping_option, group[self.damping_option], 0.0, 1.0)
+        check_number("clip", group["clip"], 1.0)
+        check_int("refresh_every", group["refresh_every"], 1, 2**62)
+        check_combination(type(self).__name__, self.direction, group)
