@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import nanogpt_bench.training.train  # what `run` has imported when it begins
+import nanogpt_bench.loop.train  # what `run` has imported when it begins
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.text import prepare_text
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import check_inputs, plan_sweep
 

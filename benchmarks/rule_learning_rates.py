@@ -27,7 +27,7 @@ from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.report.rows import row_label
-from nanogpt_bench.step.formats import format_name
+from nanogpt_bench.setup.formats import format_name
 from nanogpt_bench.system.errors import BenchError
 
 #: where the grid of an optimizer is centred, in its own unit
@@ -36,6 +36,8 @@ CENTRES = {
     "torchao_adamw8bit": 1e-3,
     "torchao_adamwfp8": 1e-3,
     "optimi_adamw": 1e-3,
+    "sdnq_adamw": 1e-3,
+    "sdnq_muon": 8e-3,
     "sgd": 1e-1,
     "stiffness_adamw": 1e-3,
     "stiffness_sgd": 1e-1,

@@ -44,8 +44,8 @@ from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_stdlib
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.trainer import Trainer
 
 RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")

@@ -1,6 +1,6 @@
 """What training a language model of a Llama's shape takes in memory, by arithmetic, and which card that fits.
 
-Counted are weights, optimizer state and gradients, as ``nanogpt_bench.step.memory`` counts them on live tensors: an
+Counted are weights, optimizer state and gradients, as ``nanogpt_bench.setup.memory`` counts them on live tensors: an
 embedding, norms and biases are float32, the state of every parameter is of 8 bits.  ``python docs/_cards.py`` prints
 the tables of the page on fine-tuning.
 """
@@ -85,6 +85,13 @@ def in_one_byte(model: Model, *, muon: bool) -> Memory:
     return Memory(hidden + heads + floats, *_gradients(model))
 
 
+def to_load(model: Model) -> float:
+    """Bytes at the peak of reading it: each weight in codes or as it stays, in float32, and the largest tensor."""
+    codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads()])
+    floats = sum(4 * rows * columns for rows, columns in model.floats())
+    return codes + floats + _gradients(model)[1]
+
+
 def _byte(rows: int, columns: int) -> int:
     return rows * columns + 4 * rows
 
@@ -126,7 +133,7 @@ def memory_table() -> str:
     for model in MODELS:
         held = [in_float32(model).held, *(in_one_byte(model, muon=muon).held for muon in (False, False, True))]
         pairs = [f"{gb(size)} / {gb(peak)}" for size, peak in zip(held, peaks(model).values(), strict=True)]
-        rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *pairs, gb(5 * model.parameters())])
+        rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *pairs, gb(to_load(model))])
     return markdown(("model", "parameters, billion", *peaks(MODELS[0]), "to load, main memory"), rows)
 
 

@@ -1,9 +1,10 @@
 """Tables of optimizers on one-byte weights beside themselves in float32, from the study's results files.
 
-``python docs/_front.py`` prints README's and that of the page on optimizers.
+``python docs/_front.py`` prints README's and that of the page on optimizers; that of the results is between markers.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 from _paired import in_figures
@@ -33,6 +34,22 @@ MORE = (
     ("study_q1", "E4M3 muon-residual8", "the same, `residual8`", "muon"),
     ("study_q2_muon_e2m5", "E2M5 muon-stochastic", 'Muon, E2M5, `moments="8bit"`', "muon"),
 )
+#: all of the study's rules at 2,000 steps, for the results page
+FOUND = (
+    ("study_q1", "fp32", "AdamW, float32", "fp32"),
+    ("study_q1", "bf16-mixed", "AdamW, bfloat16 autocast", "fp32"),
+    ("study_q1", "E4M3 master", "AdamW, E4M3, float32 copy", "fp32"),
+    ("study_q1", "E4M3 stochastic-8bit", "AdamW, E4M3, one-byte moments", "fp32"),
+    ("study_q1", "E4M3 stochastic", "AdamW, E4M3, float32 moments", "fp32"),
+    ("study_q1", "E4M3 stiffness-anneal", "AdamW, E4M3, stiffness from 1 to 0", "fp32"),
+    ("study_q1", "E4M3 residual8", "AdamW, E4M3, residual of 8 bits", "fp32"),
+    ("study_q1", "E4M3 riemannian", "`RiemannianAdam`, E4M3", "fp32"),
+    ("study_q1", "E4M3 nearest", "AdamW, E4M3, nearest", "fp32"),
+    ("study_q1", "muon", "Muon, float32", "muon"),
+    ("study_q2_muon_e2m5", "E2M5 muon-stochastic", "Muon, E2M5, one-byte moments", "muon"),
+    ("study_q1", "E4M3 muon-stochastic", "Muon, E4M3, one-byte moments", "muon"),
+    ("study_q1", "E4M3 muon-residual8", "Muon, E4M3, residual of 8 bits", "muon"),
+)
 HEADER = (
     "training",
     "bytes a parameter",
@@ -58,6 +75,26 @@ def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
     losses = [loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses]
     ratio = median(seconds(own)) / median(seconds(exact))
     return [name, f"{own[0].bytes_per_parameter:.2f}", *losses, f"{ratio:.1f}" if together else "-"]
+
+
+def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
+    """The same of the results page: beside the optimizer's own differences those to AdamW in float32."""
+    against = [[_line(stem, rule, name, by) for by in (own, "fp32")] for stem, rule, name, own in lines]
+    rows = [[*own[:2], *own[2:4], *adamw[2:4], own[4]] for own, adamw in against]
+    header = (
+        *HEADER[:2],
+        "above itself in float32, STDLIB",
+        "EULAW",
+        "above float32 AdamW, STDLIB",
+        "EULAW",
+        HEADER[4],
+    )
+    return markdown(header, rows)
+
+
+def write_front(folder: Path) -> None:
+    """Write the table of the results page."""
+    (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
 
 
 def machines(result: Result) -> set[tuple[str, str]]:

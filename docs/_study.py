@@ -29,7 +29,7 @@ from nanogpt_bench.report.tables import format_figure, format_rates, tuning_tabl
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`
-TEXTS = {"stdlib": "The standard library's prose", "eurlex": "EU law"}
+TEXTS = {"stdlib": "STDLIB", "eurlex": "EULAW"}
 #: float rows that the others are measured against, where a file has them
 BASELINES = ("fp32", "muon")
 #: rows that those of a file are measured against, where it is not these

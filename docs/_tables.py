@@ -22,6 +22,7 @@ STORED = {
     "grid": "the grid",
     "fp8": "one byte",
     "continuous": "floats, unrounded",
+    "peer": "one byte of its package",
 }
 
 
@@ -207,7 +208,7 @@ def bytes_table(rows: int = 64, columns: int = 512) -> str:
 
 
 def _bytes(make: Callable[..., torch.optim.Optimizer], rows: int, columns: int) -> tuple[str, str, str]:
-    from nanogpt_bench.step.memory import bytes_of, plain_tensors
+    from nanogpt_bench.setup.memory import bytes_of, plain_tensors
 
     layer = torch.nn.Linear(columns, rows, bias=False)
     if make is not BYTES["torch.optim.AdamW(...)"]:

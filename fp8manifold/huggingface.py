@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._hf_loading import Encode, Reader
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS, gather_parts
 from fp8manifold.nn._saved import put_layers, recipe_of, spec_as_json, use_plain_state
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
-from fp8manifold.nn._surgery import dequantize_model, quantize_model
+from fp8manifold.nn._surgery import dequantize_model
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["attach", "quantization_config", "register"]
@@ -55,7 +56,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte a weight unless told otherwise.
 
     Returns:
-        A configuration of transformers.  The model has all its weights as floats for a moment.
+        A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
+        of one file of safetensors or of shards, in any float dtype; they are those that :func:`quantize_model` gives a
+        float model.  transformers itself refuses it beside ``gguf_file``.
 
     Raises:
         ImportError: as :func:`register`.
@@ -155,6 +158,7 @@ class _Quantizer:
 
     quantization_config: Any
     pre_quantized: bool
+    reader: Reader | None = None
     requires_calibration = False
     is_trainable = True
     is_qat_trainable = True
@@ -163,9 +167,24 @@ class _Quantizer:
         return True
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """Whether a tensor may be of another shape than the model has: a measured scale, that of what it has seen."""
+        """Whether a tensor becomes codes as it is read, or may be of another shape, as a measured scale may."""
+        if self.reader is not None:
+            return self.reader.wants(param_name)
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
+
+    def get_quantize_ops(self) -> Any:
+        """What makes codes of a tensor that was read."""
+        package = needed("transformers.core_model_loading", "hf", _BY)
+        operation = type("Encoded", (Encode, package.ConversionOps), {})()
+        operation.reader = self.reader
+        return operation
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Refuse to leave weights on a disk, where codes can't be."""
+        if "disk" in map(str, getattr(device_map, "values", lambda: (device_map,))()):
+            raise ValueError("device_map has 'disk': weights in codes can't be left there; take devices or 'cpu'")
+        return device_map
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes of a parameter's element, for those who place layers on devices."""
@@ -185,8 +204,11 @@ class _Quantizer:
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
         return [package.WeightConverter([f"weight{suffix}" for suffix in PARTS], "weight", [operation])]
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        if self.pre_quantized:
+    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
+        wanted = self.quantization_config
+        if not self.pre_quantized:
+            self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
+        else:
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
             try:
                 torch.set_default_dtype(torch.float32)
@@ -195,9 +217,9 @@ class _Quantizer:
                 torch.set_default_dtype(dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        wanted = self.quantization_config
-        if not self.pre_quantized:
-            quantize_model(model, wanted.formats, wanted.storage, **wanted.options)
+        if self.reader is not None:
+            self.reader.finish(model)
+            self.reader = None
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [each for each in conversions if not _is_ours(each)]
         attach(model)

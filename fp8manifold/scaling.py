@@ -6,6 +6,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold._numerics.blocks import in_pieces, pieces
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import float_bits
@@ -104,6 +105,9 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
     """The same in the dtype that ``x`` is computed in: float64 for float64."""
     check_choice("granularity", granularity, GRANULARITIES)
+    if type(x.detach()) is Tensor and in_pieces(x) and axis == 0:
+        parts = [wide_amax(x[rows], granularity) for rows in pieces(x)]
+        return torch.stack(parts).amax() if granularity == "tensor" else torch.cat(parts)
     magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
         return _block_amax(magnitude)

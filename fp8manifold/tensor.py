@@ -17,11 +17,11 @@ from fp8manifold._encoded.scaled import ScaledTensor
 from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
 from fp8manifold._encoded.storage import (
     checked_codes,
+    codes_of,
     dequantize_codes,
     expand_scale,
     is_traced,
     next_codes,
-    remainder_of,
     void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
@@ -35,10 +35,8 @@ from fp8manifold._encoded.stored_scale import (
 )
 from fp8manifold._encoded.traits import Rounding, Traits
 from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
 from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
@@ -136,8 +134,7 @@ class FP8Tensor(ScaledTensor):
         block_size = BLOCK_SIZE if granularity == "block" else None
         kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
         wide = expand_kept(kept, block_size, w.shape)
-        codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
-        remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
+        codes, remainder = codes_of(w, wide, fmt, keep_remainder=keep_remainder)
         traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
         return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 

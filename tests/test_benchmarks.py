@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.training.outcome import Progress
+from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
@@ -319,6 +319,27 @@ def test_training_memory_from_end_to_end() -> None:
     stepping = rows["the same, step in backward"]
     assert stepping["kept"] == quantised["kept"]
     assert stepping["peak"] == pytest.approx(stepping["kept"] + stepping["largest"], abs=0.01)
+
+
+@pytest.mark.slow
+def test_loading_from_end_to_end() -> None:
+    printed = run("loading.py", "--weights", "0.2M", "--shards", "2", "--json")
+    rows = {row["way"]: row for row in json.loads(printed[printed.index("[") :])}
+    assert len(rows) == 5
+    assert all(row["gb"] < 1 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> None:
+    """Of 277M bfloat16 weights in shards, beyond the largest tensor, as processes of their own have it."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "loading.py"), "--json"], check=True, capture_output=True, text=True
+    )
+    rows = {row["way"]: row for row in json.loads(done.stdout)}
+    assert rows["from_pretrained(quantization_config=...)"]["beyond"] < 1.3
+    assert rows["the same, float32 asked for"]["beyond"] < 1.5
+    assert rows["load_quantized, transformers' model on meta"]["beyond"] < 1.3
+    assert rows["from_pretrained, bfloat16, then quantize_model"]["beyond"] > 2.5
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GUIDE = ROOT / "docs" / "extending.md"
+GUIDE = ROOT / "docs" / "adding.md"
 #: what the guide adds, and how many files each may touch
 ADDED = ("A format", "An optimizer", "An optimizer of the bench", "A setting of the bench", "A write-back", "A monitor")
 ADDED = (*ADDED, "A chart")

@@ -95,7 +95,7 @@ def test_what_a_piece_is_made_from_has_its_results_and_the_modules_it_needs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["study", "finetune", "geometry", "number lines"])
+@pytest.mark.parametrize("name", ["results", "study", "finetune", "geometry", "number lines"])
 def test_what_is_made_again_is_what_stands_there(generated: ModuleType, name: str) -> None:
     """Tables whole; of figures, whose bytes are those of a release of matplotlib, that they are drawn."""
     again, there = generated.made([generated.MAKERS[name]]), generated.shown()

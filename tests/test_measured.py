@@ -118,4 +118,4 @@ def test_the_doctests_of_the_table_writer_pass() -> None:
 
 def test_every_class_of_failure_is_explained() -> None:
     page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    assert re.findall(r"^`(\w+)`\n: ", page, re.MULTILINE) == list(KINDS)
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(KINDS)

@@ -1,5 +1,6 @@
-"""The study's page shows every results file, and what is drawn from one is what its runs say."""
+"""The study's pages show every results file, and what is drawn from one is what its runs say."""
 
+import hashlib
 import json
 import re
 from importlib import import_module
@@ -20,12 +21,16 @@ ROOT = Path(__file__).parent.parent
 
 OF_EVERY_FILE = ("-weights.md", "-monitors.md", "-failures.md")
 
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("study*.md"))}
+#: of what was announced up to 2026-11-24, at the start of its page
+ANNOUNCED, CHARACTERS = "252ff7c1e281d3de6eb6b13c5c193d7ce131a4e98593f1f04df209ce78ff0e31", 20_627
+
 STUDY = sorted((ROOT / "docs" / "measured" / "study").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", STUDY, ids=lambda path: path.stem)
 def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    page = "\n".join(PAGES.values())
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn_with = import_module("_study").BESIDE.values()
     shown = page.count(f"<!-- table: {path.stem} -->\n")
@@ -35,16 +40,25 @@ def test_the_study_shows_every_results_file_that_has_runs(path: Path, monkeypatc
 
 @pytest.mark.parametrize("sweep", [sweep for sweep in shipped_sweeps() if sweep.startswith("study_")])
 def test_a_planned_sweep_has_results_or_is_listed_with_its_command(sweep: str) -> None:
-    page = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    page = PAGES["study-protocol"]
     left_out = page[page.index("## What did not fit") : page.index("## A row made again")]
     path = ROOT / "docs" / "measured" / "study" / f"{Path(sweep).stem}.json"
     assert (sweep in left_out) != path.exists()
 
 
-def test_the_abstract_says_what_the_study_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    found = import_module("_headline").headline()
-    assert found in " ".join((ROOT / "docs" / "study.md").read_text(encoding="utf-8").split())
+def test_the_results_page_is_short_and_leads_to_every_other() -> None:
+    """One table, one figure, at most 150 lines; the rest is a click away."""
+    page = PAGES["study"]
+    assert len(page.splitlines()) <= 150
+    assert re.findall(r"<!-- table: ([\w-]+) -->", page) == ["study-found"]
+    assert len(re.findall(r"!\[[^]]*\]\(", page)) == 1
+    assert set(re.findall(r"\]\((study-[\w-]+)\.md", page)) == PAGES.keys() - {"study"}
+
+
+def test_what_was_announced_is_frozen() -> None:
+    """Amendments keep their words; newer ones come after them."""
+    entries = PAGES["study-amendments"].partition("<!-- frozen -->\n\n")[2][:CHARACTERS]
+    assert hashlib.sha256(entries.encode()).hexdigest() == ANNOUNCED
 
 
 def test_the_first_tables_are_drawn_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

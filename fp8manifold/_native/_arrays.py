@@ -14,7 +14,7 @@ from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, round_keys, signed_word
 
-__all__ = ["content", "decoded", "encoded", "is_plain", "rounded", "spacings"]
+__all__ = ["content", "decoded", "encoded", "encoded_units", "is_plain", "rounded", "spacings"]
 
 _OUT: Final = (torch.float32, torch.bfloat16)
 
@@ -82,6 +82,19 @@ def encoded(x: Tensor, fmt: FloatFormat, key: Stream | None = None, offset: int 
     if x.dtype is not torch.float32:
         return None
     return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
+
+
+def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
+    """The codes of ``x / scale``, to nearest and saturating, on a GPU alone.
+
+    Args:
+        x: float32 or bfloat16.
+        fmt: the format.
+        scale: float32, one in all or one for each of equal runs of ``x``.
+    """
+    if x.dtype not in _OUT or x.device.type == "cpu":
+        return None
+    return _made("fp8manifold_encode", x, fmt, torch.uint8, scale)
 
 
 def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
@@ -174,7 +187,7 @@ def _on_gpu(
         return decode_on_gpu(given, fmt, dtype, scale, spacing=spacing)
     if function == "fp8manifold_round":
         return round_on_gpu(given, fmt, keys, scale, rescale=rescale)
-    return encode_on_gpu(given, fmt, keys)
+    return encode_on_gpu(given, fmt, keys, scale)
 
 
 def _keys_at(key: Stream, high: int, low: int) -> tuple[int, int, int]:

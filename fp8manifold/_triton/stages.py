@@ -127,7 +127,7 @@ def _joined(code, rest, S: tl.constexpr):
 
 
 @triton.jit
-def _decoded(code, rest, S: tl.constexpr):
+def decoded(code, rest, S: tl.constexpr):
     """Values and spacing, in units of the scale."""
     if S.extra:
         count = _joined(code, rest, S)
@@ -146,7 +146,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
         rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
     if S.storage == "codes":
         old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
-        x, ulp = _decoded(old, rest, S)
+        x, ulp = decoded(old, rest, S)
     else:
         old = load_float(words, 1, S.weight, at, inside, T.aligned)
         x, ulp = old, old
@@ -155,7 +155,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
             if S.storage == "grid" and not S.exact:
                 x = round_value(x, 0, S.format, False)
             if S.extra:
-                x, ulp = _decoded(encode_finite(x, 0, S.format, False, False), rest, S)
+                x, ulp = decoded(encode_finite(x, 0, S.format, False, False), rest, S)
             else:
                 ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
     return old, x, ulp

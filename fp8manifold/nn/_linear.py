@@ -17,7 +17,7 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
-from fp8manifold.nn._checks import check_blocks, check_draws, check_storage, is_stored
+from fp8manifold.nn._checks import check_blocks, check_codes_fit, check_draws, check_storage, is_stored
 from fp8manifold.nn._codes_linear import byte_weight, linear
 from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients, round_gradient
 from fp8manifold.nn._grid_weight import (
@@ -75,6 +75,8 @@ class QuantizedLinear(nn.Linear):
         defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
             :meth:`quantize_weight_gradient` to quantise once it has been clipped.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
+        codes: with ``fp8``, the weight in codes already, of the specification's format and granularity: it is held as
+            it is, under ``seed``, and of ``linear.weight`` only the shape is looked at.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
     give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
@@ -113,12 +115,15 @@ class QuantizedLinear(nn.Linear):
         defer_weight_gradient: bool = False,
         global_with: Self | None = None,
         draws: Draws = "independent",
+        codes: FP8Parameter | None = None,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
         check_storage(storage, spec, keep_remainder)
         check_draws(draws, storage)
+        if codes is not None:
+            check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
@@ -132,7 +137,10 @@ class QuantizedLinear(nn.Linear):
         self._defers, self.has_plain_state = defer_weight_gradient, False
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
-        self._take_weight(linear.weight, rounding, seed, draws)
+        if codes is None:
+            self._take_weight(linear.weight, rounding, seed, draws)
+        else:
+            self.weight, codes.seed = codes, seed
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))

@@ -17,7 +17,7 @@ from fp8manifold.nn._surgery import replace_layers
 from fp8manifold.tensor import FP8Tensor
 
 
-def use_plain_state(model: nn.Module) -> nn.Module:
+def use_plain_state(model: nn.Module, *, plain: bool = True) -> nn.Module:
     """Let ``state_dict()`` give one-byte weights as plain tensors, for libraries that write these and nothing else.
 
     A layer's ``weight`` is then its codes (float8_e4m3fn or float8_e5m2, uint8 in other formats), ``weight_scale`` the
@@ -34,6 +34,7 @@ def use_plain_state(model: nn.Module) -> nn.Module:
 
     Args:
         model: of :func:`quantize_model`; changed in place.  Layers that are quantised later have the other state.
+        plain: False takes it back: ``state_dict()`` then gives an :class:`FP8Parameter` a weight.
 
     Returns:
         The model.
@@ -55,7 +56,7 @@ def use_plain_state(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            module.has_plain_state = True
+            module.has_plain_state = plain
     return model
 
 

@@ -210,9 +210,8 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """The options of a group but for the learning rate, which changes all the time."""
-    return group | {"params": None, "lr": None, "initial_lr": None}
+CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
+"""Entries of a group that change all the time: all others are checked when they have."""
 
 
 def check_lr(group: dict[str, Any]) -> None:
@@ -220,6 +219,31 @@ def check_lr(group: dict[str, Any]) -> None:
     lr = group["lr"]
     if type(lr) is not float or not 0 <= lr < math.inf:
         check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+
+
+def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
+    """Raise unless the options that every optimizer has are valid; ``damping`` is what its lower bound is called."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
+    check_lr(group)
+    check_finite("weight_decay", group["weight_decay"])
+    check_int("seed", group["seed"], 0, 2**64 - 1)
+    check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
+    if not isinstance(maximize := group["maximize"], bool):
+        raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
+    if group["compile"] is not None and not isinstance(group["compile"], bool):
+        raise TypeError(f"compile={group['compile']!r} must be None, True or False")
+    if group.get("previous_norm") is not None:
+        check_finite("previous_norm", group["previous_norm"])
+    for name in ("stabilize_every", "reset_every"):
+        if group[name] is not None:
+            check_int(name, group[name], 1, 2**62)
+    reject_flags(optimizer, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
+    group.setdefault("start_lr", float(lr))
+    check_number(damping, group[damping], 0.0, 1.0)
+    check_number("clip", group["clip"], 1.0)
+    check_int("refresh_every", group["refresh_every"], 1, 2**62)
 
 
 def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ _AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit"
 
 def is_native(slot: Slot) -> bool:
     """True for a step of native code: every known one in float32 on the CPU but those that need a logarithm."""
-    return slot.device.type == "cpu" and has_code(slot) and library() is not None
+    return slot.weight.device.type == "cpu" and has_code(slot) and library() is not None
 
 
 def has_code(slot: Slot) -> bool:

@@ -1,12 +1,11 @@
 """ManifoldOptimizer, the base of the library's optimizers: a step from checks to write-back, and the state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of, share_of
@@ -16,23 +15,23 @@ from fp8manifold.optim._agreement import (
     is_steady,
     ranks_elsewhere,
     take_steady,
+    warn_of_one,
     warn_of_skips,
 )
 from fp8manifold.optim._backends import StepView, new_number, note_changes, observed_step, run_all, step_as_a_node
 from fp8manifold.optim._checks import (
-    UNSUPPORTED_FLAGS,
+    CHANGING,
     check_arrays,
     check_combination,
     check_entry,
-    check_finite,
     check_lr,
     check_parameters,
+    check_shared,
     check_state,
-    options_of,
-    reject_flags,
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
+from fp8manifold.optim._pending import Count, Pending, settle
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUNDS, Spec, spec_of
 from fp8manifold.optim._state import (
@@ -58,8 +57,11 @@ class Hooks(Protocol):
     def watch(self, group: dict[str, Any]) -> None:
         """Take the steps of a group's parameters from now on."""
 
-    def listen(self, groups: list[dict[str, Any]]) -> None:
-        """Have torch call the hooks of groups, whatever has become of them."""
+    def loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Go on with the groups of a state that was loaded."""
+
+    def check_whole(self) -> None:
+        """Raise in the middle of a step."""
 
     def finish(self) -> None:
         """Do what is left for :meth:`ManifoldOptimizer.step`."""
@@ -77,17 +79,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
+            On a GPU the card decides on both by itself; to read these three numbers, or ``state``, waits for its steps.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
     """
 
     observer: Callable[[StepView], None] | None = None
     observes: Callable[[Tensor], bool] | None = None
-    skipped_steps: int = 0
-    skipped_in_row: int = 0
+    skipped_steps = Count()
+    skipped_in_row = Count()
     warn_after: int = 10
-    widened_scales: int = 0
+    widened_scales = Count()
     streams_begun: int = 0
+    _pending: tuple[Pending, ...] = ()
     _in_backward: Hooks | None = None
     _has_started: bool = False
     direction: str
@@ -104,7 +108,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     @property
     def bounded_share(self) -> float:
         """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at the last refresh."""
-        shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
+        shares: list[tuple[int, float]] = [
+            (p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s
+        ]
         return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
 
     @torch.no_grad()
@@ -146,7 +152,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
-        slots = self._slots()
+        self._settle()
+        slots, taken = self._slots(), None
         if is_steady(self, slots):
             taken = take_steady(self, slots)
         elif taken := self._may_step(slots):
@@ -154,27 +161,74 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if getattr(local_of(parameter), "remainder", None) is not None:
                         take_remainder(group, parameter, self.state)
-            self.skipped_in_row = 0
             self._take(self._begin(slots))
-        if not taken:
-            self.skipped_steps += 1
-            self.skipped_in_row += 1
-            if self.skipped_in_row == self.warn_after:
-                warn_of_skips(self, self._gradient_factor)
+        if taken:
+            if self.__dict__.get("skipped_in_row"):
+                self.skipped_in_row = 0
+        elif taken is not None:
+            self._count_skipped()
         return loss
 
-    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take the step of one parameter; False, and ``skipped_steps``, where its gradient is not finite.
+    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Take the step of one parameter; where its gradient is not finite, warn and count it in ``skipped_steps``.
 
         The numbers are those of a :meth:`step` of all.  :func:`step_in_backward` calls it.
         """
-        slots = [self._slot(group, parameter)]
-        if not self._may_step(slots):
-            self.skipped_steps += 1
-            return False
-        take_remainder(group, parameter, self.state)
-        self._take(self._begin(slots))
-        return True
+        self._settle(parameter)
+        others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
+        try:
+            slots, taken = [self._slot(group, parameter)], None
+            if is_steady(self, slots):
+                taken = take_steady(self, slots, alone=True)
+            elif taken := self._may_step(slots):
+                take_remainder(group, parameter, self.state)
+                self._take(self._begin(slots))
+        finally:
+            self._pending = (*others, *self._pending)
+        if taken is False:
+            self._count_skipped([parameter], alone=True)
+
+    @property
+    def state(self) -> Any:
+        """Each parameter's, once the verdict on the steps that were launched is known."""
+        self._settle()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def _settle(self, parameter: Tensor | None = None) -> None:
+        """Hear of the steps that a card was given, those of one parameter or all, and count them."""
+        if not self._pending:
+            return
+        due = [p for p in self._pending if parameter is None or p.has(parameter)]
+        self._pending = tuple(p for p in self._pending if p not in due)
+        for pending in due:
+            settle(self, pending)
+
+    def _count_skipped(self, culprits: Sequence[Tensor] | None = None, *, alone: bool = False) -> None:
+        """Count a step that was left out because of some parameters' gradients, None: those that there are now."""
+        self.skipped_steps += 1
+        if alone and culprits:
+            warn_of_one(self, culprits[0])
+        if alone:
+            return
+        self.skipped_in_row += 1
+        if self.skipped_in_row == self.warn_after:
+            warn_of_skips(self, culprits)
+
+    def takes_in(self, group: dict[str, Any]) -> bool:
+        """True where a moment of a group's parameters is linear in the gradient, so that it takes in one after another.
+
+        Raises:
+            ValueError: it is, but a step needs more than the moment.
+        """
+        return False
+
+    def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
+        """Take a gradient into the moment of a parameter, and no step; False where it is not finite."""
+        raise NotImplementedError
 
     def _slots(self) -> list[Slot]:
         """The slots of the parameters that have a gradient."""
@@ -228,6 +282,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
             self.streams_begun += 1
         done = slot.done
+        if "micro_batches" in state:
+            return  # what was due is done: this step has begun
         if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
             stabilize(slot)
         if done and group["reset_every"] and done % group["reset_every"] == 0:
@@ -329,7 +385,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._checked[id(group)] = options_of(group)
+        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
         self._has_started = False
         if self._in_backward is not None:
             self._in_backward.watch(group)
@@ -348,7 +404,12 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """The state, with everything a bit-exact resume needs; of schedules (functions) the name, and None.
 
         They are left to the constructor; their names are what flat states are read by.
+
+        Raises:
+            RuntimeError: in the middle of a step that :func:`step_in_backward` takes in parts.
         """
+        if self._in_backward is not None:
+            self._in_backward.check_whole()
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.update({name: None for name, value in group.items() if callable(value)})
@@ -366,6 +427,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
+        self._settle()
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
@@ -384,7 +446,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                 setattr(self, name, int(loaded[0].get(name, 0)))
             self.streams_begun = max(self.streams_begun, sum("stream" in entry for entry in self.state.values()))
             if self._in_backward is not None:
-                self._in_backward.listen(self.param_groups)
+                self._in_backward.loaded(self.param_groups)
 
         # after the hooks that change what is loaded, and before those that change what was
         hooks = [
@@ -410,10 +472,10 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _check_options(self) -> None:
         """Raise before anything has changed if what somebody set since the last step is not valid."""
-        checked = self._checked
+        checked = self.__dict__.setdefault("_checked_options", {})  # as they were when last valid; no part of the state
         for group in self.param_groups:
             check_lr(group)
-            if checked.get(id(group)) == (options := options_of(group)):
+            if checked.get(id(group)) == (options := group | CHANGING):
                 continue
             self._check_group(group)
             for parameter in group["params"]:
@@ -422,31 +484,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
                     check_entry(self.state[parameter], parameter, group, stores_moments=stores)
             checked[id(group)] = options
 
-    @property
-    def _checked(self) -> dict[int, dict[str, Any]]:
-        """Options by group, as they were when last found valid; no part of the state."""
-        checked: dict[int, dict[str, Any]] = self.__dict__.setdefault("_checked_options", {})
-        return checked
-
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
-        check_lr(group)
-        check_finite("weight_decay", group["weight_decay"])
-        check_int("seed", group["seed"], 0, 2**64 - 1)
-        check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
-        if not isinstance(maximize := group["maximize"], bool):
-            raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
-        if group["compile"] is not None and not isinstance(group["compile"], bool):
-            raise TypeError(f"compile={group['compile']!r} must be None, True or False")
-        for name in ("stabilize_every", "reset_every"):
-            if group[name] is not None:
-                check_int(name, group[name], 1, 2**62)
-        reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
-        group.setdefault("start_lr", float(lr))
-        check_number(self.damping_option, group[self.damping_option], 0.0, 1.0)
-        check_number("clip", group["clip"], 1.0)
-        check_int("refresh_every", group["refresh_every"], 1, 2**62)
+        check_shared(type(self).__name__, group, self.damping_option)
         check_combination(type(self).__name__, self.direction, group)

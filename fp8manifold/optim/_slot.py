@@ -349,6 +349,8 @@ def stabilize(slot: Slot) -> None:
 
 
 _FOR_MOMENTS: Final = 1
+FOR_RESCALING: Final = 2
+"""A fourth key word, so that no draw of a step is used again where its scales double."""
 
 
 def key_row(slot: Slot) -> list[int]:

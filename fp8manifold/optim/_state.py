@@ -1,7 +1,6 @@
 """State of a parameter between steps: residual and moments, its stream of random bits, its rows, a wider scale."""
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ from fp8manifold._numerics.codec import decode_bits, decode_with_ulp, encode_fin
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import Ranks, Share, local_of, share_of, spread
+from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
-from fp8manifold.optim._slot import Slot, own_manifold, row_view, slot_of
+from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, slot_of
 from fp8manifold.optim._spec import BOUNDS
 from fp8manifold.optim._step import load_weights
 from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
@@ -355,8 +355,6 @@ def _residual_in_rows(packed: Tensor, shape: torch.Size) -> Tensor:
 
 
 _LOG: Final = logging.getLogger("fp8manifold")
-_FOR_RESCALING: Final = 2
-"""A fourth key word, so that no draw of a step is used again."""
 
 
 def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
@@ -396,9 +394,8 @@ def widen(slot: Slot) -> int:
     held = local_of(slot.parameter)
     assert isinstance(held, FP8Tensor)
     old, fmt = held.scale, held.format
-    widest = 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))  # its max is still a float32
     largest = held.largest() if old.dim() else slot.ranks.largest(held.largest())
-    new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest).maximum(old)
+    new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest_scale(fmt)).maximum(old)
     if not (count := int((new != old).sum())):
         return 0
     _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
@@ -425,7 +422,7 @@ def _rewrite(slot: Slot, new: Tensor) -> None:
     x = load_weights(slot.spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
     offset = 0 if slot.share is None else slot.share.offset
     places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(weight.shape[1], device=x.device)
-    draws = draw_of(words_at(places, (*slot.key, _FOR_RESCALING)))
+    draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
     rounded, rest = _rounded(x, fmt, draws, bits)
     weight[rows] = unless_special(rounded, arrays["weight"], fmt)
     if bits:

@@ -16,11 +16,11 @@ from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.model.causal import find_model, reading, skeleton
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.lock import is_unused
+from nanogpt_bench.training.trainer import Trainer
 
 Layout = Literal["compressed-tensors", "torchao"]
 CONFIG = "finetune.yaml"

@@ -88,7 +88,7 @@ def _refuse(args: argparse.Namespace, why: str, options: Sequence[str]) -> None:
 
 
 def _refuse_processes(settings: Mapping[str, Any]) -> None:
-    from nanogpt_bench.step.parallel import refuse_parallel
+    from nanogpt_bench.setup.parallel import refuse_parallel
 
     refuse_parallel(settings.get("train.parallel"), "profile")
 
@@ -101,7 +101,7 @@ def _check_out(out: Path | None) -> None:
 
 def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
     from nanogpt_bench.config.settings import parse_overrides
-    from nanogpt_bench.training.profile import BATCH_COLUMNS, batch_cells, profile_batch_sizes
+    from nanogpt_bench.loop.profile import BATCH_COLUMNS, batch_cells, profile_batch_sizes
 
     if "train.batch_size" in parse_overrides(args.overrides):
         raise BenchError("--train.batch_size is what profile varies; give --batch-sizes")
@@ -114,7 +114,7 @@ def _throughput(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
 
 
 def _ranges(settings: Mapping[str, Any], args: argparse.Namespace) -> int:
-    from nanogpt_bench.training.profile import (
+    from nanogpt_bench.loop.profile import (
         RANGE_COLUMNS,
         Tolerance,
         merged,
@@ -138,7 +138,7 @@ def float_config(settings: Mapping[str, Any]) -> Resolved:
     """Return the configuration with float weights: as it is, or AdamW under autocast (in float32 if asked for)."""
     from nanogpt_bench.config.rules import float_rule, reference_settings
     from nanogpt_bench.config.settings import build_config
-    from nanogpt_bench.step.resolve import resolve
+    from nanogpt_bench.setup.resolve import resolve
     from nanogpt_bench.sweep.axes import assemble
 
     given = assemble({}, settings)

@@ -19,8 +19,8 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import padded
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, environment, settings_of
 from nanogpt_bench.runs.load import Run, load_run
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.start import start_facts
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.sweep.record import SweepRecord
 from nanogpt_bench.sweep.session import Session

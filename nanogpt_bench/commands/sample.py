@@ -17,11 +17,11 @@ from nanogpt_bench.data.batches import Corpus
 from nanogpt_bench.data.tokenizers import Tokenizer, tokenizer_from_meta
 from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, folder_of, named_formats
 from nanogpt_bench.runs.trained import choose, load, run_folder
-from nanogpt_bench.step.formats import format_summary
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.formats import format_summary
+from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, printable
 from nanogpt_bench.system.files import write_json
+from nanogpt_bench.training.trainer import Trainer
 
 #: columns that a text needs to stand beside another one
 _COLUMN = 36

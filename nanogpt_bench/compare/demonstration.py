@@ -76,6 +76,7 @@ RELATIVE_COST = {
     "fisher": 3.0,
     "bf16-mixed": 2.0,
     "bf16-pure": 2.0,
+    "bf16-stochastic": 2.0,
     "stochastic-8bit": 1.7,
     "residual8": 1.6,
     "residual4": 1.6,

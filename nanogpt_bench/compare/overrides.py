@@ -8,7 +8,7 @@ from typing import Any
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.rules import RULES, Rule
-from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, ROUNDED
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, PEER_WEIGHTS, ROUNDED, WITHOUT_FORMATS, has_moments
 from nanogpt_bench.system.errors import BenchError
 
 LR = "optimizer.lr"
@@ -75,6 +75,8 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
     section, _, option = key.partition(".")
     if section == "optimizer" and option in OPTION_NAMES:
         return option in OPTIONS[rule.optimizer]
+    if key == "optimizer.moments":
+        return has_moments(rule.storage, rule.optimizer)
     if key in FIELDS and (storages := FIELDS[key].facts["storages"]):
         return rule.storage in storages
     if key in FIELDS and (optimizers := FIELDS[key].facts["optimizers"]):
@@ -83,8 +85,11 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
     if key == "shadow.of":
         return value != "master" or rule.storage not in ROUNDED
-    of_formats = key == "train.precision" or (key in FIELDS and FIELDS[key].facts["of_formats"])
-    return rule.storage != "float32" if of_formats else True
+    if key == "model.peer":
+        return rule.optimizer in PEER_WEIGHTS.get(value, ())
+    if key == "train.precision":
+        return rule.storage != "float32"
+    return rule.storage not in WITHOUT_FORMATS if key in FIELDS and FIELDS[key].facts["of_formats"] else True
 
 
 def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Callable[[str], None]) -> int:
@@ -94,8 +99,8 @@ def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Ca
         BenchError: a setting that no row takes, or one that a row can't have; names the row.
     """
     from nanogpt_bench.config.settings import build_config
-    from nanogpt_bench.step.parallel import refuse_parallel
-    from nanogpt_bench.step.resolve import resolve  # brings torch along
+    from nanogpt_bench.setup.parallel import refuse_parallel
+    from nanogpt_bench.setup.resolve import resolve  # brings torch along
 
     rows = {run.label: run for run in planned}
     lines = list(_lines(given, rows))

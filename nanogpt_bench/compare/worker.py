@@ -31,7 +31,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _stop)
     warnings.filterwarnings("ignore", message="`torch.jit.script`")
     try:
-        from nanogpt_bench.training import train  # noqa: F401  (imported before the first job comes, to be ready for it)
+        from nanogpt_bench.loop import train  # noqa: F401  (imported before the first job comes, to be ready for it)
 
         for line in sys.stdin:
             _serve(json.loads(line), answers)
@@ -54,8 +54,8 @@ def _stop(*_: Any) -> NoReturn:
 
 def _serve(job: dict[str, Any], answers: TextIO) -> None:
     from nanogpt_bench.config.settings import build_config
+    from nanogpt_bench.loop.train import run
     from nanogpt_bench.system.errors import BenchError
-    from nanogpt_bench.training.train import run
 
     sys.argv = job["argv"]  # the command that environment.json records is the one that was typed
     try:

@@ -13,16 +13,21 @@ from nanogpt_bench.config.schema import (
     OPTION_NAMES,
     OPTIONS,
     OWN_OPTIMIZERS,
+    PEER_WEIGHTS,
     PEERS,
     RIEMANNIAN,
     ROUNDED,
+    WITHOUT_FORMATS,
     Config,
+    has_moments,
 )
 from nanogpt_bench.system.errors import BenchError
 
 #: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error
 Row = tuple[str, bool, str]
 
+#: what a storage without a format of the library's keeps
+_WHOSE = {"float32": "float weights", "peer": "weights of another package"}
 #: under `task: classify`, what can't be used and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
@@ -54,7 +59,7 @@ def refuse_conflicts(config: Config) -> None:
     Raises:
         BenchError: the setting, its value, what it can't be used with, and what to give.
     """
-    for table in (_storages, _options, _storage, _optimizer, _watching, _pretrained, _in_backward, _constraint):
+    for table in (_storages, _options, _storage, _peer, _optimizer, _watching, _pretrained, _in_backward, _constraint):
         _refuse(config, table(config))
 
 
@@ -87,21 +92,36 @@ def _options(config: Config) -> Iterator[Row]:
 
 def _storage(config: Config) -> Iterator[Row]:
     model, own = config.model, config.model.storage
-    floats, impure = own == "float32", config.train.precision == "bf16-pure"
-    by = f"rule {config.rule!r}" if config.rule else "storage float32"
+    floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
+    by, whose = f"rule {config.rule!r}" if config.rule else f"storage {own}", _WHOSE.get(own or "", "")
     yield "model.outlier_sigma", model.outliers != "clip_sigma", "needs model.outliers clip_sigma"
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format; leave it out"
     others = f"give another --rule: {', '.join(rules_with_format())}"
-    yield "model.formats", floats, f"can't be used with {by}, which keeps float weights; {others}"
-    yield "model.granularity", floats, f"means nothing under {by}, whose weights are floats; leave it out"
+    yield "model.formats", floats, f"can't be used with {by}, which keeps {whose}; {others}"
+    yield "model.granularity", floats, f"means nothing under {by}, which keeps {whose}; leave it out"
     for key in ("rule", "model.storage"):
         why = "needs a format for the weights; give --model.format E4M3 or model.formats"
         yield key, not floats and not model.formats, why
     why = f"can't be used with model.storage {own!r}; allowed: float32, bf16-mixed"
-    yield "train.precision", not floats and impure, why
-    yield "model.torchao_float8", not floats, f"can't be used with model.storage {own!r}"
+    yield "train.precision", own != "float32" and impure, why
+    yield "model.torchao_float8", own != "float32", f"can't be used with model.storage {own!r}"
     yield "model.torchao_float8", impure, "can't be used with train.precision 'bf16-pure'"
+
+
+def _peer(config: Config) -> Iterator[Row]:
+    """What another package's weights can't be used with, and what its optimizers can't."""
+    own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
+    yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}; leave it out"
+    yield "model.storage", own == "peer" and not peer, f"needs model.peer {_either([*PEER_WEIGHTS])}"
+    steppers = PEER_WEIGHTS.get(peer or "", ())
+    why = f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(steppers)}"
+    yield "optimizer.name", bool(steppers) and name not in steppers, why
+    why = f"steps SDNQ's own weights; it can't be used with model.storage {own!r}"
+    yield "optimizer.name", not steppers and name.startswith("sdnq"), why
+    for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled", "monitor.fisher"):
+        yield key, own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
+    yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
 
 
 def _optimizer(config: Config) -> Iterator[Row]:
@@ -114,6 +134,10 @@ def _optimizer(config: Config) -> Iterator[Row]:
     yield "optimizer.name", name in PEERS and own in MANIFOLDS, why
     kahan = name == "optimi_adamw" and config.train.precision != "bf16-pure"
     yield "optimizer.name", kahan, "sums up bfloat16 weights; give train.precision bf16-pure"
+    why = f"needs model.storage {_either(MANIFOLDS)}, not {own!r}, or optimizer.name {_either(ON_FLOATS)}"
+    yield "optimizer.moments", not has_moments(own, name), why
+    why = f"means nothing with storage {own!r}, whose weights have no stiffness; give 0"
+    yield "optimizer.stiffness", own not in MANIFOLDS and name in ON_FLOATS and bool(optimizer.stiffness), why
     for option in ("stiffness", "weight_decay"):
         nowhere = getattr(optimizer, f"{option}_end") is None
         yield f"optimizer.{option}_schedule", nowhere, f"needs optimizer.{option}_end, where it leads to"

@@ -14,21 +14,21 @@ import torch
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.precedence import has_format
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
+from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
+from nanogpt_bench.loop.summary import count
 from nanogpt_bench.model.weights import load_weights, save_weights
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.trained import choose, choose_last, load
-from nanogpt_bench.step.formats import format_name, format_summary
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.surgery import quantized_layers
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.formats import format_name, format_summary
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.runtime import runtime
+from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.words import say
-from nanogpt_bench.training.summary import count
+from nanogpt_bench.training.trainer import Trainer
 
 #: of the environment, what changes the last bits of a loss
 _OF_BITS = ("libraries.torch", "threads", "cpu", "gpu")
@@ -112,7 +112,8 @@ def common_settings(config: Config, formats: Sequence[str]) -> Resolved:
         return resolve(config)
     base = copy.deepcopy(config)
     rule = RULES.get(config.rule or "")
-    rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
+    storage = rule.storage if rule else config.model.storage or "float32"
+    rounds = storage not in WITHOUT_FORMATS
     if rounds and not (config.model.formats or config.model.format):
         base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
     has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})

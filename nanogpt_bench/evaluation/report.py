@@ -36,12 +36,12 @@ from nanogpt_bench.report.rows import group_rows
 from nanogpt_bench.runs.environment import environment
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.runs.trained import choose, load
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.step.trainer import mean_and_error
+from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.system.errors import BenchError, one_line, printable
 from nanogpt_bench.system.files import write_json
 from nanogpt_bench.system.lock import is_unused, locked
 from nanogpt_bench.system.words import rough_time, say
+from nanogpt_bench.training.trainer import mean_and_error
 
 ROWS = "evaluation.json"
 FORMATS = ("E2M5", "E3M4", "E4M3", "E1M6", "E5M2", "E7M0")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.model.causal import is_linear
-from nanogpt_bench.step.memory import memory_of
+from nanogpt_bench.setup.memory import memory_of
 from nanogpt_bench.system.errors import BenchError, one_line
 
 #: the key, beside layer patterns, by which formats name the embeddings

@@ -17,11 +17,11 @@ from nanogpt_bench.data.default import prepare_default
 from nanogpt_bench.model.gpt import GPT, build_model
 from nanogpt_bench.model.weights import fill
 from nanogpt_bench.runs.trained import Trained, fill_floats, trained_shape
-from nanogpt_bench.step.formats import format_name
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.start import check_text, model_shape, same_text
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.formats import format_name
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.start import check_text, model_shape, same_text
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.trainer import Trainer
 
 #: settings that may differ from the run's: of the measurement, and of the rows in a format
 OF_MEASURE = ("data.dir", "eval.", "runtime.", "train.batch_size")

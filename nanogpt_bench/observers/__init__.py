@@ -5,7 +5,7 @@ from nanogpt_bench.observers.jsonl import HistogramObserver, JsonlObserver
 from nanogpt_bench.observers.stall import Stall
 from nanogpt_bench.observers.trend import TrendObserver, baseline_curve
 from nanogpt_bench.observers.updates import UpdateObserver
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.training.points import Observer, Step
 
 __all__ = [
     "Alert",

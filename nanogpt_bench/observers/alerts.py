@@ -21,10 +21,10 @@ from nanogpt_bench.config.metrics import ABOVE, Alarm, Metric
 from nanogpt_bench.config.watching import AlertsConfig
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.observers.trend import TrendObserver
-from nanogpt_bench.step.memory import plain_tensors
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.setup.memory import plain_tensors
 from nanogpt_bench.system.errors import nearest
 from nanogpt_bench.system.words import counted
+from nanogpt_bench.training.points import Observer, Step
 
 _LOG = logging.getLogger("nanogpt_bench")
 NAN_KINDS = tuple(flag.name for flag in metrics.FLAGS)
@@ -216,7 +216,7 @@ class _Look:
 class Standstill:
     """Compares every validation with the one before; a state of it lets a run that goes on compare with that before.
 
-    >>> from nanogpt_bench.step.points import Step
+    >>> from nanogpt_bench.training.points import Step
     >>> layer = nn.Linear(2, 1)
     >>> adamw = torch.optim.AdamW(layer.parameters())
     >>> seen = Standstill()

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_bench.checkpoint import CheckpointNotWritten, commit
-from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.run_state import capture
+from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.training.run_state import capture
 
 if TYPE_CHECKING:
-    from nanogpt_bench.step.trainer import Trainer
+    from nanogpt_bench.training.trainer import Trainer
 
 _LOG = logging.getLogger("nanogpt_bench")
 

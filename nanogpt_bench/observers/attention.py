@@ -15,8 +15,8 @@ from nanogpt_bench.config.schema import Config
 from nanogpt_bench.model.gpt import Attention
 from nanogpt_bench.observers.figures import Figures
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.training.trainer import Trainer
 
 
 def build(config: Config, trainer: Trainer, turns: Turns) -> Observer:

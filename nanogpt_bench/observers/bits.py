@@ -14,8 +14,8 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.capture import Capture, flowing
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.step.layers import is_rounded
-from nanogpt_bench.step.points import Step
+from nanogpt_bench.setup.layers import is_rounded
+from nanogpt_bench.training.points import Step
 
 _FIGURES = (
     *(metrics.CODE_ENTROPY, metrics.UNIFORMITY, metrics.CODES_USED, metrics.CODES_EVER_USED, metrics.BINADES_OCCUPIED),

@@ -26,12 +26,12 @@ from nanogpt_bench.observers.stall import Stall, Zones
 from nanogpt_bench.observers.trend import TrendObserver
 from nanogpt_bench.observers.turns import Turns
 from nanogpt_bench.observers.updates import UpdateConsumer, UpdateObserver
-from nanogpt_bench.step.constraints import constrained_weights
-from nanogpt_bench.step.layers import linear_layers
-from nanogpt_bench.step.points import Observer
-from nanogpt_bench.step.surgery import clip_residual_outputs, quantized_layers
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.constraints import constrained_weights
+from nanogpt_bench.setup.layers import linear_layers
+from nanogpt_bench.setup.surgery import clip_residual_outputs, quantized_layers
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.training.points import Observer
+from nanogpt_bench.training.trainer import Trainer
 
 #: monitors that are put together here, as they share what they look at; of every other the module of its name builds it
 SHARING = ("stall", "ranges", "bits", "gradients", "geometry", "trend", "fisher")

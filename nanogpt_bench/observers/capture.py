@@ -13,8 +13,8 @@ import fp8manifold as fm
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.model.gpt import Block
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.step.layers import linear_layers
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.setup.layers import linear_layers
+from nanogpt_bench.training.points import Observer, Step
 
 
 class Capture(Observer):

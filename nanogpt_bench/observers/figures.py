@@ -8,7 +8,7 @@ from typing import Any
 
 from nanogpt_bench.config.metrics import OVER, Metric
 from nanogpt_bench.observers.turns import ALL, Turns
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.training.points import Observer, Step
 
 
 class Figures:

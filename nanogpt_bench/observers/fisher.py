@@ -11,7 +11,7 @@ import fp8manifold as fm
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.metrics import Metric
 from nanogpt_bench.observers.attention import buffers_kept
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.training.points import Observer, Step
 
 
 class Fisher(Observer):

@@ -15,9 +15,9 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.step.constraints import constrained_weights
-from nanogpt_bench.step.layers import forward_weight, is_rounded, plain
-from nanogpt_bench.step.points import Step
+from nanogpt_bench.setup.constraints import constrained_weights
+from nanogpt_bench.setup.layers import forward_weight, is_rounded, plain
+from nanogpt_bench.training.points import Step
 
 _FIELD = (
     metrics.STIFFNESS_MEAN,

@@ -14,8 +14,8 @@ from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Step
+from nanogpt_bench.setup.layers import plain
+from nanogpt_bench.training.points import Step
 
 _FIGURES = (metrics.GRAD_L2, metrics.GRAD_LINF, metrics.GRAD_SNR, metrics.GRAD_ZERO)
 

@@ -15,8 +15,8 @@ from nanogpt_bench.observers.capture import Capture, Operand, flowing, of_weight
 from nanogpt_bench.observers.figures import Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Step
+from nanogpt_bench.setup.layers import plain
+from nanogpt_bench.training.points import Step
 
 _SHARES = (metrics.OVERFLOW, metrics.UNDERFLOW, metrics.SUBNORMAL, metrics.CLAMPED)
 _MOMENTS = (metrics.AMAX, metrics.AMAX_OVER_STD, metrics.KURTOSIS, metrics.LOG2_STD, metrics.LOG2_SKEWNESS)

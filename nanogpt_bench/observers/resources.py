@@ -11,9 +11,9 @@ from torch import nn
 from nanogpt_bench.config import metrics
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.observers.turns import Turns
-from nanogpt_bench.step.layers import linear_layers
-from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.layers import linear_layers
+from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.training.trainer import Trainer
 
 #: dense bfloat16 operations a second of GPUs by a part of their name, from their makers' data sheets
 PEAK_FLOPS = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config import metrics
-from nanogpt_bench.step.layers import forward_weight, linear_layers, plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.setup.layers import forward_weight, linear_layers, plain
+from nanogpt_bench.training.points import Observer, Step
 
 
 class ShadowObserver(Observer):

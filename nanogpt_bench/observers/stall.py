@@ -22,8 +22,8 @@ from nanogpt_bench.observers.capture import Capture
 from nanogpt_bench.observers.figures import Figures, Monitor
 from nanogpt_bench.observers.turns import ALL, Turns
 from nanogpt_bench.observers.updates import Update
-from nanogpt_bench.step.layers import forward_weight, is_rounded
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.setup.layers import forward_weight, is_rounded
+from nanogpt_bench.training.points import Observer, Step
 
 _OF_ALL, _ON_GRID = (metrics.UPDATE_ULPS, metrics.MOVE_PROBABILITY), (metrics.UPDATE_LOST, metrics.UPDATE_SUCCESS)
 

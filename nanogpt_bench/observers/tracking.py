@@ -12,9 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from nanogpt_bench.observers.alerts import Alert
-from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.setup.layers import plain
 from nanogpt_bench.system.errors import one_line
+from nanogpt_bench.training.points import Observer, Step
 
 _LOG = logging.getLogger("nanogpt_bench")
 

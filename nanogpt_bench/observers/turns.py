@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.training.points import Observer, Step
 
 
 class Turns(Observer):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import ROUNDED
-from nanogpt_bench.step.layers import plain
-from nanogpt_bench.step.points import Observer, Step
+from nanogpt_bench.setup.layers import plain
+from nanogpt_bench.training.points import Observer, Step
 
 
 @dataclass(frozen=True)

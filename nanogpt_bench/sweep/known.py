@@ -17,8 +17,8 @@ from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, machine, settings_of
 from nanogpt_bench.runs.load import Run
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.start import start_facts
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.start import start_facts
 from nanogpt_bench.sweep.plan import PlannedPoint
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_json, write_text

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import LrLimits, SweepFile
 from nanogpt_bench.sweep.plan import PlannedPoint, plan_point, plan_sweep
 from nanogpt_bench.sweep.record import SweepRecord

@@ -19,9 +19,9 @@ from nanogpt_bench.evaluation.weights import RunWeights, checked_overrides, fold
 from nanogpt_bench.report.build import report
 from nanogpt_bench.runs.read import finite
 from nanogpt_bench.runs.trained import choose, is_checkpoint, load, run_folder
-from nanogpt_bench.step.formats import format_name
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.runtime import runtime
+from nanogpt_bench.setup.formats import format_name
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.runtime import runtime
 from nanogpt_bench.sweep.axes import Axis
 from nanogpt_bench.sweep.file import Sensitivity, SweepFile, find_sweep, read_sweep
 from nanogpt_bench.sweep.plan import PlannedPoint, named_once, plan_point

@@ -16,7 +16,7 @@ from nanogpt_bench.config.rules import reference_settings
 from nanogpt_bench.config.settings import build_config, unknown_key
 from nanogpt_bench.runs.find import TRIALS
 from nanogpt_bench.runs.read import finite
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.axes import Point
 from nanogpt_bench.sweep.file import SweepFile, Tune
 from nanogpt_bench.sweep.lr_limits import rounded

@@ -1,1 +1,1 @@
-"""One training run: the loop, its files in the run folder, how it ends and goes on."""
+"""One training step: forward, clipping, schedule, the optimizer, the points at which it is watched."""

@@ -16,7 +16,7 @@ from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.labelled import LabelledText
 from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.watching import AlertsConfig
+from nanogpt_bench.loop.outcome import Progress
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Alert, AlertObserver, Step, TrendObserver
-from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.outcome import Progress
-from nanogpt_bench.training.train import run
+from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 NAN = math.nan

@@ -14,10 +14,10 @@ from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
+from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 
@@ -26,6 +26,7 @@ BASELINES = {
     "fp32.yaml": ("fp32", 12.0),
     "bf16_baseline.yaml": ("bf16-mixed", 12.0),
     "bf16_pure.yaml": ("bf16-pure", 6.0),
+    "bf16_stochastic.yaml": ("bf16-stochastic", 4.0),
     "optimi_kahan.yaml": ("optimi-kahan", 8.0),
     "torchao_float8.yaml": ("torchao-float8", 12.0),
     "torchao_adamw8bit.yaml": ("torchao-adamw8bit", 6.0),
@@ -58,8 +59,9 @@ def test_a_baseline_trains(name: str, corpus_dir: Path, tmp_path: Path, uncompil
     summary = run(from_file(name, corpus_dir), tmp_path / "run")
     assert (summary["status"], summary["rule"]) == ("finished", BASELINES[name][0])
     assert summary["final_val_loss"] < summary["first_val_loss"] - 0.1
-    # Vectors and small tensors stay float32 under torchao's optimizers, and a block has a scale of its own.
-    above = 1.0 if name in COMPILED else 0.001
+    # Vectors and small tensors stay float32 under torchao's optimizers, and a block has a scale of its own; under ours
+    # each of the two moments has a float32 for a row of 64.
+    above = 1.0 if name in COMPILED else 2 * 4 / 64 if name == "bf16_stochastic.yaml" else 0.001
     assert BASELINES[name][1] <= summary["bytes_per_parameter"] <= BASELINES[name][1] + above
 
 

@@ -99,7 +99,7 @@ def test_values_that_are_there_twice_are_found_among_many():
     ],
 )  # fmt: skip
 def test_what_a_file_holds_is_quoted_in_one_short_line(tmp_path, text, part):
-    from nanogpt_bench.step.resolve import resolve
+    from nanogpt_bench.setup.resolve import resolve
 
     path = tmp_path / "a.yaml"
     path.write_text(text, encoding="utf-8")

@@ -14,11 +14,11 @@ from torch import Tensor
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Observer, Step
-from nanogpt_bench.step.clipping import Clipping, ClippingFirst
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.training.train import run
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.clipping import Clipping, ClippingFirst
+from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 Grads = dict[str, Tensor]

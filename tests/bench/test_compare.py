@@ -24,7 +24,7 @@ from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
 

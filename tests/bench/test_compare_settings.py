@@ -11,7 +11,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.commands import compare as command
 from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 
 ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "out"]
 

@@ -13,8 +13,8 @@ from nanogpt_bench.config.keys import get
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import SIZES
-from nanogpt_bench.step import resolve as module
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup import resolve as module
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
 E4M3 = "model.format=E4M3"
@@ -47,7 +47,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "optimizer.draws": {"rule=fp32 optimizer.draws=dither": "'dither' needs model.storage grid or fp8, not 'float32'"},
     "optimizer.moments": {
         "optimizer.moments=8bit": "'8bit' needs model.storage grid, fp8 or continuous, not 'float32'",
-        f"optimizer.moments=8bit {MASTER}": "'8bit' needs model.storage grid, fp8 or continuous, not 'master'",
+        f"optimizer.moments=8bit {MASTER}": "'8bit' needs model.storage grid, fp8 or continuous, not 'master', or "
+        "optimizer.name stiffness_adamw or stiffness_muon",
     },
     "optimizer.compile": {"optimizer.compile=true": "True needs model.storage grid, fp8 or continuous, not 'float32'"},
     "optimizer.momentum": {"optimizer.momentum=0.5": "0.5 is not an option of adamw; it belongs to sgd, stiffness_sgd"},
@@ -62,7 +63,10 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "optimizer.refresh": {f"optimizer.name=madam {FP8} optimizer.refresh=5": "5 is not an option of madam; it belongs"},
     "optimizer.float_lr": {"optimizer.float_lr=1": "1.0 is not an option of adamw; it belongs to stiffness_muon"},
-    "optimizer.stiffness": {"optimizer.stiffness=1": "1.0 is not an option of adamw; it belongs to stiffness_adamw"},
+    "optimizer.stiffness": {
+        "optimizer.stiffness=1": "1.0 is not an option of adamw; it belongs to stiffness_adamw",
+        "optimizer.name=stiffness_muon optimizer.stiffness=1": "1.0 means nothing with storage 'float32', whose",
+    },
     "model.outlier_sigma": {"model.outlier_sigma=3": "3.0 needs model.outliers clip_sigma"},
     "model.tied": {
         f"model.tied=leave {E4M3}": "'leave' needs model.tie_weights and a format; leave it out",
@@ -90,7 +94,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "optimizer.name": {
         "optimizer.name=riemannian_adam": "'riemannian_adam' needs model.storage grid, fp8 or continuous, not "
-        "'float32'; allowed with 'float32': adamw, sgd, stiffness_muon",
+        "'float32'; allowed with 'float32': adamw, sgd, stiffness_adamw, stiffness_muon",
         f"optimizer.name=madam {MASTER}": "'madam' needs model.storage grid, fp8 or continuous, not 'master'",
         f"optimizer.name=torchao_adamwfp8 {FP8}": "'torchao_adamwfp8' steps float weights; it can't be used with",
         "optimizer.name=optimi_adamw": "'optimi_adamw' sums up bfloat16 weights; give train.precision bf16-pure",

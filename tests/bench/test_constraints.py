@@ -18,12 +18,12 @@ from nanogpt_bench.config.rules import RULES
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import find_config, load_config
 from nanogpt_bench.data.batches import open_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.build import report
-from nanogpt_bench.step.constraints import RowStiefel, constrained_weights
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer, initial_model
+from nanogpt_bench.setup.constraints import RowStiefel, constrained_weights
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
+from nanogpt_bench.training.trainer import Trainer, initial_model
 
 #: tall (qkv, fc), square (proj of attention) and wide (proj of the MLP) matrices
 EVERYWHERE = {"model__constrained": "[attn, mlp]"}

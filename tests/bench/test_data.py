@@ -13,7 +13,7 @@ import torch
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, eval_batches, load_corpus, open_corpus
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
 TOKENS = np.arange(1000, dtype=np.uint16)

@@ -10,8 +10,8 @@ import pytest
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.compare.record import Record
+from nanogpt_bench.loop.outcome import Outcome
 from nanogpt_bench.runs.earlier import has_ended, make_ready, why_again
-from nanogpt_bench.training.outcome import Outcome
 
 FAILED = {"status": "failed", "stop": None}
 

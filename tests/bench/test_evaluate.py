@@ -74,7 +74,7 @@ def test_a_granularity_is_that_of_the_rows_in_a_format(tiny: Tiny) -> None:
 
 
 def test_the_loss_is_the_first_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
-    from nanogpt_bench.training.train import run
+    from nanogpt_bench.loop.train import run
 
     config = tiny(rule="stochastic", model__format="E4M3")
     rows = evaluate(config, ["E3M4", "E4M3"])

@@ -16,9 +16,9 @@ from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import open_corpus
 from nanogpt_bench.evaluation.losses import evaluate, evaluate_run
 from nanogpt_bench.evaluation.weights import RunWeights
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.runs.trained import choose, float_weights, load
-from nanogpt_bench.step.runtime import runtime
-from nanogpt_bench.training.train import run
+from nanogpt_bench.setup.runtime import runtime
 
 Tiny = Callable[..., Config]
 

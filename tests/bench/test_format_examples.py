@@ -16,9 +16,9 @@ from nanogpt_bench.config.keys import FIELDS, get
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import FOLDER, find_config, load_config, to_yaml
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.trainer import Trainer
 
 OPERANDS = ("weight", "activation", "activation_gradient", "weight_gradient")
 SMALL = {

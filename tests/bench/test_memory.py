@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.step.memory import bytes_of, held_bytes, tensors_in
+from nanogpt_bench.loop.outcome import Progress
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.setup.memory import bytes_of, held_bytes, tensors_in
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training.outcome import Progress
-from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 

@@ -29,7 +29,7 @@ from nanogpt_bench.config.metrics import (
 )
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.watching import ALERT_KINDS, AlertsConfig
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
 
 SOURCES = Path(nanogpt_bench.__file__).parent
 EVERY = (*METRICS, *SPREADS)

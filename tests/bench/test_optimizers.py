@@ -11,9 +11,9 @@ import fp8manifold as fm
 from nanogpt_bench.config.schema import OPTIONS
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.step.optimizers import build_optimizer, parameter_groups, stiffness_at
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.setup.optimizers import build_optimizer, parameter_groups, stiffness_at
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.system.errors import BenchError
 
 SHAPE = GPTShape(1, 2, 8, 16, vocab_size=11, bias=True, tie_weights=True)

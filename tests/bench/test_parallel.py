@@ -17,13 +17,13 @@ from nanogpt_bench.checkpoint import CheckpointNotWritten, Contents, commit, rea
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import batch, load_corpus
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.run_state import capture, restore
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.training.run_state import capture, restore
+from nanogpt_bench.training.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "library"))
 from rank_pool import Pool

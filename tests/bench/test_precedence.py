@@ -16,8 +16,8 @@ from nanogpt_bench.config.rules import RULES, available_rules, meaning, rules_wi
 from nanogpt_bench.config.schema import OPTIONS, Config
 from nanogpt_bench.config.settings import find_config, load_config, read_yaml, shipped_configs
 from nanogpt_bench.model.gpt import GPT, GPTShape
-from nanogpt_bench.step.resolve import resolve, rule_name
-from nanogpt_bench.step.surgery import quantize
+from nanogpt_bench.setup.resolve import resolve, rule_name
+from nanogpt_bench.setup.surgery import quantize
 from nanogpt_bench.system.errors import BenchError
 
 FORMATS = ("E4M3", "E7M0", "none")

@@ -18,10 +18,7 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.commands.profile import float_config
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.step.points import Step
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.training.profile import (
+from nanogpt_bench.loop.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
     RESIDUAL,
@@ -35,6 +32,9 @@ from nanogpt_bench.training.profile import (
     merged,
     read_formats,
 )
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.points import Step
+from nanogpt_bench.training.trainer import Trainer
 
 E4M3, E5M2, E1M6 = read_formats(["E4M3", "E5M2", "E1M6"])
 

@@ -11,8 +11,8 @@ import pytest
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
 from nanogpt_bench.config.settings import find_config, load_config, to_yaml
-from nanogpt_bench.step.formats import format_summary
-from nanogpt_bench.step.resolve import resolve, rule_name
+from nanogpt_bench.setup.formats import format_summary
+from nanogpt_bench.setup.resolve import resolve, rule_name
 from nanogpt_bench.system.errors import BenchError
 
 FP8 = ("--model.format", "E4M3", "--model.storage", "fp8")

@@ -10,11 +10,11 @@ import torch
 
 from nanogpt_bench.config.schema import COURSES, SCHEDULES, Config, OptimizerConfig
 from nanogpt_bench.data.batches import load_corpus
-from nanogpt_bench.step.optimizers import stiffness_at
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.schedule import lr_factor
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.setup.optimizers import stiffness_at
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.schedule import lr_factor
+from nanogpt_bench.training.trainer import Trainer
 
 
 def factors(**settings: object) -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from nanogpt_bench.config.rules import available_rules
 from nanogpt_bench.config.settings import FOLDER, find_config, load_config, shipped_configs
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.observers.alerts import Standstill
-from nanogpt_bench.step.points import Step
+from nanogpt_bench.training.points import Step
 
 
 class Run:

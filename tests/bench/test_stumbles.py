@@ -17,9 +17,9 @@ from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.data.text import prepare_text, read_text
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.report.results import Figure, Result, describe_gap
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 SMALL = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 16, "model.block_size": 8, "model.size": "null"}

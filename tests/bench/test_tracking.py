@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Alert
 from nanogpt_bench.observers import trackers as build
 from nanogpt_bench.observers.tracking import Distribution, Trackers, distribution
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.outcome import Progress
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.outcome import Progress
-from nanogpt_bench.training.train import run
 
 Tiny = Callable[..., Config]
 #: figures of the clock, which no two runs share

@@ -14,12 +14,12 @@ import fp8manifold as fm
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import Observer
-from nanogpt_bench.step.optimizers import stiffness_at
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.surgery import quantized_layers
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.training.train import run
+from nanogpt_bench.setup.optimizers import stiffness_at
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.surgery import quantized_layers
+from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 QUANTIZED = [name for name in available_rules() if RULES[name].storage != "float32"]

@@ -15,7 +15,7 @@ from nanogpt_bench.checkpoint import Contents, commit
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
 from nanogpt_bench.config.schema import Config
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
 
 Tiny = Callable[..., Config]
 

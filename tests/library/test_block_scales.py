@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fp8manifold as fm
-from nanogpt_bench.step.memory import memory_of
+from nanogpt_bench.setup.memory import memory_of
 
 #: the ends, 1, and the neighbours of what bytes can be mistaken for
 EXPONENTS = (-126, -125, -1, 0, 1, 2, 126, 127)

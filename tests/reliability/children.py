@@ -15,7 +15,7 @@ import bench_child
 #: what the parent imports before its first child; a name that is missing is left out
 _PRELOAD = (
     *("pytest", "_pytest.config", "pydantic", "rich.console", "rich.progress", "safetensors.torch"),
-    *("nanogpt_bench.cli", "nanogpt_bench.training.train", "nanogpt_bench.commands.run", "nanogpt_bench.checkpoint"),
+    *("nanogpt_bench.cli", "nanogpt_bench.loop.train", "nanogpt_bench.commands.run", "nanogpt_bench.checkpoint"),
     # what torch imports when a run makes its first parameter: most of a short run's time
     *("torch._dynamo", "torch.distributed.tensor"),
     "bench_child",

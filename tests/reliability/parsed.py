@@ -18,7 +18,7 @@ import torch
 import fp8manifold as fm
 from nanogpt_bench.checkpoint.tree import restore_tree
 from nanogpt_bench.config.settings import load_config
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import count_points, plan_sweep
 from nanogpt_bench.system.errors import BenchError

@@ -17,11 +17,11 @@ from nanogpt_bench.checkpoint import read, steps, verify
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data import prepare_text
-from nanogpt_bench.step.anomalies import first_bad_weight
-from nanogpt_bench.step.points import Observer, Step
-from nanogpt_bench.step.run_state import capture
-from nanogpt_bench.step.trainer import Trainer
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
+from nanogpt_bench.training.anomalies import first_bad_weight
+from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.training.run_state import capture
+from nanogpt_bench.training.trainer import Trainer
 
 KINDS = ("gradient", "weight", "state", "loss", "activation")
 #: where each is first seen

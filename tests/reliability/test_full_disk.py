@@ -18,9 +18,9 @@ from small_runs import differences, traces, words
 from nanogpt_bench.checkpoint import Disk, newest
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.verify import check_run
+from nanogpt_bench.loop import loop
 from nanogpt_bench.observers.jsonl import LineFile
 from nanogpt_bench.system import files
-from nanogpt_bench.training import loop
 
 KIND = "fp8 stochastic"
 #: the checkpoint of step 9 is the third, and has six files

@@ -14,11 +14,11 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.settings import find_config, load_config
+from nanogpt_bench.loop import train
 from nanogpt_bench.observers import Alert
-from nanogpt_bench.step.trainer import Trainer
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.signals import StopRequest
-from nanogpt_bench.training import train
+from nanogpt_bench.training.trainer import Trainer
 
 KIND = "fp8 stochastic"
 WITHIN: dict[str, object] = {"train.step_in_backward": True, "optimizer.grad_clip": 0, "shadow.enabled": False}

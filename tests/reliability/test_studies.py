@@ -24,12 +24,12 @@ from nanogpt_bench.compare import pool
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.config.settings import build_config
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.runs.earlier import drop_checkpoints
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
-from nanogpt_bench.training.train import run
 
 STEPS = 100
 SMALL = {

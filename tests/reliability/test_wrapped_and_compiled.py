@@ -15,9 +15,9 @@ from nanogpt_bench.checkpoint import Contents, commit, read
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.run_state import capture, restore
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.training.run_state import capture, restore
+from nanogpt_bench.training.trainer import Trainer
 
 Settings = dict[str, Any]
 HALF, ALL = 3, 7

@@ -11,7 +11,7 @@ import pytest
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.failures import Finding, classify, diagnose, failures_of, predictions
-from nanogpt_bench.training.train import run
+from nanogpt_bench.loop.train import run
 
 Tiny = Callable[..., Config]
 Runs = Callable[[str], Path]

@@ -23,9 +23,9 @@ from nanogpt_bench.observers.gradients import Gradients
 from nanogpt_bench.observers.ranges import Ranges
 from nanogpt_bench.observers.resources import Resources, flops_per_token
 from nanogpt_bench.observers.stall import Zones
-from nanogpt_bench.step.layers import linear_layers
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.setup.layers import linear_layers
+from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.surgery import quantized_layers
 
 EVERY = MonitorConfig(interval=1, histogram_interval=1)
 Spec = dict[str, object]

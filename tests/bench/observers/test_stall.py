@@ -8,7 +8,7 @@ from torch import nn
 
 import fp8manifold as fm
 from nanogpt_bench.observers import Stall, Step, UpdateObserver
-from nanogpt_bench.step.surgery import quantized_layers
+from nanogpt_bench.setup.surgery import quantized_layers
 
 
 def model_on(storage: str) -> nn.Module:

@@ -14,9 +14,9 @@ from torch import nn
 
 from nanogpt_bench.compare.demonstration import Demonstration
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers.turns import Turns
-from nanogpt_bench.step.points import Anomaly, Step
-from nanogpt_bench.training.train import run
+from nanogpt_bench.training.points import Anomaly, Step
 
 Tiny = Callable[..., Config]
 Record = dict[str, Any]

@@ -12,12 +12,12 @@ import torch
 
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.data.batches import load_corpus
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.observers import build
 from nanogpt_bench.observers.build import build_observers
-from nanogpt_bench.step.resolve import resolve
-from nanogpt_bench.step.trainer import Trainer
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.system.errors import BenchError
-from nanogpt_bench.training.train import run
+from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
 FLAGS = ("stall", "ranges", "bits", "attention", "gradients", "geometry", "resources", "trend")

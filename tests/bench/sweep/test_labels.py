@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError

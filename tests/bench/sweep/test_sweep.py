@@ -14,7 +14,7 @@ from nanogpt_bench.compare import cores as cores_module
 from nanogpt_bench.compare.cores import divide, threads_asked
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.model.gpt import GPT
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep import session as session_module
 from nanogpt_bench.sweep.axes import Axis, Range, assemble, grid_points, random_points
 from nanogpt_bench.sweep.file import FOLDER, find_sweep, read_sweep, shipped_sweeps

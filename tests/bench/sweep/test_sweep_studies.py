@@ -11,7 +11,7 @@ from sweep_runs import read_json, runs_of, trained
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.step.resolve import resolve
+from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.sweep.file import LrLimits, read_sweep
 from nanogpt_bench.sweep.lr_limits import limits, next_lr
 from nanogpt_bench.sweep.plan import check_inputs

@@ -289,6 +289,19 @@ def test_the_smoke_version_of_every_study_runs(tmp_path, corpus_dir, monkeypatch
 
 
 @pytest.mark.usefixtures("_forked_workers")
+def test_the_small_version_of_bfloat16_weights_runs(corpus_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train_here(monkeypatch)
+    shutil.copytree(corpus_dir, "data/stdlib")
+    assert main(["sweep", "bf16_weights.yaml", "--smoke", "--workers", "1", "--out", "out"]) == 0
+    rows = {row["run"]: row for row in csv.DictReader(Path("out/results.csv").read_text().splitlines())}
+    assert list(rows) == ["fp32", "bf16-pure", "bf16-stochastic"]
+    held = [float(row["bytes_per_parameter"]) for row in rows.values()]
+    assert held[:2] == pytest.approx([12, 6], abs=0.01)
+    assert 4 < held[2] < 4.3  # the float32 of a row of 32 for either moment
+
+
+@pytest.mark.usefixtures("_forked_workers")
 def test_the_small_version_of_small_steps_goes_on_from_a_run(tiny, trained, corpus_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train_here(monkeypatch)

@@ -15,8 +15,8 @@ import pytest
 from nanogpt_bench.cli import main
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import to_yaml
+from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
-from nanogpt_bench.training.train import run
 
 AGAIN = 'http-equiv="refresh"'
 

@@ -1,0 +1,345 @@
+"""Steps taken while gradients come: each is used, and freed, before the next is there."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fp8manifold.optim._agreement import described
+from fp8manifold.optim._in_backward.accumulation import Accumulation
+from fp8manifold.optim._in_backward.clipping import Clipping
+from fp8manifold.optim._in_backward.stand_ins import SpentGradient, StandIn
+from fp8manifold.optim._optimizer import ManifoldOptimizer
+
+__all__ = ["InBackward", "step_in_backward"]
+
+
+class InBackward:
+    """The hooks by which an optimizer steps in the backward pass, as :func:`step_in_backward` gives them.
+
+    A context manager that removes them at its end.
+
+    Args:
+        optimizer: whose parameters step.
+
+    Attributes:
+        optimizer: the same.
+
+    Raises:
+        RuntimeError: in a backward pass, where there are several processes by then.
+        FloatingPointError: in a backward pass, for a gradient that is not finite, with ``on_nonfinite="raise"``.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> weight = fm.FP8Parameter(torch.eye(2), "E4M3")
+        >>> optimizer = fm.optim.StiffnessMuon([weight], 0.1)
+        >>> with fm.optim.step_in_backward(optimizer):
+        ...     weight.square().sum().backward()
+        >>> int(optimizer.state[weight]["step"])
+        1
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self._clipping: Clipping | None = None
+        self._accumulation: Accumulation | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._one_at_a_time = threading.Lock()  # devices have a thread each
+        self._last_places: dict[int, tuple[int, int]] = {}  # where to look first, and nothing that is relied upon
+
+    def __enter__(self) -> "InBackward":
+        """Nothing that the constructor has not done."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Let the optimizer step as it did before; twice is once."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.optimizer._in_backward is self:
+            self.optimizer._in_backward = None
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Take the steps of a group's parameters from now on, each with the options of the group that it is in then."""
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._take))
+        self.listen([group])
+        if self._clipping is not None:
+            self._clipping.watch(self.optimizer.param_groups)
+
+    def listen(self, groups: list[dict[str, Any]]) -> None:
+        """Have torch call the hooks of groups: ``Module.to`` swaps encoded tensors, and forgets those that they had."""
+        for group in groups:
+            for parameter in group["params"]:
+                if (hooks := parameter._post_accumulate_grad_hooks) is not None:
+                    parameter._post_accumulate_grad_hooks = hooks
+
+    def loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Go on from the state that was loaded: what has passed since the last step is no part of it."""
+        self.listen(groups)
+        if self._clipping is not None:
+            self._clipping.forget()
+            self._clipping.watch(groups)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Within it, a backward pass takes the norm of the whole gradient, frees it, and steps nothing.
+
+        With ``clip="exact"`` it comes before each pass that steps, of the same loss on the same batch, with the same
+        dropout; with ``"previous"`` before the first.
+
+        Raises:
+            RuntimeError: nothing is clipped here; in it, a second backward pass; at its end, no gradient has passed.
+
+        Example:
+            >>> import fp8manifold as fm
+            >>> weight = fm.FP8Parameter(torch.eye(2), "E4M3")
+            >>> optimizer = fm.optim.StiffnessMuon([weight], 0.1)
+            >>> handle = fm.optim.step_in_backward(optimizer, clip="exact", max_norm=1.0)
+            >>> with handle.measure():
+            ...     weight.square().sum().backward()
+            >>> weight.square().sum().backward()
+            >>> optimizer.step()
+            >>> int(optimizer.state[weight]["step"])
+            1
+        """
+        clipping = self._clipping
+        if clipping is None:
+            raise RuntimeError("measure() takes a norm to clip by: give step_in_backward clip='exact' or 'previous'")
+        if clipping.is_under_way:
+            raise RuntimeError("measure() comes between steps: call optimizer.step(), which ends the one under way")
+        clipping.measuring = True
+        try:
+            yield
+        except BaseException:
+            clipping.forget()
+            raise
+        finally:
+            clipping.measuring = False
+        clipping.measured(self.optimizer.param_groups)
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError in the middle of a step, of which a state would have a part."""
+        under_way = [each for each in (self._clipping, self._accumulation) if each is not None and each.is_under_way]
+        if under_way:
+            raise RuntimeError(
+                "a step is under way: gradients have been used that optimizer.step() has not ended the step of; save "
+                "the state after it"
+            )
+
+    def finish(self) -> None:
+        """What is left for ``optimizer.step()``: to end the step, and to take those of gradients that were summed up.
+
+        Raises:
+            RuntimeError: a gradient came that no hook has seen.
+            FloatingPointError: the norm is not finite, with ``clip="exact"`` and ``on_nonfinite="raise"``.
+        """
+        groups = self.optimizer.param_groups
+        for i, group in enumerate(groups):
+            for k, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and not isinstance(parameter.grad, StandIn):
+                    raise RuntimeError(
+                        f"{described(group, i, k)} has a gradient that step_in_backward was not told of: it was frozen "
+                        "when that was called, or moved since (model.to), or its gradient was set by hand; remove() "
+                        "and call it again"
+                    )
+        if self._accumulation is not None:
+            with torch.no_grad():
+                self._accumulation.finish()
+        if self._clipping is not None:
+            self._end_clipped(self._clipping.end(groups))
+
+    def _end_clipped(self, left_out: bool) -> None:
+        """Count a step that was left out as a whole, as one without a finite gradient is."""
+        if not left_out:
+            self.optimizer.skipped_in_row = 0
+            return
+        if any(group["on_nonfinite"] == "raise" for group in self.optimizer.param_groups):
+            raise FloatingPointError("the norm of the whole gradient is not finite: on_nonfinite='skip' leaves it out")
+        self.optimizer.skipped_steps += 1
+        self.optimizer.skipped_in_row += 1
+        warnings.warn(
+            "step_in_backward: the norm of the whole gradient is not finite: the step was left out",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _take(self, parameter: Tensor) -> None:
+        _check_alone()
+        gradient = parameter.grad
+        if isinstance(gradient, StandIn) and getattr(gradient, "arrived", None) is None:
+            return  # it was taken out and put back, and has been stepped for the hook of either time; or it sums up
+        if (place := self._place_of(parameter)) is None or gradient is None:
+            return  # it has been taken out: its gradient is somebody else's
+        group = self.optimizer.param_groups[place[0]]
+        with self._one_at_a_time, torch.no_grad():
+            if self._accumulation is not None:
+                self._accumulation.take(group, parameter, place)
+            else:
+                self._step(group, parameter, gradient, place)
+
+    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]) -> None:
+        clipping = self._clipping
+        lets = clipping is None or clipping.lets(gradient, place, self.optimizer.param_groups)
+        if lets:
+            self.optimizer.step_alone(group, parameter)
+        if clipping is None:
+            parameter.grad = SpentGradient(parameter)
+        elif clipping.measuring:
+            parameter.grad = None
+        else:
+            parameter.grad = SpentGradient(parameter, clipping.norms[place], clipping.is_done_by)
+
+    def _place_of(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which parameter of which group it is now: groups are others after ``load_state_dict``, and may change."""
+        groups = self.optimizer.param_groups
+        i, k = self._last_places.get(id(parameter), (0, 0))
+        if i < len(groups) and k < len(groups[i]["params"]) and groups[i]["params"][k] is parameter:
+            return i, k
+        for i, group in enumerate(groups):
+            for k, each in enumerate(group["params"]):
+                if each is parameter:
+                    self._last_places[id(parameter)] = i, k
+                    return i, k
+        return None
+
+
+def step_in_backward(
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: str | None = None,
+    max_norm: float | None = None,
+    first: str = "refuse",
+    accumulate: str | None = None,
+) -> InBackward:
+    """Step each parameter as soon as its gradient is there, and free the gradient: no two need memory at once.
+
+    .. math:: \\text{peak} = \\text{weights} + \\text{state} + \\max_i \\text{gradient}_i, \\qquad
+              g \\leftarrow \\min(1, \\mathrm{max\\_norm} / (\\lVert g \\rVert + 10^{-6}))\\, g
+
+    in place of ``weights + state + sum_i gradient_i``.  Without ``clip`` the numbers are those of ``optimizer.step()``
+    after the same backward pass.  The loop stays as it is: ``zero_grad()``, ``backward()``, ``step()``, which has
+    nothing left to do but to end the step.
+
+    A gradient that has been used is replaced by a stand-in without memory.  What cannot work with gradients that are
+    gone is refused: a second backward pass before ``zero_grad()``, ``GradScaler``, reading them, and more than one
+    process.  Clipping and accumulation have to be asked for:
+
+    ``clip="exact"``
+        two backward passes a step, of which the first takes the norm:
+        ``handle.measure()``.  The numbers are those of ``clip_grad_norm_``, to the bit if the
+        passes compute the same and the parameters are in the same order; the norms of bfloat16 and float16 gradients
+        are float32 here.
+    ``clip="previous"``
+        one pass: the factor has the norm of the step before, which groups show and states keep as ``previous_norm``.
+        The first step has none: it is refused until ``handle.measure()`` has taken one, or,
+        with ``first="measure"``, its pass only takes the norm and steps nothing.  A norm that is not finite is no
+        ``previous_norm``: the one before stays.
+    ``accumulate="bfloat16"``
+        gradients of several passes are summed up in bfloat16, each rounded stochastically, 2 bytes a weight, and
+        ``optimizer.step()`` takes the steps.  The sums are in ``grad``: ``clip_grad_norm_`` works as ever, without
+        ``clip``.
+    ``accumulate="momentum"``
+        gradients of Muon's matrices, without Nesterov, are added to their momentum: no more memory, and one rounding a
+        pass where ``moments`` are not float32.  Adam's parameters, whose second average is not linear, are summed up in
+        bfloat16.  No norm is known.
+
+    A gradient that is not finite leaves out the step of its own parameter only, with a warning
+    (``on_nonfinite="raise"``: ends the backward pass); with ``clip="exact"`` and of sums it leaves out all steps.
+    On a GPU the card decides on that of one parameter, and the warning comes with its next step.
+
+    Args:
+        optimizer: one of this library's whose parameters step independently: all but
+            :class:`FisherNaturalGradient` and :class:`StiffnessWrapper`.
+        clip: None, ``previous`` or ``exact``; then ``clip_grad_norm_`` of all parameters may be called after the
+            backward pass, with the same ``max_norm`` or with inf, and gives the norm.
+        max_norm: what the norm of the whole gradient is clipped to; inf only takes norms.
+        first: what ``clip="previous"`` does without a norm: ``refuse``, or ``measure``.
+        accumulate: None, ``bfloat16`` or ``momentum``.
+
+    Returns:
+        A handle with ``remove()``, which is a context manager too.  Groups added later are stepped alike.
+
+    Raises:
+        TypeError: another optimizer.
+        ValueError: ``max_norm`` without ``clip`` or ``clip`` without it, ``clip`` with ``accumulate``, an unknown
+            choice; ``accumulate="momentum"`` without a matrix of Muon's, or with ``nesterov=True``.
+        RuntimeError: a gradient is there already, the optimizer steps in backward already, or there are several
+            processes.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> model = fm.quantize_model(torch.nn.Linear(4, 2), "E4M3", storage="fp8")
+        >>> optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
+        >>> handle = fm.optim.step_in_backward(optimizer, clip="previous", max_norm=1.0)
+        >>> loss = lambda: model(torch.ones(1, 4)).square().sum()
+        >>> with handle.measure():  # once, before the first step
+        ...     loss().backward()
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     loss().backward()
+        ...     optimizer.step()
+        >>> model.weight.grad
+        SpentGradient(shape=(2, 4), dtype=torch.float32)
+        >>> optimizer.param_groups[0]["previous_norm"] > 0
+        True
+
+    Source: Lv et al. 2023 (LOMO, arXiv 2306.09782) for stepping in the backward pass, and for two passes to clip.
+    """
+    if not isinstance(optimizer, ManifoldOptimizer) or not optimizer.steps_alone:
+        raise TypeError(
+            f"step_in_backward needs an optimizer of fp8manifold.optim whose parameters step independently, not "
+            f"{type(optimizer).__name__}"
+        )
+    if optimizer._in_backward is not None:
+        raise RuntimeError(f"this {type(optimizer).__name__} steps in backward already: remove() the first handle")
+    if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError("there are gradients already, which no backward pass would use: call zero_grad() first")
+    _check_alone()
+    options = _options(optimizer, clip, max_norm, first, accumulate)
+    handle = InBackward(optimizer)
+    handle._clipping, handle._accumulation = options
+    optimizer._in_backward = handle
+    for group in optimizer.param_groups:
+        handle.watch(group)
+    return handle
+
+
+def _options(
+    optimizer: ManifoldOptimizer, clip: str | None, max_norm: float | None, first: str, accumulate: str | None
+) -> tuple[Clipping | None, Accumulation | None]:
+    if clip is None and max_norm is not None:
+        raise ValueError(
+            f"max_norm={max_norm!r} needs clip='previous' (one backward pass a step, by the norm of the step before) "
+            "or clip='exact' (two backward passes a step)"
+        )
+    if clip is None and first != "refuse":
+        raise ValueError(f"first={first!r} is for clip='previous', and nothing is clipped here")
+    if clip is not None and accumulate is not None:
+        by = "sums can be clipped by clip_grad_norm_" if accumulate == "bfloat16" else "no norm of a sum is known"
+        raise ValueError(f"clip={clip!r} does not go with accumulate={accumulate!r}: {by}; leave out clip")
+    accumulation = None if accumulate is None else Accumulation(optimizer, accumulate)
+    if accumulation is not None:
+        accumulation.check()
+    return None if clip is None else Clipping(clip, max_norm, first), accumulation
+
+
+def _check_alone() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        size = torch.distributed.get_world_size()
+        if size > 1:
+            raise RuntimeError(
+                f"step_in_backward works in one process, and here are {size}: a step would be taken before the "
+                "gradients have been summed over them"
+            )

@@ -1,0 +1,208 @@
+"""What stands in a parameter's ``grad`` while steps are taken in the backward pass: nothing, or a sum in two bytes."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from fp8manifold.optim._writeback import to_half
+from fp8manifold.random_bits import Stream, draw_range
+
+__all__ = ["GradientSum", "SpentGradient", "StandIn"]
+
+_SPENT: Final = (
+    "this gradient has been used and freed: under step_in_backward a parameter's step is taken as soon as its gradient "
+    "is there, so gradients cannot be accumulated, clipped, scaled or read; call optimizer.zero_grad() between "
+    "backward passes, or give step_in_backward clip or accumulate"
+)
+_ZEROED: Final = (
+    "zero_grad(set_to_none=False) keeps gradients, as zeros, for the next backward pass to add to: under "
+    "step_in_backward they are freed as soon as they are used; call zero_grad(set_to_none=True), the default"
+)
+_CLIPPED: Final = (
+    "this gradient has been used and freed: clip_grad_norm_ may be called for its result, with the norm of the whole "
+    "gradient and the max_norm of step_in_backward, or with inf; it was called with another factor"
+)
+_HELD: Final = (
+    "this gradient is a sum in bfloat16, kept by step_in_backward(accumulate='bfloat16'): it may be read, clipped by "
+    "norm and scaled by one number, but not changed otherwise"
+)
+_ADD: Final = torch.ops.aten.add_.Tensor
+_SCALES: Final = (torch.ops.aten.mul_.Tensor, torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
+_ZEROING: Final = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+_NORMS: Final = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten._foreach_norm.Scalar)
+
+
+class StandIn(Tensor):
+    """The shape and dtype of a gradient, and no memory of that size; subclasses say what can be done with it."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, *_: Any, **__: Any) -> "StandIn":
+        """A stand-in of the parameter's shape."""
+        return Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Say what became of it."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def added(self, gradient: Tensor) -> None:
+        """Take one more gradient, that of another backward pass."""
+        raise NotImplementedError
+
+    def scaled(self, factor: Any) -> None:
+        """Multiply by one number."""
+        raise NotImplementedError
+
+    def zeroed(self) -> None:
+        """Become zeros."""
+        raise NotImplementedError
+
+    def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Answer any other operator."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Leave to the stand-in what is done with it; torch detaches gradients that it sets to None."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        each = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+        if func is _ADD and isinstance(args[0], StandIn):
+            args[0].added(args[1])
+        elif func in _SCALES and not isinstance(args[1], list | tuple):
+            _one_by_one(each, lambda one: one.scaled(args[1]), lambda one: one.mul_(args[1]))
+        elif func in _ZEROING:
+            _one_by_one(each, lambda one: one.zeroed(), lambda one: one.zero_())
+        else:
+            return next(one for one in _stand_ins(args, kwargs)).asked(func, args, kwargs)
+        return None if func._schema.name.startswith("aten::_foreach") else args[0]
+
+
+def _one_by_one(each: Any, ours: Callable[[StandIn], None], others: Callable[[Tensor], object]) -> None:
+    for one in each:
+        if isinstance(one, StandIn):
+            ours(one)
+        else:
+            others(one)
+
+
+def _stand_ins(args: Any, kwargs: Any) -> list[StandIn]:
+    found: list[StandIn] = []
+    tree_map_only(StandIn, found.append, (args, kwargs))
+    return found
+
+
+class SpentGradient(StandIn):
+    """What stands for a gradient that has been used: its shape and dtype, no memory, and a refusal of nearly all else.
+
+    Args:
+        parameter: whose gradient it was.
+        norm: of the gradient, where it was taken: then it may be asked for.
+        may_scale: whether a factor is that of the clipping that was done already; None: no factor is.
+        accumulates: whether a gradient may come after it.
+    """
+
+    arrived: Tensor | None = None
+    """The gradient that came after it, until somebody takes it."""
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        norm: Tensor | None = None,
+        may_scale: Callable[[float], bool] | None = None,
+        *,
+        accumulates: bool = False,
+    ) -> None:
+        self.norm_before, self.may_scale, self.accumulates = norm, may_scale, accumulates
+
+    def added(self, gradient: Tensor) -> None:
+        """Keep it for the hook that comes next, or refuse it."""
+        if not self.accumulates:
+            raise RuntimeError(_SPENT)
+        self.arrived = gradient
+
+    def scaled(self, factor: Any) -> None:
+        """Nothing, if the gradient was clipped so before it was used."""
+        if self.may_scale is None:
+            raise RuntimeError(_SPENT)
+        if (isinstance(factor, Tensor) and factor.dim()) or not self.may_scale(float(factor)):
+            raise RuntimeError(_CLIPPED)
+
+    def zeroed(self) -> None:
+        """Refuse it by the name of what does it."""
+        raise RuntimeError(_ZEROED)
+
+    def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The norm, where it is known; everything else is refused."""
+        order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+        whole = len(args) < 3 and not kwargs.get("dim") and not kwargs.get("keepdim")
+        if func not in _NORMS or order != 2 or not whole or self.norm_before is None:
+            raise RuntimeError(_SPENT)
+        if func is _NORMS[0]:
+            return self.norm_before
+        return [one.norm_before if isinstance(one, SpentGradient) else torch.linalg.vector_norm(one) for one in args[0]]
+
+
+FOR_SUMS: Final = 4
+"""A fourth key word: the draws of sums are none of a step's."""
+
+
+class GradientSum(StandIn):
+    """The sum of the gradients of several backward passes, in bfloat16, each rounded stochastically to it.
+
+    .. math:: s_1 = \\mathrm{round}(g_1), \\qquad s_i = \\mathrm{round}(s_{i-1} + g_i)
+
+    It can be read as the tensor that it stands for, in its dtype, and be scaled by one number, which is kept beside it.
+
+    Args:
+        parameter: whose gradients these are, with the first of them.
+        words: key words of the draws: seed, step and stream.
+    """
+
+    def __init__(self, parameter: Tensor, words: tuple[int, int, int]) -> None:
+        self.words, self.count = words, 0
+        self.factor: Tensor | None = None
+        assert parameter.grad is not None
+        self.held = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+        self.added(parameter.grad)
+
+    def added(self, gradient: Tensor) -> None:
+        """Round the sum to bfloat16, once a gradient."""
+        if self.factor is not None:
+            raise RuntimeError(f"{_HELD}; this one was scaled already, and another gradient comes: clip after the last")
+        key = Stream((*self.words, FOR_SUMS, self.count))
+        draws = draw_range(0, self.held.numel(), key, self.held.device).view(self.held.shape)
+        self.held.copy_(to_half(self.held.float() + gradient.float(), torch.bfloat16, draws))
+        self.count += 1
+
+    def scaled(self, factor: Any) -> None:
+        """Keep a factor beside the sum."""
+        if isinstance(factor, Tensor) and factor.dim():
+            raise RuntimeError(_HELD)
+        factor = torch.as_tensor(factor, dtype=torch.float32, device=self.held.device)
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    def zeroed(self) -> None:
+        """Begin anew."""
+        self.held.zero_()
+        self.factor = None
+
+    def value(self) -> Tensor:
+        """A tensor of its own, in the parameter's dtype."""
+        whole = self.held.to(self.dtype, copy=True)
+        return whole if self.factor is None else whole.mul_(self.factor)
+
+    def asked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of the tensor that it stands for."""
+        if func._schema.is_mutable:
+            raise RuntimeError(_HELD)
+        return func(*tree_map_only(GradientSum, GradientSum.value, args), **kwargs)

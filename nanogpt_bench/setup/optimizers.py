@@ -1,0 +1,250 @@
+"""From the `optimizer` section to an optimizer with GPT-style parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import MANIFOLDS, OPTIONS, Config, OptimizerConfig
+from nanogpt_bench.setup.constraints import constrained_weights, rate_of
+from nanogpt_bench.setup.schedule import Course
+from nanogpt_bench.setup.surgery import quantized_layers
+from nanogpt_bench.system.errors import BenchError, one_line
+
+#: from the number of steps taken to batches (tokens, targets) that a Fisher matrix is measured on
+Batches = Callable[[int], Sequence[tuple[Tensor, Tensor]]]
+
+
+def build_optimizer(model: nn.Module, config: Config, batches: Batches | None = None) -> torch.optim.Optimizer:
+    """Return the optimizer of a resolved configuration; `batches` is for the one that measures a Fisher matrix.
+
+    Raises:
+        BenchError: an option the optimizer refuses, or a package it needs is missing.
+    """
+    kind = _kind(config)
+    try:
+        return _fisher(model, config, batches) if kind == "fisher" else _BUILDERS.get(kind, _own)(model, config)
+    except (ValueError, TypeError, ImportError) as error:
+        raise BenchError(f"optimizer: {one_line(error)}") from None
+
+
+#: torch's optimizers round at every operation in place; ours with k = 0 take the same step and round once
+_ROUNDING_ONCE = {"adamw": "stiffness_adamw", "sgd": "stiffness_sgd"}
+
+
+def _kind(config: Config) -> str:
+    """Return the name of the optimizer that steps: on the library's manifolds one of its own."""
+    name = config.optimizer.name or ""
+    return _ROUNDING_ONCE.get(name, name) if config.model.storage in MANIFOLDS else name
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two groups: matrices and embeddings decay, biases and norms don't; shared parameters appear once."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _groups(
+        (weight_decay, [parameter for parameter in parameters if parameter.dim() >= 2]),
+        (0.0, [parameter for parameter in parameters if parameter.dim() < 2]),
+    )
+
+
+def _groups(*groups: tuple[float, list[nn.Parameter]]) -> list[dict[str, Any]]:
+    return [{"params": parameters, "weight_decay": decay} for decay, parameters in groups if parameters]
+
+
+def _adam_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    return parameter_groups(model, config.optimizer.weight_decay or 0.0)
+
+
+def _adam_options(config: Config) -> dict[str, Any]:
+    settings = config.optimizer
+    return {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+
+
+#: options of all the library's optimizers that keep their name
+_OWN = ("damping", "clip", "stabilize_every", "reset_every")
+
+
+def _own_options(config: Config) -> dict[str, Any]:
+    """Return what every optimizer of the library takes."""
+    settings = config.optimizer
+    written = {name: value for name in ("writeback", "draws") if (value := getattr(settings, name)) is not None}
+    given = {name: value for name in _OWN if (value := getattr(settings, name)) is not None}
+    return {
+        "moments": settings.moments or "float32",
+        "seed": config.seed,
+        "compile": settings.compile or None,
+        **written,
+        **given,
+    }
+
+
+def _sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    assert settings.lr is not None
+    assert settings.momentum is not None
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+def _adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_adam_groups(model, config), fused=True, **_adam_options(config))
+
+
+def _own(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return the library's optimizer of that name, with the options that it takes."""
+    settings, name = config.optimizer, _kind(config)
+    options: dict[str, Any] = {option: getattr(settings, option) for option in _AS_THEY_ARE if option in OPTIONS[name]}
+    if "beta1" in OPTIONS[name]:
+        options["betas"] = settings.beta1, settings.beta2
+    if "stiffness" in OPTIONS[name]:
+        options["stiffness"] = _stiffness(config)
+    groups = _riemannian_groups if name.startswith("riemannian") else _adam_groups
+    kinds = {public.lower(): kind for public, kind in vars(fm.optim).items()}
+    made: torch.optim.Optimizer = kinds[name.replace("_", "")](groups(model, config), **options, **_own_options(config))
+    return made
+
+
+def _stiffness_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return Muon with AdamW's size of a step: hidden matrices at lr, what else there is by Adam at float_lr."""
+    settings = config.optimizer
+    options: dict[str, Any] = {
+        "betas": (settings.beta1, settings.beta2),
+        "adam_eps": settings.eps,
+        "momentum": settings.momentum,
+    }
+    options |= {"weight_decay": settings.weight_decay, "stiffness": _stiffness(config), **_own_options(config)}
+    return fm.optim.StiffnessMuon.for_model(model, settings.lr or 0.0, other_lr=settings.float_lr, **options)
+
+
+def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
+    """Return a group's highest learning rate: under Muon what is no hidden matrix has one of its own.
+
+    >>> peak_lr({"direction": "adam"}, OptimizerConfig(lr=2e-3, float_lr=4e-3)), peak_lr({}, OptimizerConfig(lr=2e-3))
+    (0.004, 0.002)
+    """
+    others = group.get("direction") == "adam" or group.get("use_muon") is False
+    lr = settings.float_lr if others else settings.lr
+    return lr or 0.0
+
+
+def _fisher(model: nn.Module, config: Config, batches: Any) -> torch.optim.Optimizer:
+    settings = config.optimizer
+    groups = parameter_groups(model, settings.weight_decay or 0.0)
+    names = ("momentum", "representation", "refresh")
+    options = {name: getattr(settings, name) for name in names} | {"stiffness": _stiffness(config)}
+    options |= _adam_options(config) | _own_options(config)
+    return fm.optim.FisherNaturalGradient(groups, model, batches, **options)
+
+
+def _riemannian_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
+    """Return a group of weights stepped by ULPs, which decay, one of all others, and one for each rate of constraints.
+
+    The Riemannian optimizers' decay of quantised weights is a share a step, not one of lr, and that of floats is added
+    to the gradient: so quantised weights shrink as under AdamW at float_lr, and the others don't.
+    """
+    settings = config.optimizer
+    on_manifolds = config.model.storage in MANIFOLDS
+    weights: list[Any] = [layer.weight for layer in quantized_layers(model).values()] if on_manifolds else []
+    rates = {id(weight): rate_of(weight, settings) for weight in constrained_weights(model).values()}
+    apart = {id(weight) for weight in weights} | rates.keys()
+    others = [parameter for parameter in model.parameters() if id(parameter) not in apart]
+    groups = _groups(((settings.weight_decay or 0.0) * (settings.float_lr or 0.0), weights), (0.0, others))
+    for rate in dict.fromkeys(rates.values()):
+        members = [parameter for parameter in model.parameters() if rates.get(id(parameter)) == rate]
+        groups.append({"params": members, "weight_decay": 0.0, "float_lr": rate})
+    return groups
+
+
+def _torchao(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return torchao's AdamW with 8-bit or FP8 averages, whose step torch.compile has to compile."""
+    from torchao.optim import AdamW8bit, AdamWFp8
+
+    made = AdamW8bit if config.optimizer.name == "torchao_adamw8bit" else AdamWFp8
+    optimizer: torch.optim.Optimizer = made(_adam_groups(model, config), **_adam_options(config))
+    return optimizer
+
+
+def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    import optimi
+
+    optimizer: torch.optim.Optimizer = optimi.AdamW(
+        _adam_groups(model, config), **_adam_options(config), kahan_sum=True
+    )
+    return optimizer
+
+
+#: by how much SDNQ's Muon has to have a larger rate for a step of ours: it leaves a matrix (m, n) of orthogonal rows or
+#: columns as it is, of 1 / sqrt(max(m, n)), where ours has 0.2; so much are 0.86M parameters' matrices on average
+_SDNQ_RATE = 4.0
+
+
+def _sdnq_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return SDNQ's Muon with averages of 8 bits; hidden matrices decay by as much a step as under ours."""
+    from sdnq.optim import Muon
+
+    settings = config.optimizer
+    groups = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0).param_groups
+    made = [_sdnq_group(group, settings) for group in groups]
+    optimizer: torch.optim.Optimizer = Muon(made, use_quantized_buffers=True)
+    return optimizer
+
+
+def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, Any]:
+    hidden = group["direction"] == "muon"
+    return {
+        "params": group["params"],
+        "use_muon": hidden,
+        "lr": settings.lr if hidden else settings.float_lr,
+        "betas": (settings.momentum if hidden else settings.beta1, settings.beta2),
+        "weight_decay": group["weight_decay"] / (_SDNQ_RATE if hidden else 1.0),
+    }
+
+
+def _sdnq_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return SDNQ's AdamW with averages of 8 bits; it has no eps, and bounds an update by 1."""
+    from sdnq.optim import AdamW
+
+    options = {"lr": config.optimizer.lr, "betas": (config.optimizer.beta1, config.optimizer.beta2)}
+    made = [group | options for group in _adam_groups(model, config)]
+    optimizer: torch.optim.Optimizer = AdamW(made, use_quantized_buffers=True)
+    return optimizer
+
+
+#: options that the library calls what the bench calls them
+_AS_THEY_ARE = ("lr", "eps", "momentum", "float_lr")
+#: every other is an optimizer of the library that is made of groups and options
+_BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
+    "sgd": _sgd,
+    "adamw": _adamw,
+    "torchao_adamw8bit": _torchao,
+    "torchao_adamwfp8": _torchao,
+    "optimi_adamw": _optimi,
+    "sdnq_muon": _sdnq_muon,
+    "sdnq_adamw": _sdnq_adamw,
+    "stiffness_muon": _stiffness_muon,
+}
+
+
+def _stiffness(config: Config) -> float | Callable[[int], float]:
+    """Return k; AdamW and SGD on the library's manifolds are k = 0."""
+    settings = config.optimizer
+    if settings.stiffness is None:
+        return 0.0
+    if settings.stiffness_end is None:
+        return settings.stiffness
+    steps, name = config.train.max_steps, settings.stiffness_schedule or "linear"
+    if name == "linear":
+        return fm.optim.anneal(settings.stiffness, settings.stiffness_end, steps)
+    return Course(name, settings.stiffness, settings.stiffness_end, steps, settings.step_at)
+
+
+def stiffness_at(config: Config, step: int) -> float | None:
+    """Return the stiffness exponent of `step` (counted from 0), None when the optimizer has none."""
+    if config.optimizer.stiffness is None:
+        return None
+    exponent = _stiffness(config)
+    return float(exponent(step)) if callable(exponent) else exponent

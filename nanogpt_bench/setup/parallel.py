@@ -1,0 +1,142 @@
+"""`train.parallel`: a model that several processes train together, each with its share of every batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.ranks import ALONE, Ranks
+
+#: what compares gradients, or measures them, in passes of one process, and manifolds of whole matrices
+_OF_ONE_PROCESS = ("shadow.enabled", "monitor.fisher", "train.step_in_backward", "model.constraint", "model.peer")
+#: what looks at weights or gradients as a whole, of which FSDP leaves rows in each process
+_OF_WHOLE_WEIGHTS = (
+    *(f"monitor.{name}" for name in ("stall", "ranges", "bits", "attention", "gradients", "geometry")),
+    *("runtime.compile", "model.pretrained", "model.torchao_float8"),
+)
+
+
+def check_parallel(config: Config) -> None:
+    """Refuse what a run in several processes would do wrongly.
+
+    Raises:
+        BenchError: names the keys, and what to give for them.
+    """
+    mode = config.train.parallel
+    if mode is None:
+        return
+    keys = (*_OF_ONE_PROCESS, *(_OF_WHOLE_WEIGHTS if mode == "fsdp" else ()))
+    given = [key for key in keys if _value(config, key)]
+    if given:
+        raise BenchError(
+            f"train.parallel: {mode!r} can't be used with {', '.join(given)}; give --{given[0]} "
+            f"{'null' if isinstance(_value(config, given[0]), str) else 'false'}"
+            f"{', and so with the others' if len(given) > 1 else ''}"
+        )
+    name, storage = config.optimizer.name or "", config.model.storage
+    if mode == "fsdp" and storage not in _SHARDED:
+        raise BenchError(f"model.storage: {storage!r} can't be sharded; allowed with fsdp: {', '.join(_SHARDED)}")
+    if name == "fisher" or (mode == "fsdp" and name.startswith(("torchao", "optimi"))):
+        raise BenchError(f"optimizer.name: {name!r} can't be used with train.parallel {mode!r}; leave one of them out")
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def check_ranks(config: Config, ranks: Ranks) -> None:
+    """Refuse processes that nothing says how to use, and a batch that they can't share.
+
+    Raises:
+        BenchError: says what to give.
+    """
+    size = ranks.size
+    if ranks is ALONE:
+        refuse_parallel(config.train.parallel, "this")
+    if config.train.batch_size % size:
+        raise BenchError(
+            f"train.batch_size: {config.train.batch_size} sequences can't be divided among {size} processes; "
+            f"give a multiple of {size}"
+        )
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
+    if size > 1 and config.runtime.device != "cpu" and 0 < gpus < here:
+        raise BenchError(
+            f"runtime.device: {here} processes need a GPU each, and {gpus} are here; start fewer, or give "
+            "--runtime.device cpu"
+        )
+
+
+def refuse_parallel(mode: str | None, who: str) -> None:
+    """Refuse `train.parallel` where runs are trained in one process.
+
+    Raises:
+        BenchError: says so.
+    """
+    if mode is not None:
+        raise BenchError(
+            f"train.parallel: {mode!r} is for torchrun -m nanogpt_bench run; {who} trains in one process; leave it out"
+        )
+
+
+def processes(config: Config, ranks: Ranks) -> dict[str, Any]:
+    """Return what environment.json says of a run in several processes; nothing of a run in one."""
+    return {"parallel": config.train.parallel, "processes": ranks.size} if ranks.size > 1 else {}
+
+
+#: storages whose weights a process can hold some rows of
+_SHARDED = ("float32", "master", "fp8")
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def replicated(model: nn.Module, loss: Loss) -> Loss:
+    """Return a loss whose backward pass leaves the mean of all processes' gradients in each of them."""
+    wrapped: Loss = nn.parallel.DistributedDataParallel(_Loss(model, loss), init_sync=False)
+    return wrapped
+
+
+class _Loss(nn.Module):
+    """A loss as a module that holds the model."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self._loss(tokens, targets)
+
+
+def joined_model(model: nn.Module, config: Config, ranks: Ranks, device: torch.device) -> nn.Module:
+    """Return the first process' model, to the bit, in every process; under fsdp its rows.
+
+    Raises:
+        BenchError: what can't be sharded.
+    """
+    if ranks.size == 1:
+        return model
+    fm.distributed.sync(model)
+    return _in_rows(model, config, ranks, device) if config.train.parallel == "fsdp" else model
+
+
+def _in_rows(model: nn.Module, config: Config, ranks: Ranks, device: torch.device) -> nn.Module:
+    """Shard every block, and what is left; after each pass a process has its rows only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    if any(isinstance(module, fm.Scale) and module.policy == "static" for module in model.modules()):
+        raise BenchError(
+            "model.formats: policy static can't be used with train.parallel 'fsdp'; give dynamic or delayed"
+        )
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    return model

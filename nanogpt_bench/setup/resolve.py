@@ -1,0 +1,269 @@
+"""Filling in what a configuration leaves null, and refusing combinations that make no sense."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts
+from nanogpt_bench.config.keys import get, keys_where
+from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning
+from nanogpt_bench.config.schema import (
+    MANIFOLDS,
+    OPTIONS,
+    OWN_OPTIMIZERS,
+    ROUNDED,
+    Config,
+    ModelConfig,
+    unit,
+)
+from nanogpt_bench.config.settings import Resolved, load_config
+from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS
+from nanogpt_bench.model.gpt import SIZES, GPTShape
+from nanogpt_bench.setup.constraints import check_constrained_layers, fill_constraint, fill_rates
+from nanogpt_bench.setup.formats import fill_formats, format_name, read_layers
+from nanogpt_bench.setup.parallel import check_parallel
+from nanogpt_bench.setup.start import as_begun, outlined_shape, pinned, start_shape
+from nanogpt_bench.system.errors import BenchError, unknown
+
+#: what a run without a rule starts from
+_NO_RULE = Rule(storage="float32", optimizer="adamw", lr=1e-3)
+
+
+def resolve(config: Config, start: GPTShape | None = None) -> Resolved:
+    """Return the configuration with every key that has a value in the run filled in: rule, sizes, formats and seeds.
+
+    `start` is the shape of what `model.init_from` names where that can't be looked up any more.
+
+    Raises:
+        BenchError: unknown rule or format, settings that contradict each other, or formats that no layer can take.
+        TypeError: it is resolved already.
+    """
+    if isinstance(config, Resolved):
+        raise TypeError("a resolved configuration can't be resolved again")
+    config = Resolved.filling(config, start)
+    preset = _preset(config.rule)
+    refuse_as_given(config)
+    if config.task == "classify":
+        config.model.tie_weights, config.model.pooling = False, config.model.pooling or "mean"
+    _fill_sizes(config.model, start)
+    _fill_seeds(config)
+    formats = fill_formats(config.model)
+    if config.model.pretrained and config.model.tie_weights and formats:
+        _fill(config.model, tied="leave")
+    if config.model.outliers == "clip_sigma":
+        _fill(config.model, outlier_sigma=6.0)
+    fill_constraint(config)
+    _fill_rule(config, preset)
+    refuse_conflicts(config)
+    _read_monitors(config)
+    check_parallel(config)
+    if formats:
+        config.layers = dict(read_layers(config.model, formats))
+    check_constrained_layers(config)
+    return config
+
+
+def resolve_for(config: Config, run_dir: Path, *, resume: bool) -> Resolved:
+    """Return a configuration resolved for the run in `run_dir`; one that goes on is resolved from what it began with.
+
+    One that is resolved already is that.
+
+    Raises:
+        BenchError: settings that can't be used, or a config.yaml that can't be read.
+    """
+    if isinstance(config, Resolved):
+        return config
+    path = run_dir / "config.yaml"
+    if not resume or not config.model.init_from or not path.is_file():
+        return resolve(config)
+    return resolve(*as_begun(config, load_config(path), run_dir))
+
+
+def _preset(name: str | None) -> Rule:
+    if name is None:
+        return _NO_RULE
+    check_available(name)
+    return RULES[name]
+
+
+def _fill(section: Any, **values: Any) -> None:
+    for name, value in values.items():
+        if getattr(section, name) is None:
+            setattr(section, name, value)
+
+
+def _fill_sizes(model: ModelConfig, start: GPTShape | None) -> None:
+    if model.pretrained:
+        shape = _own_shape(model)
+    else:
+        shape = _checkpoint_shape(model, start) if model.init_from else _named_shape(model)
+    _fill(model, **{name: getattr(shape, name) for name in _SHAPED})
+    assert model.n_embd is not None
+    assert model.n_head is not None
+    if model.n_embd % model.n_head:
+        raise BenchError(
+            f"model.n_embd: {model.n_embd} is not a multiple of model.n_head {model.n_head}; "
+            f"give a multiple of {model.n_head}, such as {-(-model.n_embd // model.n_head) * model.n_head}"
+        )
+
+
+#: what a named size or a checkpoint says about the model
+_SHAPED = ("n_layer", "n_head", "n_embd", "block_size", "bias", "tie_weights", "gelu")
+
+
+def _named_shape(model: ModelConfig) -> GPTShape:
+    _fill(model, size="0.8M")
+    return SIZES[model.size or ""]
+
+
+def _checkpoint_shape(model: ModelConfig, start: GPTShape | None) -> GPTShape:
+    """Return the shape of the checkpoint to start from, and refuse settings that its weights can't fill."""
+    assert model.init_from is not None
+    model.init_from = pinned(model.init_from)
+    shape = start or start_shape(model.init_from)
+    _check_named_size(model, shape)
+    _check_shape(model, shape, f"the checkpoint {model.init_from!r}")
+    if model.tie_weights and not shape.tie_weights:
+        raise BenchError(f"model.tie_weights: the checkpoint {model.init_from!r} has an lm_head of its own; give false")
+    return shape
+
+
+def _own_shape(model: ModelConfig) -> GPTShape:
+    """Return the shape of a pretrained model, and refuse settings that say otherwise."""
+    for name in ("init_from", "size"):
+        if getattr(model, name) is not None:
+            raise BenchError(
+                f"model.{name}: {getattr(model, name)!r} can't be used with model.pretrained; leave it out"
+            )
+    shape = outlined_shape(model.pretrained or "")
+    _fill(model, block_size=min(256, shape.block_size))
+    _check_shape(model, shape, f"{model.pretrained!r}")
+    if model.tie_weights not in (None, shape.tie_weights):
+        raise BenchError(
+            f"model.tie_weights: {model.pretrained!r} has {shape.tie_weights}; model.tied says what formats do"
+        )
+    return shape
+
+
+def _check_shape(model: ModelConfig, shape: GPTShape, called: str) -> None:
+    for name in ("n_layer", "n_head", "n_embd", "bias", "gelu"):
+        given, own = getattr(model, name), getattr(shape, name)
+        if given not in (None, own):
+            raise BenchError(f"model.{name}: {given!r} is not that of {called}: {own!r}")
+    if model.block_size is not None and model.block_size > shape.block_size:
+        raise BenchError(
+            f"model.block_size: {model.block_size} is more than the {shape.block_size} positions of {called}"
+        )
+
+
+def _check_named_size(model: ModelConfig, shape: GPTShape) -> None:
+    """Refuse the name of a size that is not the checkpoint's; one that is says nothing more."""
+    named = SIZES[model.size] if model.size else shape
+    for name in ("n_layer", "n_head", "n_embd"):
+        if getattr(model, name) is None and getattr(named, name) != getattr(shape, name):
+            raise BenchError(
+                f"model.size: {model.size!r} can't be used with model.init_from {model.init_from!r}, "
+                "whose checkpoint has a size of its own; leave one of them out (--model.size null)"
+            )
+    model.size = None
+
+
+def _fill_seeds(config: Config) -> None:
+    _fill(config.data, seed=config.seed)
+    _fill(config.model, seed=config.seed)
+
+
+def _fill_rule(config: Config, preset: Rule) -> None:
+    optimizer = config.optimizer
+    if config.rule:
+        _check_agreement(config, preset)
+    _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
+    _fill(config.model, torchao_float8=preset.torchao_float8)
+    if config.model.storage == "peer":
+        _fill(config.model, peer=preset.peer)
+    _fill(config.train, precision=preset.precision)
+    _fill(optimizer, name=preset.optimizer)
+    if config.model.storage in ROUNDED:
+        _fill(optimizer, writeback=preset.writeback or "stochastic")
+    if config.model.storage in MANIFOLDS or preset.moments:
+        _fill(optimizer, moments=preset.moments or "float32")
+    _fill(optimizer, stiffness=preset.stiffness, stiffness_end=preset.stiffness_end)
+    options = OPTIONS[optimizer.name or ""]
+    rates = keys_where("is_rate")
+    fill_rates(config)
+    _fill(optimizer, **{name: value for name, value in options.items() if f"optimizer.{name}" not in rates})
+    if config.model.pretrained and "float_lr" in options and unit(optimizer.name or "") == unit("adamw"):
+        _fill(
+            optimizer, float_lr=optimizer.lr
+        )  # one rate for all, not that of embeddings which are learnt from nothing
+    if (name := rule_name(config)) in RULES:  # whether it was named or its settings were given one by one
+        _fill(optimizer, lr=RULES[name].lr, float_lr=RULES[name].float_lr)
+    _fill(optimizer, **options)
+
+
+def _default_storage(config: Config) -> str:
+    """Return the storage of a run without a rule: what its formats and its optimizer call for."""
+    if config.model.peer:
+        return "peer"
+    if not config.model.formats:
+        return "float32"
+    return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"
+
+
+def _check_agreement(config: Config, preset: Rule) -> None:
+    """Refuse a setting that contradicts the rule: the run would bear the wrong name."""
+    means = meaning(preset)
+    for key, given in contradicting(functools.partial(get, config), means).items():
+        raise BenchError(
+            f"{key}: {given!r} contradicts rule {config.rule!r}, which means {means[key]!r}; leave one of them out"
+        )
+
+
+def _read_monitors(config: Config) -> None:
+    """Read formats to measure against, budgets and levels of alerts; refuse those that mean nothing."""
+    monitor, alerts = config.monitor, config.alerts
+    for key in ("activation_format", "gradient_format"):
+        if getattr(monitor, key) is not None:
+            name = format_name(getattr(monitor, key), f"monitor.{key}")
+            setattr(monitor, key, None if name == "none" else name)
+    for section in ("at_most", "at_least"):
+        for metric, value in getattr(alerts, section).items():
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise BenchError(f"alerts.{section}.{metric}: {value!r} is not allowed; give a number or null")
+    for kind, level in alerts.levels.items():
+        if kind not in ALERT_KINDS:
+            raise unknown("alerts.levels key", kind, ALERT_KINDS)
+        alerts.levels[kind] = _level(kind, level)
+
+
+def _level(kind: str, level: Any) -> str:
+    """Return an alert's level in its own spelling; YAML reads a bare off as false."""
+    for known in ALERT_LEVELS:
+        if str(level).lower() == known.lower() or (level is False and known == "off"):
+            return known
+    raise unknown(f"alerts.levels.{kind}", level, ALERT_LEVELS)
+
+
+def rule_name(config: Config) -> str:
+    """Return the rule a resolved configuration follows: its own, the one with the same settings, or "custom".
+
+    Quantised weights may be trained at any precision under the same name, as they may where the rule is named.
+    """
+    return config.rule or next((name for name, entry in RULES.items() if _follows(config, entry)), "custom")
+
+
+def _follows(config: Config, entry: Rule) -> bool:
+    optimizer, storage = config.optimizer, config.model.storage
+    return (
+        (storage == entry.storage or {storage, entry.storage} <= set(ROUNDED))
+        and optimizer.name == entry.optimizer
+        and (entry.storage != "float32" or config.train.precision == entry.precision)
+        and config.model.torchao_float8 == entry.torchao_float8
+        and (optimizer.writeback, optimizer.writeback_end) == (entry.writeback, None)
+        and (optimizer.moments or "float32") == (entry.moments or "float32")
+        and optimizer.stiffness == entry.stiffness
+        and optimizer.stiffness_end == entry.stiffness_end
+        and (optimizer.stiffness_schedule or "linear") == "linear"
+    )

@@ -1,0 +1,241 @@
+"""`model.init_from`: the weights that a training starts from, those of a GPT-2 checkpoint or of a run."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanogpt_bench.checkpoint import steps
+from nanogpt_bench.checkpoint.read import read_manifest
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import Resolved
+from nanogpt_bench.data.batches import Corpus, digests_of, label_names, open_corpus
+from nanogpt_bench.data.own_tokenizer import check_tokens
+from nanogpt_bench.model import pretrained
+from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
+from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
+from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
+from nanogpt_bench.setup.surgery import read_as_codes
+from nanogpt_bench.system.errors import BenchError, one_line
+
+KEY = "model.init_from"
+
+
+def model_shape(config: Config, corpus: Corpus) -> GPTShape:
+    """Return the shape of a resolved configuration's model, whose tokens and labels are a corpus's.
+
+    Raises:
+        BenchError: a corpus without the labels that the task needs.
+    """
+    settings = config.model
+    return GPTShape(
+        n_layer=settings.n_layer or 0,
+        n_head=settings.n_head or 0,
+        n_embd=settings.n_embd or 0,
+        block_size=settings.block_size or 0,
+        vocab_size=corpus.vocab_size,
+        dropout=settings.dropout,
+        bias=bool(settings.bias),
+        tie_weights=bool(settings.tie_weights),
+        gelu=settings.gelu or "exact",
+        labels=len(label_names(corpus)) if config.task == "classify" else 0,
+        pooling=settings.pooling or "mean",
+    )
+
+
+def outlined_shape(name: str) -> GPTShape:
+    """Return the shape of a pretrained model as far as it has one of a GPT; its block is as long as its positions.
+
+    Raises:
+        BenchError: no such model, or none that can be trained.
+    """
+    found = outline(name)
+    sizes = {key: getattr(found, key) for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    return GPTShape(**sizes, block_size=found.positions, tie_weights=bool(found.shared))
+
+
+def pinned(name: str) -> str:
+    """Return the very checkpoint that a run's folder stands for, its newest; any other name as it is.
+
+    Raises:
+        BenchError: a run without a checkpoint.
+    """
+    path = Path(name)
+    if is_checkpoint(path) or not is_run(path):
+        return name
+    try:
+        return str(choose(path))
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
+
+
+def start_shape(name: str) -> GPTShape:
+    """Return the shape of the model that the weights called `name` fill.
+
+    Raises:
+        BenchError: nothing there, or nothing that can be started from.
+    """
+    path = Path(name)
+    if is_checkpoint(path):
+        try:
+            shape = trained_shape(path)
+        except BenchError as error:
+            raise BenchError(f"{KEY}: {error}") from None
+        if shape.labels:
+            raise BenchError(f"{KEY}: {name!r} is of task 'classify'; give a run of task 'language'")
+        return shape
+    if _looks_like_one(path):
+        raise BenchError(f"{KEY}: {name!r} does not exist; give a run's folder, or one of its {_others(path)}")
+    return pretrained.find_checkpoint(name).shape
+
+
+def _looks_like_one(path: Path) -> bool:
+    """Whether a path that is no checkpoint can only have meant one."""
+    return path.parent.name == "checkpoints" and path.name.startswith("step-")
+
+
+def _others(path: Path) -> str:
+    run_dir = path.parent.parent
+    found = [str(run_dir / "checkpoints" / f"step-{step}") for step in steps(run_dir)]
+    return "checkpoints" + (f": {', '.join(found)}" if found else "")
+
+
+def start_facts(config: Config) -> dict[str, Any]:
+    """Return what environment.json says of the run that a training starts from; nothing where it starts from none.
+
+    Raises:
+        BenchError: a checkpoint whose manifest can't be read.
+    """
+    folder = Path(config.model.init_from or "")
+    if not config.model.init_from or not is_checkpoint(folder):
+        return {}
+    try:
+        entry = read_manifest(folder).files.get("model.safetensors")
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{KEY}: checkpoint {str(folder)!r}: {one_line(error)}") from None
+    return {"init_from": {"checkpoint": str(folder), "sha256": entry.sha256 if entry else None}}
+
+
+def start_model(shape: GPTShape, config: Config, corpus: Corpus) -> Any:
+    """Return the float model of that shape with the weights that a resolved configuration starts from.
+
+    Raises:
+        BenchError: weights that do not fit the corpus or the model.
+    """
+    name, seed = config.model.init_from, config.model.seed or 0
+    if config.model.pretrained:
+        return _pretrained(config, corpus)
+    if not name:
+        return build_model(shape, seed)
+    trained = _loaded(name) if is_checkpoint(Path(name)) else None
+    if trained is None:
+        pretrained.check_size(name)
+    else:
+        check_text(trained, corpus, f"{KEY}: {name!r}")
+    language = build_model(replace(shape, labels=0), seed)
+    if trained is None:
+        pretrained.load_checkpoint(language, name, str(corpus.meta["tokenizer"]))
+    else:
+        fill_floats(language, trained, f"{KEY}: {name!r}")
+    return _with_head(language, shape, seed) if shape.labels else language
+
+
+def _with_head(language: GPT, shape: GPTShape, seed: int) -> GPT:
+    """Return a classifier with the body of a language model, and a head whose weights are random."""
+    model = build_model(shape, seed)
+    body = {name: value for name, value in language.state_dict().items() if not name.startswith("lm_head.")}
+    model.load_state_dict({**model.state_dict(), **body})
+    return model
+
+
+def _pretrained(config: Config, corpus: Corpus) -> Any:
+    name = config.model.pretrained or ""
+    largest = max(int(corpus.train.max()), int(corpus.val.max()))
+    check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder), largest)
+    model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
+    if config.model.lora_rank:
+        add_adapters(model, config.model.lora_rank, config.model.seed or 0)
+    if config.train.recompute:
+        recompute_activations(model)
+    return model
+
+
+def _bytes_each(config: Config) -> float:
+    """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
+    state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
+    gradients = 0 if config.train.step_in_backward else 4
+    if read_as_codes(config) is None:
+        weights = 4 if config.model.storage in ("float32", "master") else 1
+        return max(5, weights + state + gradients)
+    found = outline(config.model.pretrained or "")
+    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in config.layers)
+    return 4 - 3 * in_codes / found.parameters + state + gradients
+
+
+def _loaded(name: str) -> Trained:
+    try:
+        return load(Path(name))
+    except BenchError as error:
+        raise BenchError(f"{KEY}: {error}") from None
+
+
+def check_text(trained: Trained, corpus: Corpus, called: str) -> None:
+    """Refuse a text whose tokens are not those that the weights were trained on.
+
+    Raises:
+        BenchError: another tokenizer or vocabulary, or the characters of another text.
+    """
+    theirs, ours = trained.environment.get("tokenizer"), corpus.meta["tokenizer"]
+    if theirs is not None and theirs != ours:
+        raise BenchError(f"{called} was trained on text of tokenizer {theirs!r}, {str(corpus.folder)!r} is of {ours!r}")
+    facts: Any = trained.environment.get("corpus")
+    names = facts.get("labels") if isinstance(facts, dict) else None
+    if trained.config.task == "classify" and names not in (None, label_names(corpus)):
+        raise BenchError(f"{called} was trained on other labels than those of {str(corpus.folder)!r}")
+    if ours == "char" and not same_text(trained, corpus):
+        raise BenchError(
+            f"{called} was trained on another text than {str(corpus.folder)!r}, and tokenizer 'char' numbers the "
+            "characters of each text on its own; give the run's own with --data.dir"
+        )
+    rows = trained.tensors["token_embedding.weight"].shape[0] if trained.tensors else corpus.vocab_size
+    if rows != corpus.vocab_size:
+        raise BenchError(f"{called} has a vocabulary of {rows}, {str(corpus.folder)!r} one of {corpus.vocab_size}")
+
+
+def same_text(trained: Trained, corpus: Corpus) -> bool:
+    """Whether a corpus is the one that a run was trained on, by the SHA-256 of its splits and of their labels."""
+    facts: Any = trained.environment.get("corpus")
+    return digests_of(facts.get("splits") if isinstance(facts, dict) else None) == digests_of(corpus.meta["splits"])
+
+
+def as_begun(config: Config, saved: Config, run_dir: Path) -> tuple[Config, GPTShape | None]:
+    """Return the settings with which a run goes on that started from another one, and the model's shape where needed.
+
+    `saved` are those in the run's config.yaml.
+
+    What was named by a run's folder is the checkpoint that it stood for when the run began, however many followed.
+    Where that checkpoint is gone, the run's own ones have its weights, and its settings the shape.
+    """
+    name = config.model.init_from
+    if not name:
+        return config, None
+    begun = Path(saved.model.init_from or "")
+    if not _looks_like_one(begun) or Path(name) not in (begun, begun.parent.parent):
+        return config, None
+    config = copy.deepcopy(config)
+    config.model.init_from = saved.model.init_from
+    if is_checkpoint(begun) or not steps(run_dir):
+        return config, None
+    return config, model_shape(saved, open_corpus(saved))
+
+
+def check_start(config: Resolved, found: object) -> None:
+    """Refuse to begin without the weights to begin with.
+
+    Raises:
+        BenchError: nothing to go on from was found, and what the run started from is gone.
+    """
+    if found is None and config.begun is not None:
+        raise BenchError(f"{KEY}: {config.model.init_from!r} does not exist any more, and nothing whole to go on from")

@@ -1,0 +1,191 @@
+"""Steps in which something is not finite: what, and where it was first seen."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+import fp8manifold as fm
+from nanogpt_bench.config import metrics
+from nanogpt_bench.setup.layers import held, plain
+from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.training.points import Anomaly, Step
+
+if TYPE_CHECKING:
+    from nanogpt_bench.training.trainer import Trainer
+
+#: what a step's record says of it, 0 or 1
+_FLAGS = dict(zip(("loss", "gradient", "weight", "state"), metrics.FLAGS, strict=True))
+
+
+class Sentry:
+    """Looks at every step of a run, and undoes what a step that is left out has done to scales and counters."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
+
+    def before(self) -> None:
+        """Remember the model's buffers; called before a step."""
+        modules = [module for module in self._trainer.model.modules() if module._buffers]
+        self._buffers = [(module, _clones(module._buffers)) for module in modules]
+
+    def after(self, step: Step) -> Anomaly | None:
+        """Fill in the step's flags and return what was not finite; called after it.
+
+        Weights and optimizer state are looked at in every step. After one that has to be left out for its loss or
+        gradient, and is whole otherwise, the model's buffers are those of before it.
+        """
+        step.record |= {metrics.WEIGHT_HAS_NAN.name: 0, metrics.STATE_HAS_NAN.name: 0}
+        passed = not (step.record[metrics.LOSS_IS_NAN.name] or step.record[metrics.GRAD_HAS_NAN.name])
+        if passed and self._whole():
+            return None
+        weight, state = first_bad_weight(self._trainer.model, self._trainer.ranks), first_bad_state(self._trainer)
+        if passed and weight is None and state is None:
+            return None  # finite, but with a norm that overflows
+        step.record |= {
+            metrics.WEIGHT_HAS_NAN.name: int(weight is not None),
+            metrics.STATE_HAS_NAN.name: int(state is not None),
+        }
+        kinds = tuple(kind for kind, flag in _FLAGS.items() if step.record[flag.name])
+        if weight is None and state is None:
+            self._restore_buffers()
+            return Anomaly(step.number, kinds, first_seen(self._trainer, step))
+        # In a step that was taken, a bad state made the weight bad; before one, the weight is what the loss is made of.
+        first, second = (state, weight) if passed else (weight, state)
+        return Anomaly(step.number, kinds, first or second or "")
+
+    def _whole(self) -> bool:
+        """Whether all weights and all optimizer state are finite, by one norm; False may be an overflow of that."""
+        return not self._trainer.ranks.any(not self._is_whole_here())
+
+    def _is_whole_here(self) -> bool:
+        weights = [held(weight) for weight in self._trainer.model.parameters() if _can_be_bad(held(weight))]
+        # Codes are decoded a layer at a time: all of them would take four times what the weights do.
+        norms = [plain(weight).norm() for weight in weights if isinstance(weight, fm.FP8Tensor)]
+        floats = [plain(weight) for weight in weights if not isinstance(weight, fm.FP8Tensor)]
+        tensors = [*norms, *floats, *(leaf for _, _, leaf in _states(self._trainer))]
+        return not tensors or math.isfinite(get_total_norm(tensors).item())
+
+    def _restore_buffers(self) -> None:
+        for module, buffers in self._buffers:
+            module._buffers.update(buffers)
+
+
+def _clones(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in buffers.items() if buffer is not None}
+
+
+@torch.no_grad()
+def first_bad_weight(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
+    """Return the first parameter with a value that is not finite, None where there is none.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> first_bad_weight(layer)
+    >>> layer.weight.data[0, 1] = math.inf
+    >>> first_bad_weight(layer)
+    'weight of weight'
+    """
+    own = {name: held(weight) for name, weight in model.named_parameters()}
+    return _first_bad("weight of ", {name: plain(rows) for name, rows in own.items() if _can_be_bad(rows)}, ranks)
+
+
+def first_bad_state(trainer: Trainer) -> str | None:
+    """Return the first entry of the optimizer's state that is not finite, None where there is none."""
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    states = {f"{entry} of {names.get(owner, 'a parameter')}": leaf for entry, owner, leaf in _states(trainer)}
+    return _first_bad("optimizer state ", states, trainer.ranks)
+
+
+def first_seen(trainer: Trainer, step: Step) -> str:
+    """Return where a loss or gradient that is not finite began: the step is repeated on a copy of the model.
+
+    Of activations the first in the order of the forward pass counts, of gradients the first in that of the backward
+    pass. What does not happen again is looked for in the gradients that the step left.
+    """
+    repeated = None
+    if trainer.ranks.size == 1:  # several processes would not take the same way through the repetition
+        copied = copy.deepcopy(trainer.model)
+        for batch in trainer.micro_batches(step.number):
+            where = _first_bad_activation(trainer, copied, batch)
+            if where is not None:
+                return where
+        repeated = _last_bad_gradient(copied)
+    return repeated or (
+        "loss"
+        if step.record[metrics.LOSS_IS_NAN.name]
+        else _last_bad_gradient(trainer.model, trainer.ranks) or "gradient"
+    )
+
+
+def _first_bad_activation(trainer: Trainer, model: Any, batch: tuple[Tensor, Tensor]) -> str | None:
+    """Pass a micro-batch forward and, where that is finite, backward; gradients accumulate."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def look(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not found and isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                found.append(f"activation of {name}")
+
+        return look
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    with torch.random.fork_rng():
+        loss = trainer.loss_of(model, *batch) / trainer.config.train.accumulation
+    for handle in handles:
+        handle.remove()
+    if found or not math.isfinite(loss.item()):
+        return found[0] if found else "loss"
+    loss.backward()
+    return None
+
+
+def _last_bad_gradient(model: nn.Module, ranks: Ranks = ALONE) -> str | None:
+    named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    return _first_bad("gradient of ", {name: held(gradient) for name, gradient in reversed(named)}, ranks)
+
+
+def _first_bad(prefix: str, tensors: Mapping[str, Tensor], ranks: Ranks = ALONE) -> str | None:
+    """The first that is not finite, here or in another process."""
+    bad = (float(not bool(tensor.isfinite().all())) for tensor in tensors.values())
+    flags = bad if ranks.size == 1 else ranks.total(list(bad))
+    return next((prefix + name for name, flag in zip(tensors, flags, strict=False) if flag), None)
+
+
+def _can_be_bad(parameter: Tensor) -> bool:
+    """Whether a parameter can hold what is not finite."""
+    return not isinstance(parameter, fm.FP8Tensor) or parameter.format.finite_codes < 2**parameter.format.bits
+
+
+def _states(trainer: Trainer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield every float of the optimizer's state: the entry, the parameter it belongs to, the values."""
+    for parameter, state in trainer.optimizer.state.items():
+        for entry, leaf in _leaves(state):
+            yield entry, parameter, leaf
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the float tensors of a tree by their path, tensor subclasses as what is inside them."""
+    inner: Sequence[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        inner = [(str(index), item) for index, item in enumerate(value)]
+    elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        inner = [(part, getattr(value, part)) for part in value.__tensor_flatten__()[0]]
+    elif isinstance(value, Tensor) and value.is_floating_point():
+        yield name, value.detach() if value.element_size() > 1 else value.detach().float()
+    for key, item in inner:
+        yield from _leaves(item, f"{name}.{key}" if name else key)
+
+
+def figure_of(step: Step) -> str:
+    """The figure that was not finite, as words."""
+    name = (metrics.TRAIN_LOSS if step.record[metrics.LOSS_IS_NAN.name] else metrics.GRAD_NORM).name
+    return f"{name} is {step.record[name]}"

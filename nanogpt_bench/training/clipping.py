@@ -1,0 +1,143 @@
+"""Clipping by the norm of the whole gradient, before the weights' gradients are quantised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+import fp8manifold as fm
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.setup.layers import held
+from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.system.ranks import ALONE, Ranks
+
+
+def clipping_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, ranks: Ranks = ALONE) -> Clipping:
+    """Return the clipping of a run's gradients: of their sum, or where a weight's has a format of every micro-batch.
+
+    Raises:
+        BenchError: gradients that are sharded, and have a format.
+    """
+    if config.train.step_in_backward:
+        return Unclipped([], 0.0)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    layers = [layer for layer in model.modules() if isinstance(layer, fm.QuantizedLinear)]
+    bound = config.optimizer.grad_clip
+    in_rows = ranks.size > 1 and config.train.parallel == "fsdp"
+    if any(layer.weight_gradient_scaler is not None for layer in layers):
+        if in_rows:
+            raise BenchError(
+                "model.formats: gradient can't be used with train.parallel 'fsdp'; give ddp, or leave it out"
+            )
+        return ClippingFirst(parameters, bound, model, config.train.accumulation)
+    return ClippingRows(parameters, bound, ranks) if in_rows else Clipping(parameters, bound)
+
+
+class Clipping:
+    """Multiplies the complete gradient so that its norm is `bound` at most; with 0 it is left alone.
+
+    So is a gradient that is not finite: a factor of NaN would hide where it came from.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], bound: float) -> None:
+        self._parameters, self._bound = parameters, bound
+
+    def before_backward(self) -> None:
+        """Called before every micro-batch's backward pass."""
+
+    def after_backward(self) -> float:
+        """Called after it; return what this micro-batch's gradient was multiplied by."""
+        return 1.0
+
+    def finish(self) -> tuple[float | None, bool]:
+        """Return the norm that the step's gradient had before it was clipped, and whether it was."""
+        total = get_total_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+        norm = total.item()
+        clipped = 0 < self._bound < norm < math.inf
+        if clipped:
+            clip_grads_with_norm_(self._parameters, self._bound, total)
+        return norm, clipped
+
+
+class Unclipped(Clipping):
+    """Of gradients that are gone as soon as they are there: nobody knows their norm."""
+
+    def finish(self) -> tuple[None, bool]:
+        return None, False
+
+
+class ClippingRows(Clipping):
+    """Of gradients of which every process has rows; the norm is that of all of them, summed up in float64."""
+
+    def __init__(self, parameters: Sequence[Tensor], bound: float, ranks: Ranks) -> None:
+        super().__init__(parameters, bound)
+        self._ranks = ranks
+
+    def finish(self) -> tuple[float, bool]:
+        rows = [held(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        (squares,) = self._ranks.total([sum(float(part.double().square().sum()) for part in rows)])
+        norm = math.sqrt(squares)
+        clipped = 0 < self._bound < norm < math.inf
+        if clipped:
+            torch._foreach_mul_(rows, self._bound / (norm + 1e-6))
+        return norm, clipped
+
+
+class ClippingFirst(Clipping):
+    """Clips the float gradient of every micro-batch, then quantises that of the weights, and adds up in float32.
+
+    The bound of each is that of the step over the number of micro-batches, so that their sum has no larger norm than
+    `bound`, but for what rounding adds. A gradient that is not finite is left as it is, for all to see.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], bound: float, model: nn.Module, micro_steps: int) -> None:
+        super().__init__(parameters, bound)
+        self._model, self._micro_steps = model, micro_steps
+        self._sums: list[Any] = []
+        # Of the gradients as they came, for their norm: with one micro-batch it is known without a copy.
+        self._unclipped: list[Any] = [None] * len(parameters)
+        self._norm, self._clipped = 0.0, False
+
+    def before_backward(self) -> None:
+        self._sums = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def after_backward(self) -> float:
+        gradients = [parameter.grad for parameter in self._parameters]
+        norm = get_total_norm([gradient for gradient in gradients if gradient is not None])
+        self._norm = norm.item()
+        if self._micro_steps > 1:
+            self._unclipped = _added(self._unclipped, [None if g is None else g.clone() for g in gradients])
+        factor = self._clip(norm)
+        fm.quantize_weight_gradients(self._model)
+        for parameter, total in zip(self._parameters, self._sums, strict=True):
+            (parameter.grad,) = _added([total], [parameter.grad])
+        self._sums = []
+        return factor
+
+    def finish(self) -> tuple[float, bool]:
+        norm, clipped = self._norm, self._clipped
+        if self._micro_steps > 1:
+            norm = get_total_norm([gradient for gradient in self._unclipped if gradient is not None]).item()
+        self._unclipped, self._clipped = [None] * len(self._parameters), False
+        return norm, clipped
+
+    def _clip(self, norm: Tensor) -> float:
+        bound = self._bound / self._micro_steps
+        if not 0 < bound < self._norm < math.inf:
+            return 1.0
+        clip_grads_with_norm_(self._parameters, bound, norm)
+        self._clipped = True
+        return bound / (self._norm + 1e-6)  # torch's own
+
+
+def _added(sums: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """Add gradients to sums in place; None stands for zero."""
+    pairs = zip(sums, gradients, strict=True)
+    return [one if total is None else total if one is None else total.add_(one) for total, one in pairs]

@@ -1,0 +1,160 @@
+"""What a checkpoint holds of a run, and how a run is made to go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fp8manifold as fm
+from nanogpt_bench.checkpoint import Contents
+from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
+from nanogpt_bench.model.weights import fill, gathered, tensors_of
+from nanogpt_bench.setup.layers import held
+from nanogpt_bench.setup.peer_weights import sdnq_state, sdnq_state_back
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.training.points import Observer
+
+if TYPE_CHECKING:
+    from nanogpt_bench.training.trainer import Trainer
+
+#: what may go wrong with a state that was not made by this code
+_MISFITS = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+
+
+def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: dict[str, Any]) -> Contents | None:
+    """Return everything that the steps after `step` depend on, and `facts` beside it; all tensors are copies.
+
+    Model, optimizer, observers and random generators are taken. Batches and schedules are functions of the step, and
+    need not be. Scales, histories of magnitudes and counters of random bits are the model's.
+
+    What is sharded is gathered: of several processes, which all have to ask, the first gets it and the others None.
+    """
+    kept = trainer.ranks.first
+    tensors, metadata = tensors_of(trainer.model, kept=kept)
+    optimizer = {"state": _saved(trainer), "remainders": _remainders(trainer)}
+    if trainer.in_rows:
+        optimizer = _gathered(optimizer, kept=kept)
+    if not kept:
+        return None
+    files = {"model": {name: plain_copy(tensor) for name, tensor in tensors.items()}}
+    outlines = {}
+    for stem, tree in (
+        ("optimizer", optimizer),
+        ("observers", {type(observer).__name__: observer.state() for observer in observers}),
+        ("random", _random_states(trainer.device)),
+    ):
+        files[stem], outlines[stem] = capture_tree(tree)
+    return Contents(step, files, {"model": metadata}, {"step": step, **facts, "state": outlines})
+
+
+def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
+    """Put a run that has just been made into the state that `capture` took; the tensors are the run's own afterwards.
+
+    An observer that the checkpoint knows nothing of begins anew.
+
+    Raises:
+        BenchError: the state is that of another model, optimizer or monitor.
+    """
+    source = f"the checkpoint of step {contents.step}"
+    fill(trainer.model, contents.tensors.get("model", {}), contents.metadata.get("model", {}), f"{source}'s weights")
+    classes = _state_classes(trainer)
+    _attempt(f"{source} does not fit the optimizer", lambda: _restore_optimizer(contents, trainer, classes))
+    _attempt(f"{source} does not fit the monitors", lambda: _restore_observers(contents, trainer, observers))
+    _attempt(f"{source} has no random state", lambda: _restore_random(contents, trainer.device))
+
+
+def _of_sdnq(trainer: Trainer) -> bool:
+    return (trainer.config.optimizer.name or "").startswith("sdnq")
+
+
+def _saved(trainer: Trainer) -> dict[str, Any]:
+    state = trainer.optimizer.state_dict()
+    return sdnq_state(state) if _of_sdnq(trainer) else state
+
+
+def _gathered(tree: Any, *, kept: bool) -> Any:
+    """A tree with every tensor in it whole, in the first process."""
+    if isinstance(tree, dict):
+        return {key: _gathered(value, kept=kept) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_gathered(value, kept=kept) for value in tree)
+    return gathered(tree, kept=kept)
+
+
+def expected_bytes(trainer: Trainer) -> int:
+    """Return about what a checkpoint will take: the model and two float32 averages of every weight."""
+    tensors, _ = tensors_of(trainer.model)
+    averages = sum(8 * parameter.numel() for parameter in trainer.model.parameters())
+    return averages + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _attempt(what: str, act: Callable[[], None]) -> None:
+    try:
+        act()
+    except BenchError:
+        raise
+    except _MISFITS as error:
+        raise BenchError(f"{what}: {type(error).__name__}: {one_line(error)}") from None
+
+
+def _tree(contents: Contents, stem: str, classes: Sequence[type] = (), device: torch.device | None = None) -> Any:
+    tensors = contents.tensors.get(stem, {})
+    moved = tensors if device is None else {name: tensor.to(device) for name, tensor in tensors.items()}
+    return restore_tree(moved, contents.facts["state"][stem], classes)
+
+
+def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[type]) -> None:
+    tree = _tree(contents, "optimizer", classes)
+    for name, parameter in trainer.model.named_parameters():
+        own = held(parameter)
+        if isinstance(own, fm.FP8Tensor):
+            kept = tree["remainders"].get(name)
+            rows = None if kept is None else held(fm.distributed.rows_of(kept, parameter))
+            own.remainder = None if rows is None else rows.to(parameter.device)
+    state = sdnq_state_back(tree["state"], trainer.optimizer) if _of_sdnq(trainer) else tree["state"]
+    if trainer.in_rows:
+        state = fm.optim.rows_of_state(state, trainer.optimizer)
+    trainer.optimizer.load_state_dict(state)
+
+
+def _restore_observers(contents: Contents, trainer: Trainer, observers: Sequence[Observer]) -> None:
+    states = _tree(contents, "observers", device=trainer.device)
+    for observer in observers:
+        saved = states.get(type(observer).__name__)
+        if saved:
+            observer.load_state(saved)
+
+
+def _restore_random(contents: Contents, device: torch.device) -> None:
+    states = _tree(contents, "random")
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    """Those of the generators that dropout draws from; all other random numbers are functions of a seed and a count."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _remainders(trainer: Trainer) -> dict[str, Any]:
+    """What rounding the first weights left, until the optimizer's first step takes it."""
+    kept = {}
+    for name, parameter in trainer.model.named_parameters():
+        own = held(parameter)
+        if isinstance(own, fm.FP8Tensor) and own.remainder is not None:
+            kept[name] = fm.distributed.in_rows_of(parameter, own.remainder)
+    return kept
+
+
+def _state_classes(trainer: Trainer) -> tuple[type, ...]:
+    """Return the tensor subclasses that the optimizer's state may consist of."""
+    if not (trainer.config.optimizer.name or "").startswith("torchao"):
+        return ()
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    return OptimState8bit, OptimStateFp8

@@ -1,0 +1,343 @@
+"""One optimizer step and one validation: the arithmetic of the loop, free of files and clocks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fp8manifold as fm
+from nanogpt_bench.config import metrics
+from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.settings import Resolved
+from nanogpt_bench.data.batches import Corpus, open_also
+from nanogpt_bench.model.gpt import GPT
+from nanogpt_bench.setup.bfloat16 import bfloat16_products
+from nanogpt_bench.setup.compiled import CompiledLoss
+from nanogpt_bench.setup.memory import GradientPeak
+from nanogpt_bench.setup.optimizers import build_optimizer, peak_lr, stiffness_at
+from nanogpt_bench.setup.parallel import Loss, joined_model, replicated
+from nanogpt_bench.setup.peer_weights import keep_peer_weights
+from nanogpt_bench.setup.schedule import decay_course, lr_factor
+from nanogpt_bench.setup.start import model_shape, start_model
+from nanogpt_bench.setup.surgery import quantize
+from nanogpt_bench.setup.task import Figures, Passes, task_of
+from nanogpt_bench.setup.torchao_float8 import train_in_float8
+from nanogpt_bench.system.errors import BenchError, one_line
+from nanogpt_bench.system.ranks import ALONE, Ranks
+from nanogpt_bench.training.clipping import clipping_of
+from nanogpt_bench.training.points import Observer, Step
+from nanogpt_bench.training.wire import Wire
+
+
+def initial_model(config: Config, corpus: Corpus) -> Any:
+    """Return the float model that a resolved configuration starts from: random weights, or those of a checkpoint.
+
+    Raises:
+        BenchError: a checkpoint that does not fit the corpus or the model.
+    """
+    return start_model(model_shape(config, corpus), config, corpus)
+
+
+def mean_and_error(losses: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of losses and its standard error, their standard deviation over the root of their number.
+
+    The error is None for one loss, and where one is not finite.
+
+    >>> mean_and_error([1.0, 2.0, 3.0])
+    (2.0, 0.5773502691896258)
+    """
+    mean = sum(losses) / len(losses)
+    known = len(losses) > 1 and math.isfinite(mean)
+    return mean, statistics.stdev(losses) / math.sqrt(len(losses)) if known else None
+
+
+class Trainer:
+    """Model, optimizer and batches of a resolved configuration; `start` is its float model, if there is one already.
+
+    `ranks` train it together, as `train.parallel` says.
+    """
+
+    def __init__(
+        self,
+        config: Resolved,
+        corpus: Corpus,
+        device: torch.device,
+        start: GPT | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.config, self.corpus, self.device, self.ranks = config, corpus, device, ranks
+        self.task = task_of(config, corpus)
+        model = initial_model(config, corpus) if start is None else start
+        dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
+        model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+        model = keep_peer_weights(model, config)
+        self.model: Any = joined_model(model, config, ranks, device)
+        self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
+        self._decay = decay_course(config.optimizer, config.train.max_steps)
+        #: each group's own decay at the first step; the checkpoint of a later one holds what it had come to
+        self._first_decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        model_loss: Any = CompiledLoss(self.model) if config.runtime.compile else self.model.loss
+        self._model_loss: Loss = model_loss
+        replicas = ranks.size > 1 and config.train.parallel == "ddp"
+        #: what a training step passes in place of the model's loss
+        self._replicated = replicated(self.model, self._model_loss) if replicas else None
+        self._clipping = clipping_of(self.model, self.optimizer, config, ranks)
+        #: most bytes of gradients at once, in the first step that this process takes
+        self.gradient_peak = GradientPeak(self.model)
+        self.wire = Wire(ranks.size)
+        if config.train.step_in_backward:
+            fm.optim.step_in_backward(self.optimizer)
+        #: by how many steps the batches are ahead of the steps, after rollbacks
+        self.batches_left_out = 0
+        self._eval_batches = [self._move(pair) for pair in self.task.held_out()]
+        also = open_also(config, corpus)
+        self._also_batches = [] if also is None else [self._move(pair) for pair in task_of(config, also).held_out()]
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether this process holds rows of the weights, of their gradients and of the optimizer's state."""
+        return self.ranks.size > 1 and self.config.train.parallel == "fsdp"
+
+    def tokens_in(self, number: int) -> int:
+        """Return how many tokens step `number` (from 1) trains on."""
+        return self.task.tokens(number - 1 + self.batches_left_out)
+
+    def new_step(self, number: int, *, last: bool) -> Step:
+        """Return the state of step `number` (from 1) before anything has happened."""
+        return Step(number, self.model, self.optimizer, last, micro_steps=self.config.train.accumulation)
+
+    def train_step(self, step: Step, observers: Iterable[Observer]) -> float:
+        """Do one optimizer step, fill in its record and return the training loss (nats a token, or a label).
+
+        The weights stay as they are when the loss or the gradient is not finite.
+        """
+        with self.wire.step():
+            return self._train_step(step, list(observers))
+
+    def _train_step(self, step: Step, observers: list[Observer]) -> float:
+        if self.ranks.size > 1:
+            torch.manual_seed(self._seed_of_step(step.number))
+        lr = self._set_lr(step.number - 1)
+        self._set_decay(step.number - 1)
+        self._set_writeback(step.number - 1)
+        self.optimizer.zero_grad(set_to_none=True)
+        skipped = self._left_out()
+        loss = self._accumulate(step, observers)
+        norm, clipped = self._clipping.finish()
+        # Steps in the backward pass leave out those parameters whose gradient is not finite, and count them.
+        whole = self._left_out() == skipped if norm is None else math.isfinite(norm)
+        finite = math.isfinite(loss) and whole
+        step.record.update(
+            {
+                metrics.LOSS_IS_NAN.name: int(not math.isfinite(loss)),
+                metrics.GRAD_HAS_NAN.name: int(not whole),
+                metrics.TRAIN_LOSS.name: loss,
+                metrics.LR.name: lr,
+            }
+        )
+        if norm is not None:
+            step.record.update({metrics.GRAD_NORM.name: norm, metrics.GRAD_CLIPPED.name: int(clipped)})
+        exponent = stiffness_at(self.config, step.number - 1)
+        if exponent is not None:
+            step.record[metrics.STIFFNESS_EXPONENT.name] = exponent
+        if finite:
+            self._update(step, observers)
+        return loss
+
+    def _seed_of_step(self, number: int) -> int:
+        """What dropout draws from in this process: a function of the step, so that nothing of it has to be saved."""
+        return int(np.random.SeedSequence([self.config.seed, number, self.ranks.rank]).generate_state(1, np.uint64)[0])
+
+    def _set_lr(self, index: int) -> float:
+        settings = self.config.optimizer
+        factor = lr_factor(settings, index, self.config.train.max_steps)
+        for group in self.optimizer.param_groups:
+            lr = peak_lr(group, settings) * factor
+            if isinstance(group["lr"], Tensor):  # an optimizer that is compiled with its learning rate as an input
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        return (settings.lr or 0.0) * factor
+
+    def _set_decay(self, index: int) -> None:
+        """Take every group's decay as far along its course as the steps are."""
+        if self._decay is not None:
+            share = self._decay(index) / self._decay.start
+            for group, first in zip(self.optimizer.param_groups, self._first_decays, strict=True):
+                group["weight_decay"] = first * share
+
+    def _set_writeback(self, index: int) -> None:
+        """Have the last steps written back as `optimizer.writeback_end` says, and those before as `writeback` does."""
+        options = self.config.optimizer
+        if options.writeback_end is not None:
+            last = index >= options.step_at * self.config.train.max_steps
+            for group in self.optimizer.param_groups:
+                group["writeback"] = options.writeback_end if last else options.writeback
+
+    def _accumulate(self, step: Step, observers: list[Observer]) -> float:
+        train, total = self.config.train, torch.zeros((), device=self.device)
+        for micro_step in range(train.accumulation):
+            tokens, targets = step.batch = self._move(self._draw(step.number - 1, micro_step))
+            step.micro_step = micro_step
+            for observer in observers:
+                observer.before_forward(step)
+            loss = self._loss(tokens, targets, self._replicated) / train.accumulation
+            for observer in observers:
+                observer.after_forward(step)
+            self._clipping.before_backward()
+            self._backward(loss, step, observers)
+            step.clip_factor = self._clipping.after_backward()
+            for observer in observers:
+                observer.after_backward(step)
+            total += loss.detach()
+        return self.ranks.mean(total.item())
+
+    def _backward(self, loss: Tensor, step: Step, observers: list[Observer]) -> None:
+        """Take gradients; where steps are taken with them, tell observers before, and leave out a loss of NaN."""
+        if not self.config.train.step_in_backward:
+            with self._products():
+                loss.backward()
+        elif bool(loss.isfinite()):
+            for observer in observers:
+                observer.before_step(step)
+            # What a warning would say is in the record.
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning), self._products():
+                loss.backward()
+            self._end_steps()
+        self.gradient_peak.known()
+
+    def _end_steps(self) -> None:
+        """End steps that were taken in the backward pass, and free what stands for their gradients.
+
+        Raises:
+            BenchError: a gradient is left that no step has used.
+        """
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            raise BenchError(f"train.step_in_backward: {one_line(error)}") from None
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _left_out(self) -> int:
+        return int(getattr(self.optimizer, "skipped_steps", 0))
+
+    def _update(self, step: Step, observers: list[Observer]) -> None:
+        if not self.config.train.step_in_backward:
+            for observer in observers:
+                observer.before_step(step)
+            self.optimizer.step()
+        for observer in observers:
+            observer.after_step(step)
+
+    def _loss(self, tokens: Tensor, targets: Tensor, of: Loss | None = None) -> Tensor:
+        with self.precision():
+            loss: Tensor = (of or self._model_loss)(tokens, targets)
+        return loss
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """The context in which the model computes as in the training."""
+        mixed = self.config.train.precision == "bf16-mixed"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=mixed), self._products():
+            yield
+
+    def _products(self) -> AbstractContextManager[Any]:
+        return bfloat16_products(self.config, self.device)
+
+    def loss_of(self, model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a copy of the model on a batch, in the precision of the training, uncompiled."""
+        with self.precision():
+            loss: Tensor = model.loss(tokens, targets)
+        return loss
+
+    def micro_batches(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the micro-batches of step `number` (from 1)."""
+        for micro_step in range(self.config.train.accumulation):
+            yield self._move(self._draw(number - 1, micro_step))
+
+    def validate(self) -> float:
+        """Return the mean loss (nats a token, or a label) over the fixed validation batches."""
+        return mean_and_error(self.validation_losses())[0]
+
+    def validation_losses(self) -> list[float]:
+        """Return the loss (nats a token) of each of the fixed validation batches, or (a label) of their documents."""
+        return self._losses(self._eval_batches)
+
+    def figures(self, loss: float) -> Figures:
+        """Return what a validation's record has beside its mean loss."""
+        with self._evaluating() as passes:
+            return self.task.figures(passes, self._eval_batches, loss)
+
+    def validation_windows(self) -> Tensor:
+        """Return the fixed validation batches as windows, (N, T + 1)."""
+        return torch.cat([torch.cat([tokens, targets[:, -1:]], dim=1) for tokens, targets in self._eval_batches])
+
+    def also_loss(self) -> dict[str, float]:
+        """Return the mean loss (nats a token) on the other text, where there is one, as a step's record has it."""
+        if not self._also_batches:
+            return {}
+        return {metrics.VAL_ALSO_LOSS.name: mean_and_error(self._losses(self._also_batches))[0]}
+
+    def _losses(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+        """The losses of some batches; of several processes every one passes some of them, and as many as the others."""
+        with self._evaluating() as passes:
+            if self.ranks.size == 1:
+                return self.task.losses(passes, batches)
+            rank, size = self.ranks.rank, self.ranks.size
+            losses = [0.0] * len(batches)
+            for begin in range(0, len(batches), size):
+                index = min(begin + rank, len(batches) - 1)
+                (loss,) = self.task.losses(passes, batches[index : index + 1])
+                losses[index] = loss if begin + rank < len(batches) else 0.0
+        return self.ranks.total(losses)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[Passes]:
+        self.model.eval()
+        with torch.no_grad():
+            yield Passes(self._loss, self._logits)
+        self.model.train()
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        with self.precision():
+            logits: Tensor = self.model(tokens)
+        return logits
+
+    @torch.no_grad()
+    def look(self, one_in: int = 1) -> None:
+        """Run the model on one validation batch in evaluation mode, or one in some of its sequences."""
+        self.model.eval()
+        tokens, targets = self._eval_batches[0]
+        try:
+            self._loss(tokens[::one_in], targets[::one_in])
+        finally:  # who has seen enough ends the pass
+            self.model.train()
+
+    def eval_batch(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the first validation batch."""
+        return self._eval_batches[:1]
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Return a validation loss in nats a token as bits a UTF-8 byte; None of one that is in nats a label."""
+        return self.task.bits_per_byte(loss)
+
+    def _draw(self, index: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        drawn = self.task.batch(index + self.batches_left_out, micro_step)
+        share = self.config.train.batch_size // self.ranks.size
+        own = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
+        return drawn[0][own], drawn[1][own]
+
+    def _fresh_batches(self, index: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a batch that step `index` does not train on."""
+        return [self._move(self._draw(index, self.config.train.accumulation))]
+
+    def _move(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return pair[0].to(self.device), pair[1].to(self.device)

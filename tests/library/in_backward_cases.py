@@ -1,0 +1,56 @@
+"""What the tests of steps in the backward pass share: a network, optimizers by name, a loop, everything as lists."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import optim
+
+TOKENS = torch.arange(10)
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "muon": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, moments="8bit"),
+    "muon_residual8": lambda m: optim.StiffnessMuon.for_model(m, 1e-2, writeback="residual8"),
+    "adamw": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, moments="8bit"),
+    "adamw_residual4": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, writeback="residual4"),
+    "lion_residual2": lambda m: optim.StiffnessLion(m.parameters(), 1e-3, writeback="residual2"),
+    "adamw_annealed": lambda m: optim.StiffnessAdamW(m.parameters(), 1e-2, stiffness=optim.anneal(1.0, 0.0, 3)),
+    "lion": lambda m: optim.StiffnessLion(m.parameters(), 1e-3),
+    "sgd": lambda m: optim.StiffnessSGD(m.parameters(), 1e-2, momentum=0.9),
+    "riemannian": lambda m: optim.RiemannianAdam(m.parameters(), 0.1, float_lr=1e-3),
+    "madam": lambda m: optim.Madam(m.parameters(), 1e-2),
+}
+
+
+def network(storage: str | None) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(10, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)]
+    model = nn.Sequential(*layers)
+    return model if storage is None else fm.quantize_model(model, "E4M3", storage=storage)
+
+
+def loss(model: nn.Module) -> Tensor:
+    return model(TOKENS).square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+
+
+def flat(value: Any) -> list[Any]:
+    """Everything in a state, by name, tensors as lists of numbers."""
+    if isinstance(value, dict):
+        return [part for name in sorted(value, key=str) for part in [name, *flat(value[name])]]
+    if isinstance(value, list | tuple):
+        return [part for inner in value for part in flat(inner)]
+    return [value.tolist() if isinstance(value, Tensor) else value]
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+    tensors, _ = fm.flatten_state_dict(model.state_dict())
+    return flat(tensors) + flat(optimizer.state_dict())
