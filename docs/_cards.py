@@ -7,7 +7,7 @@ the tables of the page on fine-tuning.
 
 from dataclasses import dataclass
 
-from _tables import markdown
+from _markdown import markdown
 
 #: of an 8-bit average, the longest run of weights with one bound
 LONGEST_BLOCK = 256

@@ -1,5 +1,6 @@
 """The benchmarks run from end to end at a tiny size, measure what they say, and report what goes wrong."""
 
+import argparse
 import importlib
 import json
 import math
@@ -26,7 +27,7 @@ from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
-NAMES += ("write_back_noise",)
+NAMES += ("write_back_noise", "arrived_share")
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
@@ -188,6 +189,8 @@ def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
         ("write_back_noise", ("--max-steps", "1"), "--max-steps 1: at least 2"),
         ("write_back_noise", ("--layers", "0,16"), "--layers 0,16: numbers from 0 to 15"),
         ("write_back_noise", ("--layers", "first"), "--layers first: numbers from 0 to 15"),
+        ("arrived_share", ("--movement", "4"), "--movement 4: 1 to 3"),
+        ("arrived_share", ("--rows", "0"), "--rows 0: at least 1"),
     ],
 )
 def test_bad_options_end_with_code_2(
@@ -481,6 +484,34 @@ def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
         len(re.findall(r"^E2M5, .* over the former rule's: [\d.]+ .*bar <= 0.5: (NOT )?met$", printed, re.MULTILINE))
         == 2
     )
+
+
+@pytest.mark.parametrize("fmt", ["E4M3", "E2M5", "E3M4", "E1M6"])
+@pytest.mark.parametrize("span", ["subnormal", "normal"])
+def test_all_of_a_small_movement_arrives_here(modules: dict[str, ModuleType], fmt: str, span: str) -> None:
+    script = modules["arrived_share"]
+    options = argparse.Namespace(movement=2, rows=16, seed=1)
+    for writer in ("here", "here, dithered draws"):
+        assert script.share(writer, fmt, span, 0.3, options) == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_share_of_other_packages(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sdnq", reason="sdnq is not installed (GPL-3.0, in no extra but its own)")
+    script = modules["arrived_share"]
+    options = argparse.Namespace(movement=2, rows=16, seed=1)
+    with torch.compiler.set_stance("force_eager"):
+        assert script.share("SDNQ", "int8", "whole", 0.3, options) == pytest.approx(1.0, abs=0.1)
+        assert script.share("SDNQ", "E2M5", "normal", 0.3, options) == pytest.approx(1.0, abs=0.1)
+        assert script.share("SDNQ", "E2M5", "subnormal", 0.3, options) < 0.5
+
+
+def test_the_share_from_end_to_end_without_other_packages(tmp_path: Path) -> None:
+    for package in ("sdnq", "torchao"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
+    printed = run("arrived_share.py", "--rows", "1", PYTHONPATH=str(tmp_path))
+    lines = [line for line in printed.splitlines() if line.startswith(("E", "int8"))]
+    assert len(lines) == 9
+    assert "SDNQ: missing: not here" in printed
 
 
 def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]:

@@ -12,7 +12,7 @@ from fp8manifold._numerics.blocks import BLOCK, in_pieces, pieces
 from fp8manifold._numerics.codec import decode_bits, encode_bits
 from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import check_codes, decode, encode, to_chart
+from fp8manifold.grid import check_codes, decode, decode_known, encode, to_chart
 from fp8manifold.random_bits import named_word
 
 
@@ -82,7 +82,7 @@ def _decode_pieces(codes: Tensor, scale: Tensor, out: Tensor, fmt: FloatFormat, 
     for start in range(0, codes.shape[axis], length):
         size = min(length, codes.shape[axis] - start)
         rows = scale.narrow(0, start, size) if axis == 0 else scale
-        torch.mul(decode(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))
+        torch.mul(decode_known(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))
 
 
 def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
@@ -175,7 +175,7 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
     top = groups.amax(1)
     if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
-    return decode(top.view(scale.shape), fmt) * scale
+    return decode_known(top.view(scale.shape), fmt) * scale
 
 
 def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:

@@ -95,6 +95,8 @@ class KernelSpec:
     gradient: str
     format: Format
     average: Format
+    fitted: bool
+    """Whether the first average's grid is fitted to each block's largest value."""
 
     @property
     def covector(self) -> bool:

@@ -185,6 +185,27 @@ def _scale_of_bound(bound, ROOT: tl.constexpr):
 
 
 @triton.jit
+def _fitted_scale(largest, F: tl.constexpr):
+    """The smallest power of two that takes float32 bits of the largest magnitude within the format."""
+    CARRY: tl.constexpr = 0x7FFFFF - F.TOP % 0x800000
+    return float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
+
+
+@triton.jit
+def fitted_scales(words, row, in_rows, S: tl.constexpr):
+    """The scales of the rows' average before the step."""
+    largest = tl.load(pointer(words, 8, tl.float32, False) + row, mask=in_rows, other=0.0)
+    return _fitted_scale(bits_of(largest), S.average)[:, None]
+
+
+@triton.jit
+def refit(words, largest, row, in_rows, S: tl.constexpr):
+    """Keep the float32 bits of the largest magnitudes after the step, and give 1 over their scales."""
+    tl.store(pointer(words, 8, tl.float32, False) + row, float_of(largest), mask=in_rows)
+    return reciprocal(_fitted_scale(largest, S.average))[:, None]
+
+
+@triton.jit
 def next_bounds(words, largest, row, in_rows, S: tl.constexpr):
     """Advance the bounds of the rows' averages: the scales of these before the step, and 1 over those after it."""
     one = float_of(largest) * 0.0 + 1.0
@@ -240,7 +261,8 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
             bits = ((bits_of(value) + half) >> 16).to(tl.uint16)
             store(words, SLOT, tl.uint16, at, bits, inside, T.aligned)
         elif SLOT == 5:
-            code = encode_finite(value * inverse, half << 8, S.average, True, True)
+            draw = draw_of(word) if S.fitted else half << 8
+            code = encode_finite(value * inverse, draw, S.average, True, True)
             store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
         else:
             code = _root_code(root, inverse, draw_of(word), S)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fp8manifold.nn._mapped_files import MappedFiles
 from fp8manifold.nn._plan import Plan, plan
-from fp8manifold.nn._surgery import replace_layers
+from fp8manifold.nn._surgery import carry_out
 from fp8manifold.parameter import FP8Parameter
 
 __all__ = ["Encode", "Reader"]
@@ -43,6 +43,8 @@ class Reader:
             for name in self._plan.specs
             if self._plan.takes(name) and _weight(model, name).dtype == dtype
         } - tied
+        self._placed = {name for name in self._plan.in_place if model.get_parameter(name).dtype == dtype} - tied
+        self._in_place: dict[str, FP8Parameter] = {}
 
     def _planned(self, model: Any) -> Plan:
         formats, storage, options = self._how
@@ -50,10 +52,12 @@ class Reader:
 
     def wants(self, name: str) -> bool:
         """Whether the tensor of that name becomes codes."""
-        return name in self._wanted
+        return name in self._wanted or name in self._placed
 
     def encoded(self, model: nn.Module, name: str, value: Tensor) -> Tensor:
         """The codes of a tensor that was read; what does not fit stays as it is, for those to refuse who do."""
+        if name in self._placed:
+            return self._encoded_in_place(model.get_parameter(name), name, value)
         layer = name.rpartition(".")[0]
         if name not in self._wanted or value.shape != _weight(model, layer).shape:
             self._wanted.discard(name)
@@ -65,6 +69,17 @@ class Reader:
             return value
         self._files.was_read(value.nbytes)
         return self._codes[layer]
+
+    def _encoded_in_place(self, own: Tensor, name: str, value: Tensor) -> Tensor:
+        try:
+            if value.shape != own.shape:
+                raise ValueError(f"parameter {name!r} is of another shape")
+            self._in_place[name] = self._plan.encoded(name, value, requires_grad=own.requires_grad)
+        except (TypeError, ValueError):
+            self._placed.discard(name)
+            return value
+        self._files.was_read(value.nbytes)
+        return self._in_place[name]
 
     def finish(self, model: nn.Module) -> None:
         """Put the quantised layers in, around the codes that are there already.
@@ -78,7 +93,8 @@ class Reader:
             raise ValueError(
                 f"the weight of {lost[0]!r} was tied while it was loaded, which the model did not say it is"
             )
-        replace_layers(model, planned.layers(model, codes))
+        placed = {name: weight for name, weight in self._in_place.items() if model.get_parameter(name) is weight}
+        carry_out(model, planned, codes, {name: placed[name] for name in placed.keys() & planned.in_place.keys()})
 
 
 def _weight(model: nn.Module, layer: str) -> Tensor:

@@ -12,6 +12,7 @@ from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._encoded.traits import Rounding
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.known import advance, known
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
@@ -281,7 +282,7 @@ class QuantizedLinear(nn.Linear):
     def _draw(self) -> int:
         """Number of the next forward pass, where bits are drawn in it."""
         draws = getattr(self, "draws", None)
-        return 0 if draws is None else int(draws.item())
+        return 0 if draws is None else int(known(draws, Tensor.item))
 
     def _last_draw(self) -> int:
         """Number of the last forward pass."""
@@ -296,7 +297,7 @@ class QuantizedLinear(nn.Linear):
     def _next_draw(self) -> int:
         draw = self._draw()
         if self.training and hasattr(self, "draws"):
-            self.draws += 1
+            advance(self.draws, draw)
         return draw
 
     def _in_codes(self, weight: Tensor, *how: Any) -> FP8Parameter:
@@ -340,13 +341,21 @@ class QuantizedLinear(nn.Linear):
         return granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse a dtype that the stored weights can't appear as, before anything has changed."""
+        """Refuse, before anything has changed, a dtype that the stored weights can't appear as, and a live graph."""
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
+                "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
+            ) from error
         if self.manifold is not None:
             keep_on_manifold(self.weight, self.manifold)
         return self

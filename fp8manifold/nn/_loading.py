@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8manifold.nn._plan import Plan, plan
 from fp8manifold.nn._spec import Formats
-from fp8manifold.nn._surgery import check_layers, replace_layers
+from fp8manifold.nn._surgery import carry_out, check_layers
 from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, Source, Tensors, files_of, in_floats
 from fp8manifold.parameter import FP8Parameter
 
@@ -69,20 +69,26 @@ def load_quantized(
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
     check_layers(model, planned.layers(model))
+    planned.parameters(model)
     with closing(_opened(source)) as tensors:
         chosen = _check_names(model, tensors)
         codes: dict[str, FP8Parameter] = {}
+        in_place: dict[str, FP8Parameter] = {}
         floats: dict[str, Tensor] = {}
         for names, entry, layer in _entries(model, planned):
             value = _read(tensors, chosen[names[0]], entry)
-            if layer is None:
+            if names[0] in planned.in_place and not planned.needs_floats(names):
+                placed = value.to(device=device, dtype=entry.dtype)
+                in_place[names[0]] = planned.encoded(names[0], placed, requires_grad=entry.requires_grad)
+                del placed
+            elif layer is None:
                 floats[names[0]] = value.to(device=device, dtype=entry.dtype, copy=True)
             else:
                 codes[layer] = _codes(planned, model, layer, value.to(device=device, dtype=entry.dtype))
             tensors.was_read(value.nbytes)
             del value
     _put(model, floats, planned, device)
-    made = replace_layers(model, planned.layers(model, codes))
+    made = carry_out(model, planned, codes, in_place)
     return made if torch.device(device).type == "cpu" else made.to(device)
 
 

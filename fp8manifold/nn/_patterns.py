@@ -8,7 +8,7 @@ from typing import Final
 
 from fp8manifold.nn._spec import LayerSpec
 
-__all__ = ["literal", "matches", "parts_of_name", "patterns_chosen"]
+__all__ = ["check_matched", "literal", "matches", "parts_of_name", "patterns_chosen"]
 
 _WILD: Final = frozenset("*?[")
 
@@ -31,6 +31,21 @@ def patterns_chosen(
     return chosen
 
 
+def check_matched(what: str, pattern: str, matched: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for a pattern of an option called ``what`` that matches none of the parameters there are."""
+    if not matched:
+        raise ValueError(
+            f"{what}: pattern {pattern!r} matches none of the {len(names)} parameters of two or more dimensions that "
+            f"no pattern of formats has taken{_nearest(pattern, names)}"
+        )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    parts = sorted({part for name in names for part in parts_of_name(name)})
+    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
 def literal(pattern: str) -> str:
     """What of a pattern stands for itself."""
     return pattern.replace("*", "").replace("?", "")
@@ -45,10 +60,7 @@ def _no_match(pattern: str, names: Sequence[str], matched: Mapping[str, str], le
             f"pattern {pattern!r} matches none of the {count} linear layers that can be quantised, but {name!r}, which "
             f"is left: {reason}"
         )
-    parts = sorted({part for name in names for part in parts_of_name(name)})
-    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"pattern {pattern!r} matches none of the {count} linear layers{hint}"
+    return f"pattern {pattern!r} matches none of the {count} linear layers{_nearest(pattern, names)}"
 
 
 def parts_of_name(name: str) -> list[str]:

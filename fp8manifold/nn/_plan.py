@@ -13,9 +13,10 @@ from fp8manifold.nn._candidates import is_conv1d, is_linear, obstacle
 from fp8manifold.nn._checks import check_draws, check_storage
 from fp8manifold.nn._codes_linear import byte_weight
 from fp8manifold.nn._conv1d import QuantizedConv1D, linear_of
+from fp8manifold.nn._in_place import Embeddings, InPlace, Parameters, planned_in_place, put_parameter
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear
 from fp8manifold.nn._patterns import literal, patterns_chosen
-from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
+from fp8manifold.nn._spec import Formats, LayerSpec, is_none, read_formats
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import Granularity
@@ -36,10 +37,16 @@ class Plan:
     storage: Any
     seed: int
     options: Mapping[str, Any]
+    in_place: Mapping[str, InPlace]
+    """Parameters that become codes where they are, by their first names; their seeds follow those of the layers."""
 
     def takes(self, name: str) -> bool:
         """Whether the layer's weight will be codes."""
         return self.storage == "fp8" and name in self.specs and self.specs[name].weight is not None
+
+    def needs_floats(self, names: Sequence[str]) -> bool:
+        """Whether a layer gets a copy of the weight that is called so, of its floats."""
+        return any(name.rpartition(".")[0] in self.shared and name.endswith("weight") for name in names)
 
     @torch.no_grad()
     def codes(self, name: str, layer: nn.Module, weight: Tensor) -> FP8Parameter:
@@ -66,6 +73,47 @@ class Plan:
             headroom=self.options["headroom"],
             keep_remainder=self.options["keep_remainder"],
         )
+
+    @torch.no_grad()
+    def encoded(self, name: str, weight: Tensor, *, requires_grad: bool) -> FP8Parameter:
+        """The codes of a parameter that is called so and stays where it is.
+
+        Raises:
+            TypeError, ValueError: a dtype that codes can't appear as, or values that are not finite.
+        """
+        made = self.in_place[name]
+        try:
+            return byte_weight(
+                weight.detach().requires_grad_(requires_grad),
+                made.format,
+                self.options["rounding"],
+                (self.seed << 32) + len(self.specs) + list(self.in_place).index(name),
+                self.options["draws"],
+                granularity=made.granularity,
+                headroom=self.options["headroom"],
+                keep_remainder=self.options["keep_remainder"],
+            )
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"parameter {name!r}: {error}") from None
+
+    def parameters(
+        self, model: nn.Module, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
+    ) -> dict[str, FP8Parameter]:
+        """The new parameters by their first names; what is in codes already stays as it is, but for the seed."""
+        made = {}
+        for index, name in enumerate(self.in_place):
+            old: Any = codes.get(name, model.get_parameter(name))
+            if not isinstance(old, FP8Parameter):
+                old = self.encoded(name, old, requires_grad=old.requires_grad)
+            elif name in codes:
+                old.seed = (self.seed << 32) + len(self.specs) + index
+            made[name] = old
+        return made
+
+    def put(self, model: nn.Module, parameters: Mapping[str, FP8Parameter]) -> None:
+        """Give the model new parameters, each under all its names."""
+        for name, parameter in parameters.items():
+            put_parameter(model, self.in_place[name].names, parameter)
 
     def layers(
         self, model: nn.Module, codes: Mapping[str, FP8Parameter] = MappingProxyType({})
@@ -98,6 +146,8 @@ def plan(
     defer_weight_gradients: bool = False,
     tied: str = "refuse",
     draws: Draws = "independent",
+    parameters: Parameters | None = None,
+    embeddings: Embeddings | None = None,
 ) -> Plan:
     """What :func:`fp8manifold.quantize_model` is going to do.
 
@@ -111,12 +161,23 @@ def plan(
     check_choice("tied", tied, TIED)
     check_int("seed", seed, 0, 2**31 - 1)
     check_draws(draws, storage)
-    specs = _matched_specs(model, read_formats(formats, granularity))
+    read = read_formats(formats, granularity)
+    specs = _matched_specs(model, read)
     shared = _shared_weights(model, specs)
+    left = set(shared) if tied == "leave" else set()
+    asked = parameters is not None or not (embeddings is None or is_none(embeddings))
+    if asked and storage != "fp8":
+        raise ValueError(f"parameters and embeddings become codes with storage='fp8', not with storage={storage!r}")
+    in_place: dict[str, InPlace] = {}
+    if asked:
+        own = [name for name in specs if name not in shared]
+        in_place = planned_in_place(model, own, parameters, embeddings, read, granularity)
+        if tied == "refuse":
+            left = {name for name, names in shared.items() if _serves(in_place, names, specs[name])}
     if tied == "refuse":
-        refuse_shared(shared)
-    if tied == "leave":
-        specs = {name: spec for name, spec in specs.items() if name not in shared}
+        refuse_shared({name: names for name, names in shared.items() if name not in left})
+    specs = {name: spec for name, spec in specs.items() if name not in left}
+    shared = {name: names for name, names in shared.items() if name not in left}
     for spec in specs.values():
         check_storage(storage, spec, keep_remainder)
     options = {
@@ -126,7 +187,19 @@ def plan(
         "keep_remainder": keep_remainder,
         "defer_weight_gradient": defer_weight_gradients,
     }
-    return Plan(specs, frozenset(shared), storage, seed, options)
+    return Plan(specs, frozenset(shared), storage, seed, options, in_place)
+
+
+def _serves(in_place: Mapping[str, InPlace], names: Sequence[str], spec: LayerSpec) -> bool:
+    """Whether a shared weight becomes codes where it is, as a layer that has it asks for its own."""
+    found = next((made for name, made in in_place.items() if name in names), None)
+    weight = spec.operands.get("weight")
+    return (
+        found is not None
+        and weight is not None
+        and set(spec.operands) == {"weight"}
+        and (weight.format, weight.granularity) == (found.format, found.granularity)
+    )
 
 
 def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:

@@ -1,6 +1,7 @@
 """The surgery that puts quantised layers into a model whose code stays as it is."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from torch import Tensor, nn
@@ -10,10 +11,12 @@ from fp8manifold.nn._candidates import obstacle
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
 from fp8manifold.nn._checks import check_blocks, check_storage
 from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._in_place import Embeddings, Parameters, in_place_parameters, parameter_names, put_parameter
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
 from fp8manifold.nn._patterns import patterns_chosen
-from fp8manifold.nn._plan import TIED, Tied, plan, refuse_shared
+from fp8manifold.nn._plan import TIED, Plan, Tied, plan, refuse_shared
 from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
+from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
@@ -41,6 +44,8 @@ def quantize_model(
     defer_weight_gradients: bool = False,
     tied: Tied = "refuse",
     draws: Draws = "independent",
+    parameters: Parameters | None = None,
+    embeddings: Embeddings | None = None,
 ) -> nn.Module:
     """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
 
@@ -48,7 +53,8 @@ def quantize_model(
     ``blocks.0.mlp.fc``, ``blocks.0`` matches everything in that block, ``*`` everything.  Where several match, the one
     with the most literal characters wins, and of two as specific the later one.  Layers whose class is ``nn.Linear``
     itself or transformers' ``Conv1D`` are replaced; embeddings, norms and attention products stay in their own
-    precision.  :func:`quantization_report` says what was replaced and what was left, and why.
+    precision, unless ``parameters`` or ``embeddings`` asks for codes.  :func:`quantization_report` says what was
+    replaced and what was left, and why.
 
     What was hung on a layer goes over to the new one: hooks of every kind, those of its weight, attributes, the
     gradient.  A layer whose weight is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose
@@ -70,13 +76,22 @@ def quantize_model(
             :func:`quantize_weight_gradients` to quantise once they have been clipped.
         tied: what to do with a layer whose weight is another module's too, such as an output layer that shares the
             embedding's: ``refuse``, ``untie`` it (it gets a copy, and the embedding stays float) or ``leave`` it as it
-            is.  The embedding is never quantised.
+            is.  The embedding stays float unless ``embeddings`` asks for codes.
         draws: random draws of one stored weight, write by write: ``independent``, or ``dither``, which spreads them
             evenly (:func:`fp8manifold.random_bits`).  As with ``rounding``, an optimizer's own option goes before it:
             the optimizers here that have a write-back of their own have draws of their own, too, ``independent``
             unless told otherwise.  Those that may have none (``draws=None`` in ``RiemannianAdam``, ``RiemannianSGD``
             and ``StiffnessWrapper``), and everything else that writes, take the weight's.  A state dict has it with
             ``fp8``; with ``grid``, as rounding, it is the layer's.
+
+        parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
+            ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, and whoever reads it
+            decodes it.  One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from
+            pattern to format, or ``"none"``, has its own.  A row of the last dimension has a scale (experts:
+            ``(E, R, 1)``), of a convolution a filter, unless ``granularity`` is ``tensor`` or ``block``.
+        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format.  Only the
+            rows that are looked up are decoded.  A head that shares the embedding's weight shares its codes then, and
+            stays an ``nn.Linear``, unless it is untied.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
@@ -106,8 +121,23 @@ def quantize_model(
         defer_weight_gradients=defer_weight_gradients,
         tied=tied,
         draws=draws,
+        parameters=parameters,
+        embeddings=embeddings,
     )
-    return replace_layers(model, planned.layers(model))
+    return carry_out(model, planned)
+
+
+def carry_out(
+    model: nn.Module,
+    planned: Plan,
+    codes: Mapping[str, FP8Parameter] = MappingProxyType({}),
+    in_place: Mapping[str, FP8Parameter] = MappingProxyType({}),
+) -> nn.Module:
+    """Do what was planned, with the codes of layers and of parameters that are there already."""
+    layers, parameters = planned.layers(model, codes), planned.parameters(model, in_place)
+    check_layers(model, layers)
+    planned.put(model, parameters)
+    return replace_layers(model, layers)
 
 
 def check_formats(
@@ -195,7 +225,8 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 def dequantize_model(model: nn.Module) -> nn.Module:
     """Put ordinary ``nn.Linear`` layers back, holding the quantised values of the weights as float parameters.
 
-    What was a ``Conv1D`` becomes one again.  Hooks and attributes go over as in :func:`quantize_model`.
+    What was a ``Conv1D`` becomes one again, and other parameters in codes become floats where they are.  Hooks and
+    attributes go over as in :func:`quantize_model`.
 
     Args:
         model: changed in place.
@@ -221,6 +252,10 @@ def dequantize_model(model: nn.Module) -> nn.Module:
             if module not in made:
                 made[module] = _dequantized(name, module)
             layers[name] = made[module]
+    names = parameter_names(model)
+    for parameter in in_place_parameters(model).values():
+        values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
+        put_parameter(model, names[id(parameter)], values)
     return replace_layers(model, layers)
 
 

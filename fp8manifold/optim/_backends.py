@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import count
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -23,7 +23,7 @@ from fp8manifold._numerics.charts import chart_of
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._slot import Slot, index_in, key_row
+from fp8manifold.optim._slot import Slot, index_in, key_rows, row_of
 from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._step import Outcome, load_weights, step
 from fp8manifold.optim._triton_step import CompileUnavailableWarning, is_triton, run_triton
@@ -34,14 +34,20 @@ from fp8manifold.tensor import FP8Tensor
 @eager_only  # compiled code is called as it is
 def run_all(slots: Sequence[Slot]) -> None:
     """Take steps in place, each by the first backend that has it; those of native code, or of a GPU, in one call."""
-    slots = [slot for slot in slots if slot.weight.numel()]
-    native, others = _split(slots, is_native)
-    if native:
-        run_native(native)
-    on_gpu, rest = _split(others, is_triton)
-    for slot in rest if on_gpu and run_triton(on_gpu) is not None else others:
-        _run_alone(slot)
-    note_changes([tensor for slot in slots for tensor in slot.changed])
+    places: dict[torch.device, list[Slot]] = {}
+    for slot in slots:
+        if slot.weight.numel():
+            places.setdefault(slot.device, []).append(slot)
+    for together in places.values():
+        native, others = _split(together, is_native)
+        if native:
+            run_native(native)
+        on_gpu, rest = _split(others, is_triton)
+        rest = rest if on_gpu and run_triton(on_gpu) is not None else others
+        upload(rest)
+        for slot in rest:
+            _run_alone(slot)
+        note_changes([tensor for slot in together for tensor in slot.changed])
 
 
 def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
@@ -51,6 +57,34 @@ def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[S
     for slot in slots:
         (taken if slot.group["compile"] is None and takes(slot) else others).append(slot)
     return taken, others
+
+
+_ALIGNED: Final = 16
+"""Bytes at whose multiples compiled code wants its arguments to begin: it copies the others."""
+
+
+def upload(slots: Sequence[Slot]) -> None:
+    """Put the numbers and keys of slots on their GPU, by one copy each from pinned memory that nobody waits for."""
+    kinds: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots if slots and slots[0].device.type != "cpu" else ():
+        kinds.setdefault(slot.dtype, []).append(slot)
+    for dtype, some in kinds.items():
+        numbers = torch.tensor([row_of(slot.numbers, dtype) for slot in some], dtype=dtype)
+        keys = torch.from_numpy(key_rows(some))
+        rows = zip(some, uploaded(numbers, some[0].device), uploaded(keys, some[0].device), strict=True)
+        for slot, row, key in rows:
+            slot.row, slot.keys = row, key
+
+
+def uploaded(rows: Tensor, device: torch.device) -> Tensor:
+    """Rows on a device, each of which begins at a multiple of 16 bytes."""
+    if device.type == "cpu":
+        return rows
+    each, width = _ALIGNED // rows.itemsize, rows.shape[1]
+    shape = (len(rows), -(-width // each) * each)
+    table = torch.zeros(shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
+    table[:, :width] = rows
+    return table.to(device, non_blocking=True)[:, :width]
 
 
 def _run_alone(slot: Slot) -> None:
@@ -164,11 +198,10 @@ def can_compile(slot: Slot) -> bool:
 def run_compiled(slot: Slot) -> bool:
     """Take the step in place; False, with nothing changed and one warning ever, where compiling fails."""
     key, arrays = _key(slot), slot.arrays
-    keys = torch.tensor(key_row(slot), dtype=torch.int32).to(slot.device, non_blocking=True)
     if key not in _functions:
         _functions[key] = _compiled(slot.spec, tuple(arrays), slot.device.type)
     try:
-        _functions[key](slot.row, keys, *arrays.values())
+        _functions[key](slot.row, slot.keys, *arrays.values())
     except torch.OutOfMemoryError:
         raise  # no failure of the compiler's: eager, it would need more
     except Exception as error:  # whatever a compiler's absence or failure raises
@@ -191,6 +224,9 @@ def _key(slot: Slot) -> tuple[object, ...]:
 
 def _compiled(spec: Spec, names: tuple[str, ...], device: str) -> Callable[..., None]:
     """The pure step with a code object of its own: specifications that share one would exhaust its cache."""
+    for name, fact in vars(Spec).items():
+        if isinstance(fact, cached_property):
+            getattr(spec, name)  # known before: no compiler goes through the lock that guards it
 
     def take_step(row: Tensor, keys: Tensor, *tensors: Tensor) -> None:
         arrays = dict(zip(names, tensors, strict=True))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_all, run_eager, viewed
 from fp8manifold.optim._directions import named
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._spec import BOUNDS
+from fp8manifold.optim._spec import LARGEST
 from fp8manifold.optim._step import Outcome, load_weights, reciprocal_scale, stiffness_factor, store_averages
 from fp8manifold.random_bits import mixed_word
 
@@ -29,7 +29,7 @@ ALL_TAKEN_IN: Final = {"beta1": 1.0, "gain1": 0.0}
 """The numbers of a step whose momentum is complete, along a gradient of zeros."""
 
 _BUFFER = "momentum_buffer"
-_STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
+_STATE: Final = (_BUFFER, LARGEST)
 _TOGETHER: Final = 2**20  # weights
 
 

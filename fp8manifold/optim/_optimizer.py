@@ -33,7 +33,7 @@ from fp8manifold.optim._checks import (
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._pending import Count, Pending, settle
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
-from fp8manifold.optim._spec import BOUNDS, Spec, spec_of
+from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
     at_an_end,
     gathered,
@@ -46,7 +46,7 @@ from fp8manifold.optim._state import (
 )
 from fp8manifold.optim._writeback import rounds_at_random
 
-_RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
+_RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
 """Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 
@@ -108,10 +108,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     @property
     def bounded_share(self) -> float:
         """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at the last refresh."""
-        shares: list[tuple[int, float]] = [
-            (p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s
-        ]
-        return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
+        shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
+        return float(sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

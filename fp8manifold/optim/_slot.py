@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.known import known
 from fp8manifold._numerics.stiffness import bounded_ends
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._directions import KEYS, NUMBERS
-from fp8manifold.optim._spec import Spec, Storage
+from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
 from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
 from fp8manifold.tensor import FP8Tensor
 
@@ -98,6 +99,8 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         rows, row_dims = numel // block_size, None
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
         row_dims = None
+    elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
+        rows, row_dims = numel // shape[-1], None
     else:
         return View((numel,), (numel,))
     length = numel // rows
@@ -124,7 +127,7 @@ class Key(NamedTuple):
     stream: int
 
 
-_FOLLOWING: Final = frozenset(("arrays", "row", "rounding_key", "moments_key"))
+_FOLLOWING: Final = frozenset(("arrays", "row", "keys", "rounding_key", "moments_key"))
 """Attributes of a slot that follow from the others."""
 
 
@@ -201,7 +204,7 @@ class Slot:
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None
-        return bool((torch.frexp(self.scale).mantissa == 0.5).all())
+        return bool(known(self.scale, _are_powers_of_two))
 
     def view_in(self, *, blocks: bool) -> View:
         """The view that all of it is stepped in, with rows of whole blocks or not; of no rows that of one."""
@@ -230,8 +233,8 @@ class Slot:
 
     @cached_property
     def moments_key(self) -> Stream:
-        """The key of the draws for the moments: a fourth word keeps them apart from the weight's."""
-        return Stream((*self.key, _FOR_MOMENTS))
+        """The key of the draws for the moments; those of a fitted one follow each other as the weight's do."""
+        return stream_of(self.draws if self.spec.fitted else "independent", *self.key, _FOR_MOMENTS)
 
     @cached_property
     def offset(self) -> int:
@@ -249,10 +252,15 @@ class Slot:
         return torch.tensor(row_of(self.numbers, self.dtype), dtype=self.dtype).to(self.device, non_blocking=True)
 
     @cached_property
+    def keys(self) -> Tensor:
+        """The :func:`key_row`, where the step is taken."""
+        return torch.tensor(key_row(self), dtype=torch.int32).to(self.device, non_blocking=True)
+
+    @cached_property
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other."""
         dims, blocks = self.view.dims, self.view.block_dims
-        arrays = {name: t.view(blocks if name.endswith("_bound") else dims) for name, t in self.tensors.items()}
+        arrays = {name: t.view(blocks if name in BOUND_NAMES else dims) for name, t in self.tensors.items()}
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.weight.shape, self.view)
             if self.spec.bounds_chart:
@@ -271,6 +279,10 @@ class Slot:
         other = object.__new__(Slot)
         other.__dict__ = kept | fields
         return other
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
 def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot:
@@ -363,17 +375,24 @@ def key_row(slot: Slot) -> list[int]:
     return keys
 
 
+def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """Round keys and phases at offset 0."""
+    rows = np.zeros((len(keys), 4), dtype=np.int32)
+    for more in {key.words[3:] for key in keys}:
+        some = [i for i, key in enumerate(keys) if key.words[3:] == more]
+        rows[some, :3] = round_key_rows([keys[i].words[:2] for i in some], streams[some], *more)
+    rows[:, 3] = [key.phase for key in keys]
+    return rows
+
+
 def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
     """The :func:`key_row` of each slot, those at offset 0 together."""
     rows = np.zeros((len(slots), KEYS), dtype=np.int32)
     streams = np.array([slot.key.stream for slot in slots], dtype=np.uint64)
-    for more in {slot.rounding_key.words[3:] for slot in slots}:
-        some = [i for i, slot in enumerate(slots) if slot.rounding_key.words[3:] == more]
-        rows[some, :3] = round_key_rows([slots[i].rounding_key.words[:2] for i in some], streams[some], *more)
-    rows[:, 3] = [slot.rounding_key.phase for slot in slots]
+    rows[:, :4] = _first_rows([slot.rounding_key for slot in slots], streams)
     draws = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
     if draws:
-        rows[draws, 4:7] = round_key_rows([slots[i].key[:2] for i in draws], streams[draws], _FOR_MOMENTS)
+        rows[draws, 4:] = _first_rows([slots[i].moments_key for i in draws], streams[draws])
     for i, slot in enumerate(slots):
         if slot.offset:
             rows[i] = key_row(slot)

@@ -24,13 +24,11 @@ from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, slot_of
-from fp8manifold.optim._spec import BOUNDS
+from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import load_weights
 from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
 from fp8manifold.random_bits import draw_of, mixed_word, word_range, words_at
 from fp8manifold.tensor import FP8Tensor
-
-_BOUNDS: Final = frozenset(BOUNDS.values())
 
 
 def pack_residual(values: Tensor, bits: int, *, in_rows: bool = False) -> Tensor:
@@ -104,7 +102,7 @@ def gathered(slots: Sequence[Slot]) -> Iterator[None]:
         home = slot.tensors | ({"residual": local_of(slot.state["residual"])} if packs else {})
         if slot.whole:
             assert slot.share is not None
-            slot.tensors = {n: own if n in _BOUNDS else slot.share.gathered(own) for n, own in home.items()}
+            slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
         else:
             slot.tensors = dict(home)
         if packs:
@@ -123,7 +121,7 @@ def gathered(slots: Sequence[Slot]) -> Iterator[None]:
 def _put_back(slot: Slot, name: str, home: Tensor) -> None:
     """Copy the own rows of a tensor that was gathered, and pack a residual that was unpacked."""
     tensor = slot.tensors[name]
-    if slot.whole and name not in _BOUNDS:
+    if slot.whole and name not in BOUND_NAMES:
         assert slot.share is not None
         tensor = slot.share.own(tensor)
     if name == "residual":
@@ -157,8 +155,8 @@ def make_state(slot: Slot) -> None:
         if name not in state:
             dtype = STORED[spec.moments] or slot.dtype
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
-        if spec.moments == "8bit" and BOUNDS[name] not in state:
-            state[BOUNDS[name]] = _first_bounds(slot)
+        if name in spec.bounds and spec.bounds[name] not in state:
+            state[spec.bounds[name]] = _first_bounds(slot)
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter, spec.residual_bits)
 
@@ -336,7 +334,7 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
 def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if name in _BOUNDS:
+    if name in BOUND_NAMES:
         in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
     elif name == "residual" and value.dtype == torch.uint8:
         in_rows = _residual_in_rows(value, share.shape)

@@ -14,10 +14,9 @@ from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, Widening, format_of, widest_scale
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
-from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._native_step import has_code, places_of
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
-from fp8manifold.optim._spec import Spec
+from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.random_bits import round_key_rows
 from fp8manifold.tensor import FP8Tensor
 
@@ -29,7 +28,6 @@ _LONGEST: Final = 1024
 """Of a row whose averages share a block and that a program takes at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
-_MOMENT: Final = FloatFormat(4, 3)
 
 
 class CompileUnavailableWarning(UserWarning):
@@ -163,7 +161,8 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     if slot.scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.spec.blockwise:
-        rows, length, repeats, scales = _cut(rows, length, scales)
+        # a row of a matrix whose moments come in blocks, which are no part of this step, is whole again
+        rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
     long = slot.spec.blockwise and length > _LONGEST
     tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
@@ -192,7 +191,7 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 @lru_cache(maxsize=1024)
 def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> KernelSpec:
-    fmt = format_of(spec.fmt or _MOMENT)
+    fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
         storage="plain" if spec.storage == "direction" else spec.storage,
@@ -214,5 +213,6 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> Kerne
         weight=_DTYPES[weight],
         gradient=_DTYPES[gradient],
         format=fmt,
-        average=format_of(_MOMENT),
+        average=format_of(spec.first_format),
+        fitted=spec.fitted,
     )

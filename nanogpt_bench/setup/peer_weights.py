@@ -123,21 +123,24 @@ def sdnq_state_back(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
         KeyError, RuntimeError: parts of another model's or another setting's.
     """
     places = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    made = {index: _filled(optimizer, *places[index], entries) for index, entries in state["state"].items()}
+    made = {
+        index: _filled(optimizer, places[index][0], places[index][1], entries)
+        for index, entries in state["state"].items()
+    }
     return {**state, "state": made}
 
 
-@torch.no_grad()
 def _filled(optimizer: Any, group: Any, parameter: Any, entries: Mapping[str, Any]) -> dict[str, Any]:
     gradient, parameter.grad = parameter.grad, torch.zeros(parameter.shape, device=parameter.device)
-    try:
-        fresh = optimizer.init_state(parameter, group, {})
-    finally:
-        parameter.grad = gradient
-    for name, value in entries.items():
-        if isinstance(value, Mapping):
-            for part, tensor in parts_of(fresh[name]).items():
-                tensor.copy_(value[part])
-        else:
-            fresh[name] = value
+    with torch.no_grad():
+        try:
+            fresh = optimizer.init_state(parameter, group, {})
+        finally:
+            parameter.grad = gradient
+        for name, value in entries.items():
+            if isinstance(value, Mapping):
+                for part, tensor in parts_of(fresh[name]).items():
+                    tensor.copy_(value[part])
+            else:
+                fresh[name] = value
     return dict(fresh)

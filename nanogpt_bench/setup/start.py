@@ -166,11 +166,12 @@ def _bytes_each(config: Config) -> float:
     """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
     state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
     gradients = 0 if config.train.step_in_backward else 4
-    if read_as_codes(config) is None:
+    asked = read_as_codes(config)
+    if asked is None:
         weights = 4 if config.model.storage in ("float32", "master") else 1
         return max(5, weights + state + gradients)
     found = outline(config.model.pretrained or "")
-    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in config.layers)
+    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
     return 4 - 3 * in_codes / found.parameters + state + gradients
 
 

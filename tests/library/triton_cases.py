@@ -75,6 +75,19 @@ def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_momentum_of_matrices(draws: Any, moments: str) -> None:
+    """Rows in blocks, rows that no block divides, zeros, subnormals and all binades; compared by the plugin."""
+    shapes = ((16, 256), (5, 77), (3, 600), (2, 1301))
+    parameters = [fm.FP8Parameter(normal(*shape, seed=1), "E2M5", seed=2) for shape in shapes]
+    optimizer = optim.StiffnessMuon(parameters, lr=0.02, moments=moments, draws=draws)
+    for step in range(3):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(p.shape, (step + i) % 5, 7 * i + step)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("writeback", ["nearest", "stochastic"])
 def test_ordinary_and_free_parameters_of_every_dtype(dtype: torch.dtype, writeback: str) -> None:

@@ -1,0 +1,219 @@
+"""Optimizers that Trainer makes by a factory: the numbers of a plain loop, resumed to the bit, nothing overridden."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_huggingface import Lines, bits, llama, losses, same, transformers
+from torch import nn
+
+import fp8manifold as fm
+from fp8manifold.huggingface import trainer_optimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def quantised() -> Any:
+    return fm.huggingface.attach(fm.quantize_model(llama(), "E4M3", "fp8", tied="leave"))
+
+
+def settings(folder: Path, micro_batches: int, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "per_device_train_batch_size": 4 // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 0,
+        **more,
+    }
+
+
+def by_trainer(
+    model: Any, arguments: Any, rule: str, resume: Path | None = None, **options: Any
+) -> tuple[Any, list[dict[str, Any]]]:
+    """A Trainer that has trained, and what the model was given in each of its passes."""
+    passes: list[dict[str, Any]] = []
+    hook = model.register_forward_pre_hook(lambda _, args, given: passes.append(dict(given)), with_kwargs=True)
+    trainer = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=Lines(),
+        optimizer_cls_and_kwargs=trainer_optimizer(arguments, rule, **options),
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    hook.remove()
+    return trainer, passes
+
+
+def by_hand(
+    model: Any, passes: list[dict[str, Any]], optimizer: Any, micro_batches: int, *, clips: bool = True
+) -> list[float]:
+    """The same passes in a loop without a trainer; the norms of the gradients."""
+    schedule = transformers.get_scheduler("linear", optimizer, 0, STEPS)
+    norms = []
+    model.train()
+    for i, given in enumerate(passes):
+        loss = model(**given).loss
+        (loss if "num_items_in_batch" in given else loss / micro_batches).backward()
+        if (i + 1) % micro_batches:
+            continue
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5 if clips else math.inf)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def made_by_hand(model: Any, rule: str) -> Any:
+    if rule == "muon":
+        return fm.optim.StiffnessMuon.for_model(
+            model, 1e-2, weight_decay=0.0, betas=(0.9, 0.999), adam_eps=1e-8, moments="8bit"
+        )
+    decays = [(n, p) for n, p in model.named_parameters() if "norm" not in n]
+    others = [(n, p) for n, p in model.named_parameters() if "norm" in n]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return fm.optim.StiffnessAdamW(groups, 1e-2, betas=(0.9, 0.999), eps=1e-8, moments="8bit")
+
+
+IN_BACKWARD: dict[int, dict[str, Any]] = {
+    1: {"clip": "previous", "max_norm": 0.5, "first": "measure"},
+    2: {"accumulate": "bfloat16"},
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_a_trainer_is_the_plain_loop_and_resumes_to_the_bit(
+    rule: str, in_backward: bool, micro_batches: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"moments": "8bit", "in_backward": in_backward}
+    decay = 0.1 if rule == "adamw" else 0.0
+    whole, plain, again = quantised(), quantised(), quantised()
+    arguments = transformers.TrainingArguments(**settings(tmp_path / "whole", micro_batches, weight_decay=decay))
+    trainer, passes = by_trainer(whole, arguments, rule, **options)
+    assert len(passes) == STEPS * micro_batches
+    optimizer = made_by_hand(plain, rule)
+    if in_backward:
+        fm.optim.step_in_backward(optimizer, **IN_BACKWARD[micro_batches])
+    norms = by_hand(plain, passes, optimizer, micro_batches)
+    assert bits(whole) == bits(plain)
+    assert bits(whole) != bits(quantised())
+    logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert logged == norms
+    assert max(norms) > 0.5 > 0
+    saved = trainer.optimizer.state_dict()
+    assert same(saved["state"], optimizer.state_dict()["state"])
+    if in_backward and micro_batches == 1:
+        assert {int(state["step"]) for state in optimizer.state.values()} == {STEPS - 1}
+        assert all(group["previous_norm"] > 0 for group in saved["param_groups"])
+    other = transformers.TrainingArguments(**settings(tmp_path / "cut", micro_batches, weight_decay=decay))
+    resumed, _ = by_trainer(again, other, rule, tmp_path / "whole" / "checkpoint-3", **options)
+    assert bits(again) == bits(whole)
+    assert same(resumed.optimizer.state_dict(), saved)
+    assert losses(resumed)[-3:] == losses(trainer)[-3:]
+
+
+def test_without_clipping_norms_are_logged_and_no_step_is_missing(tmp_path: Path) -> None:
+    model, plain = quantised(), quantised()
+    arguments = transformers.TrainingArguments(**settings(tmp_path, 1, max_grad_norm=0.0))
+    trainer, passes = by_trainer(model, arguments, "muon", moments="8bit", in_backward=True)
+    optimizer = made_by_hand(plain, "muon")
+    norms = by_hand(plain, passes, optimizer, 1, clips=False)
+    assert bits(model) == bits(plain)
+    assert [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry] == norms
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {STEPS}
+
+
+def test_a_last_step_of_fewer_micro_batches_is_a_step(tmp_path: Path) -> None:
+    """Forty lines in batches of four make ten passes, which three do not divide."""
+    model = quantised()
+    arguments = transformers.TrainingArguments(
+        **settings(tmp_path, 2, max_steps=-1, num_train_epochs=1, save_strategy="no")
+        | {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 4}
+    )
+    trainer, passes = by_trainer(model, arguments, "adamw", in_backward=True)
+    assert (len(passes), trainer.state.global_step) == (10, 4)
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
+
+
+def test_sft_trainer_of_trl_trains_with_it(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="needs the package trl (extra trl)")
+    tokenizers = pytest.importorskip("tokenizers")
+    datasets = pytest.importorskip("datasets")
+    words = {word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(45))])}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>")),
+        pad_token="<pad>",
+        eos_token="</s>",
+    )
+    data = datasets.Dataset.from_list([{"input_ids": Lines()[i]["input_ids"].tolist()} for i in range(24)])
+    ends = []
+    for in_backward in (False, True, True):
+        model = quantised()
+        arguments = trl.SFTConfig(
+            **settings(tmp_path / str(len(ends)), 1, max_grad_norm=0.0, gradient_checkpointing=False, bf16=False),
+            max_length=8,
+        )
+        chosen = trainer_optimizer(arguments, "muon", moments="8bit", in_backward=in_backward)
+        trainer = trl.SFTTrainer(
+            model,
+            arguments,
+            train_dataset=data,
+            processing_class=tokenizer,
+            optimizer_cls_and_kwargs=chosen,
+        )
+        resume = str(tmp_path / "1" / "checkpoint-3") if len(ends) == 2 else None
+        trainer.train(resume_from_checkpoint=resume)
+        ends.append((bits(model), losses(trainer)[-3:]))
+    assert ends[0] == ends[1] == ends[2]
+    assert ends[0][0] != bits(quantised())
+
+
+def test_what_is_read_of_the_arguments() -> None:
+    arguments = transformers.TrainingArguments(
+        "out", learning_rate=3e-4, weight_decay=0.2, adam_beta2=0.95, adam_epsilon=1e-6, use_cpu=True, report_to=[]
+    )
+    _, chosen = trainer_optimizer(arguments, lr=1.0)
+    wanted = {"lr": 1.0, "weight_decay": 0.2, "betas": (0.9, 0.95), "eps": 1e-6, "rule": "adamw", "in_backward": None}
+    assert chosen == wanted
+    arguments.max_grad_norm = 0.0
+    asked = trainer_optimizer(arguments, "muon", in_backward=True)[1]["in_backward"]
+    assert asked == {"clip": "previous", "max_norm": math.inf, "first": "measure"}
+    factory, chosen = trainer_optimizer(arguments, "muon", other_lr=1e-4)
+    made = factory()(nn.Sequential(nn.Linear(4, 4)), **chosen)
+    assert [(group["direction"], group["lr"]) for group in made.param_groups] == [("muon", 3e-4), ("adam", 1e-4)]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="rule='moun' is unknown: one of adamw, muon; did you mean 'muon'"):
+        trainer_optimizer(arguments, "moun")
+    with pytest.raises(TypeError, match="arguments is a dict without learning_rate: TrainingArguments are needed"):
+        trainer_optimizer({})
+    scaled: Any = SimpleNamespace(**{**vars(arguments), "fp16": True})
+    with pytest.raises(ValueError, match="in_backward=True does not go with fp16=True"):
+        trainer_optimizer(scaled, in_backward=True)
+    factory, chosen = trainer_optimizer(arguments, moment="8bit")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'moment'"):
+        factory()(torch.nn.Linear(2, 2), **chosen)
