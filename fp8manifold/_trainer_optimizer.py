@@ -17,8 +17,10 @@ _RULES: Final = ("adamw", "muon")
 class TrainerOptimizer:
     """What a trainer makes first, and then calls with the model and the second part of :func:`trainer_optimizer`."""
 
-    def __call__(self, model: nn.Module, *, rule: str, in_backward: dict[str, Any] | None, **options: Any) -> Any:
-        """Make the optimizer of a model that is where it is trained."""
+    def __call__(
+        self, model: nn.Module, arguments: Any = None, *, rule: str, in_backward: dict[str, Any] | None, **options: Any
+    ) -> Any:
+        """Make the optimizer of a model that is where it is trained; axolotl gives it the arguments once more."""
         made: Any
         if rule == "muon":
             made = StiffnessMuon.for_model(model, **options)
