@@ -343,7 +343,7 @@ def test_reading_into_codes_takes_less_than_one_and_a_half_bytes_a_weight() -> N
     )
     rows = {row["way"]: row for row in json.loads(done.stdout)}
     assert rows["from_pretrained(quantization_config=...)"]["beyond"] < 1.3
-    assert rows["the same, dtype=torch.float32"]["beyond"] < 1.5
+    assert rows["the same, float32 asked for"]["beyond"] < 1.5
     assert rows["load_quantized, transformers' model on meta"]["beyond"] < 1.3
     assert rows["from_pretrained, bfloat16, then quantize_model"]["beyond"] > 2.5
 
@@ -506,18 +506,18 @@ def test_moment_formats_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
-def test_a_moment_is_right_on_average_but_to_nearest(
+def test_a_moment_is_right_on_average_by_independent_draws(
     modules: dict[str, ModuleType], optimizer: str, rounding: str
 ) -> None:
-    """Constant gradients, most of them a hundredth of their block's largest."""
-    script, gradient = modules["moment_formats"], torch.full((16, 128), 0.01)
+    """Constant gradients, most of them 0.003 of their block's largest: what is kept over what is exact, in the mean."""
+    script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
     gradient[:, 0] = 1.0
     moment = script.Kept(gradient.shape, optimizer, script.Way("E2M5"), rounding, 1)
-    mean = torch.stack([moment.advanced(gradient)[:, 1:] for _ in range(200)])[100:].mean()
+    ratio = torch.stack([moment.advanced(gradient)[:, 1:] for _ in range(300)])[150:].mean() / 0.003
     if rounding == "independent":
-        assert abs(mean - 0.01) < 2e-4
+        assert abs(ratio - 1) < 0.03
     else:  # what is rounded to nearest stays where it is; a dithered draw is not independent of what it rounds
-        assert (mean < 0.008) if rounding == "nearest" else 1e-4 < abs(mean - 0.01) < 5e-4
+        assert abs(ratio - 1) > 0.035
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])

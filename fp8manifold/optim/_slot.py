@@ -178,7 +178,7 @@ class Slot:
 
     @cached_property
     def moments_key(self) -> Stream:
-        """Of the draws for the moments: independent, for what a moment forgets makes the next depend on draws before."""
+        """Of the moments' draws: independent, for a moment forgets, so that earlier draws would enter its odds."""
         return Stream((*self.key, FOR_MOMENTS))
 
     @property

@@ -172,7 +172,9 @@ REFUSED_PEERS: dict[str, dict[str, str]] = {
     },
     "model.formats": {f"{PEER} {E4M3}": "{'*': 'E4M3'} can't be used with storage peer, whose weights are another"},
     "model.pretrained": {f"{PEER} {GIVEN}": "'a/model' can't be used with model.peer 'torchao-int8'; leave it out"},
-    "model.constraint": {f"{PEER} {STIEFEL}": "'stiefel' can't be used with model.peer 'torchao-int8'; leave it out"},
+    "model.constraint": {
+        f"{PEER} model.storage=peer {STIEFEL}": "'stiefel' can't be used with model.peer 'torchao-int8'; leave it out"
+    },
     **{
         key: {f"{PEER} {key}=true": "True can't be used with model.peer 'torchao-int8'; leave it out"}
         for key in ("model.tie_weights", "shadow.enabled", "monitor.fisher", "runtime.compile")

@@ -179,6 +179,6 @@ def test_the_sweep_of_peers_has_each_of_them_once(name: str, labels: set[str]) -
     if not {"sdnq-muon", "torchao-int8"} <= set(available_rules()):
         pytest.skip("sdnq or torchao is not installed")
     sweep = read_sweep(find_sweep(name))
-    planned = [point.label for point in plan_sweep(sweep)]
-    assert len(planned) == len(set(planned))
-    assert {label for label in planned if RULES[label.split()[0]].storage == "peer"} == labels
+    planned = plan_sweep(sweep)
+    assert len({point.label for point in planned}) == len(planned)
+    assert {point.label for point in planned if RULES[point.rule].storage == "peer"} == labels
