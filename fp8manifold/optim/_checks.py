@@ -16,6 +16,7 @@ from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.known import known
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
@@ -221,8 +222,16 @@ def options_of(group: dict[str, Any]) -> tuple[Any, ...]:
 
 def check_lr(group: dict[str, Any]) -> None:
     """A schedule may have set it since the group was made."""
-    lr = group["lr"]
-    check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+    check_finite("lr", _number(group["lr"]))
+
+
+def lr_of(group: dict[str, Any]) -> float:
+    """The learning rate of a group; a tensor on a card is waited for once each time that somebody sets it."""
+    return float(_number(group["lr"]))
+
+
+def _number(lr: Any) -> Any:
+    return known(lr, Tensor.item) if isinstance(lr, Tensor) else lr
 
 
 # ------------------------------------------------------------------------------------------------------------- accepted

@@ -15,7 +15,7 @@ from fp8manifold._numerics.codec import encode_finite, encode_signed
 from fp8manifold._ranks import Ranks, local_of, share_of
 from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._checks import check_combination, scheduled
+from fp8manifold.optim._checks import check_combination, lr_of, scheduled
 from fp8manifold.optim._geometry import (
     bounded_share,
     end_exponents,
@@ -264,7 +264,7 @@ class StiffnessOptimizer(GridOptimizer):
 
     def _shared_numbers(self, group: dict[str, Any], state: dict[str, Any]) -> dict[str, float]:
         """Decay, and the stiffness of a quantised parameter."""
-        numbers = {"keep": 1 - float(group["lr"]) * group["weight_decay"]}
+        numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
         if "reference" in state:
             numbers |= self._stiffness_numbers(group, state, self._powers[id(group), int(state["step"]) - 1])
         return numbers

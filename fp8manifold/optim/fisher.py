@@ -13,7 +13,7 @@ from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
 from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
-from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, spelt_out
+from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, lr_of, spelt_out
 from fp8manifold.optim._geometry import power_of_ratio, reference_stiffness
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._slot import Member, Parameters, Slot
@@ -208,7 +208,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         return traits | {"direction": "sgd", "stiffness": "none", "averages": bool(group["momentum"])}
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        lr, step = float(group["lr"]), int(state["step"]) - state.get("since", 0)
+        lr, step = lr_of(group), int(state["step"]) - state.get("since", 0)
         if parameter not in self._gradients:
             numbers = adam_numbers(lr, group["betas"], group["eps"], step)
         else:

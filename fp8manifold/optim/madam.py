@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
-from fp8manifold.optim._checks import Bounded, check_betas, check_finite, spelt_out
+from fp8manifold.optim._checks import Bounded, check_betas, check_finite, lr_of, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import Grid
@@ -101,7 +101,7 @@ class Madam(StiffnessOptimizer):
         return {"direction": "adam"} if grid is None else {"direction": "madam", "geometry": "multiplicative"}
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        lr, start = float(group["lr"]), group["start_lr"]
+        lr, start = lr_of(group), group["start_lr"]
         if slot.spec.storage == "plain":
             lr = group["float_lr"] * (lr / start if start else 1.0)
         step = int(state["step"]) - state.get("since", 0)

@@ -11,7 +11,7 @@ from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import Share, local_of, share_of, spread
 from fp8manifold.optim._agreement import in_every_process, squares_are_finite
-from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
 from fp8manifold.optim._geometry import bounded_share, bounds, reference_stiffness
 from fp8manifold.optim._grid_optimizer import GridOptimizer
@@ -184,7 +184,7 @@ class Riemannian(GridOptimizer):
 
     def _learning_rate_elsewhere(self, group: dict[str, Any]) -> float:
         """``float_lr`` follows the schedule of ``lr``; without one, ``lr`` itself."""
-        return float(group["lr"]) if group["float_lr"] is None else group["float_lr"] * _progress(group)
+        return lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
 
 
 def _store(parameter: Tensor, moved: Tensor, group: dict[str, Any], state: dict[str, Any], offset: int) -> None:
@@ -207,7 +207,7 @@ def _progress(group: dict[str, Any]) -> float:
     A key of our own keeps that: schedulers write theirs, ``initial_lr``, and OneCycleLR puts the warm-up's start there.
     """
     start = float(group["start_lr"])
-    return float(group["lr"]) / start if start else 1.0
+    return lr_of(group) / start if start else 1.0
 
 
 # ----------------------------------------------------------------------------------------------------------- riemannian
@@ -326,7 +326,7 @@ class RiemannianAdam(Riemannian):
         step = int(state["step"]) - state.get("since", 0)
         per_unit = 1 / state.get("unit", 1.0)
         eps = group["eps"] * state["reference"] * per_unit
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), eps, step)
+        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), eps, step)
         return numbers | self._progress_numbers(group) | {"per_unit": per_unit}
 
     def _step_elsewhere(
@@ -421,7 +421,7 @@ class RiemannianSGD(Riemannian):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         first = int(state["step"]) - state.get("since", 0) == 1
-        numbers = momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
+        numbers = momentum_numbers(lr_of(group), group, first=first) | self._progress_numbers(group)
         return numbers | {"per_unit": 1.0}
 
     def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._slot import Parameters, Slot
 
@@ -122,7 +122,7 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], step)
+        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), group["eps"], step)
         return numbers | self._shared_numbers(group, state)
 
 

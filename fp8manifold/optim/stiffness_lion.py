@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._checks import Family, check_betas, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, lr_of, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
 from fp8manifold.optim._slot import Parameters, Slot
 
@@ -69,5 +69,5 @@ class StiffnessLion(StiffnessOptimizer):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         beta1, beta2 = group["betas"]
-        numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": float(group["lr"])}
+        numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": lr_of(group)}
         return numbers | self._shared_numbers(group, state)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._ranks import share_of
 from fp8manifold.optim._backends import note_changes
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
@@ -206,7 +206,7 @@ class StiffnessMuon(StiffnessOptimizer):
         return traits | {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        lr, shared = float(group["lr"]), self._shared_numbers(group, state)
+        lr, shared = lr_of(group), self._shared_numbers(group, state)
         if group["direction"] == "adam":
             step = int(state["step"]) - state.get("since", 0)
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], step) | shared

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
-from fp8manifold.optim._checks import Family, spelt_out
+from fp8manifold.optim._checks import Family, lr_of, spelt_out
 from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import Grid
@@ -84,7 +84,7 @@ class StiffnessSGD(StiffnessOptimizer):
 
     def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
         first = int(state["step"]) - state.get("since", 0) == 1
-        numbers = momentum_numbers(float(group["lr"]), group, first=first)
+        numbers = momentum_numbers(lr_of(group), group, first=first)
         return numbers | self._shared_numbers(group, state)
 
 
