@@ -162,7 +162,7 @@ def _averaging(slot: Slot, dtype: torch.dtype) -> Slot:
     alone = _of_the_average(replace(spec, moments="float32") if spec.injects else spec)
     weight = torch.zeros(slot.view.dims, dtype=dtype, device=slot.tensors["weight"].device)
     tensors |= {"weight": weight, "gradient": slot.tensors["gradient"]}
-    return Slot(alone, slot.view, tensors, slot.key, offset=slot.offset, draws=slot.draws)
+    return Slot(alone, slot.view, tensors, slot.key, offset=slot.offset)
 
 
 def _averaged_as_torch(slot: Slot, row: Tensor) -> tuple[Tensor, Tensor]:

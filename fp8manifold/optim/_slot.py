@@ -178,8 +178,8 @@ class Slot:
 
     @cached_property
     def moments_key(self) -> Stream:
-        """Of the draws for the moments; those of a fitted one follow each other as the weight's do."""
-        return stream_of(self.draws if self.spec.fitted else "independent", *self.key, FOR_MOMENTS)
+        """Of the moments' draws: independent, for a moment forgets, so that earlier draws would enter its odds."""
+        return Stream((*self.key, FOR_MOMENTS))
 
     @property
     def blockwise(self) -> bool:
