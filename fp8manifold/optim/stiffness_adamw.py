@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
 
@@ -118,5 +118,5 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group = slot.group
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], slot.age)
+        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), group["eps"], slot.age)
         return numbers | self._shared_numbers(slot)
