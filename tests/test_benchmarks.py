@@ -555,7 +555,7 @@ def test_the_share_of_other_packages(modules: dict[str, ModuleType], monkeypatch
 def test_the_share_from_end_to_end_without_other_packages(tmp_path: Path) -> None:
     for package in ("sdnq", "torchao"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
-    printed = run("arrived_share.py", "--rows", "1", PYTHONPATH=str(tmp_path))
+    printed = run("arrived_share.py", "--rows", "1", "--movement", "1", PYTHONPATH=str(tmp_path))
     lines = [line for line in printed.splitlines() if line.startswith(("E", "int8"))]
     assert len(lines) == 9
     assert "SDNQ: missing: not here" in printed
