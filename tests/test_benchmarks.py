@@ -552,13 +552,18 @@ def test_the_share_of_other_packages(modules: dict[str, ModuleType], monkeypatch
         assert script.share("SDNQ", "E2M5", "subnormal", 0.3, options) < 0.5
 
 
-def test_the_share_from_end_to_end_without_other_packages(tmp_path: Path) -> None:
-    for package in ("sdnq", "torchao"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
-    printed = run("arrived_share.py", "--rows", "1", PYTHONPATH=str(tmp_path))
-    lines = [line for line in printed.splitlines() if line.startswith(("E", "int8"))]
-    assert len(lines) == 9
-    assert "SDNQ: missing: not here" in printed
+def test_a_package_that_is_missing_is_said_and_left_out(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sdnq", "sdnq.training", "torchao", "torchao.prototype.quantized_training.int8"):
+        monkeypatch.setitem(sys.modules, name, None)
+    script = modules["arrived_share"]
+    assert script.writers() == ["here", "here, dithered draws"]
+    assert "SDNQ: missing: " in capsys.readouterr().err
+    monkeypatch.setattr(script, "STEPS", (0.5,))
+    lines = script.rows(["here"], argparse.Namespace(movement=1, rows=1, seed=0))
+    assert [line[:2] for line in lines][-2:] == [("E1M6", "normal"), ("int8", "whole")]
+    assert lines[-1][2] is None
 
 
 def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]:
