@@ -51,7 +51,8 @@ def trainer_optimizer(
 
     Args:
         arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
-        rule: ``adamw`` (:class:`StiffnessAdamW`) or ``muon`` (:class:`StiffnessMuon`, by ``for_model``).
+        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
+            (:class:`~fp8manifold.optim.StiffnessMuon`, by ``for_model``).
         in_backward: whether to step in the backward pass.
         options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
 
