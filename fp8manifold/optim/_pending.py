@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fp8manifold._triton.launch import Said
-from fp8manifold.optim._slot import Member, Slot
+from fp8manifold.optim._slot import Slot
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["Count", "Pending", "pending_of", "settle"]
+__all__ = ["Count", "Pending", "pending_of", "refuse_recording", "settle"]
 
 _LOG: Final = logging.getLogger("fp8manifold")
 
@@ -60,18 +60,15 @@ class Pending:
         return any(each is parameter for each in self.parameters)
 
 
-def pending_of(optimizer: Any, members: Sequence[Member], slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
-    """What the host has to put right if it hears that a step was not taken.
+def pending_of(slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
+    """A step that has been launched, with the counts to put right if it was not taken.
 
     Args:
-        optimizer: whose step it is.
-        members: groups and parameters.
         slots: what has been launched, in the order of ``said``.
         said: what kernels say of it.
         alone: whether it is one parameter's, in a backward pass.
     """
-    steps = [optimizer.state[parameter]["step"] for _, parameter in members]
-    return Pending(said, [slot.parameter for slot in slots], steps, alone)
+    return Pending(said, [slot.parameter for slot in slots], [slot.state["step"] for slot in slots], alone)
 
 
 def settle(optimizer: Any, pending: Pending) -> None:
@@ -96,3 +93,12 @@ def settle(optimizer: Any, pending: Pending) -> None:
                 "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
                 *(parameter.format.name, tuple(parameter.shape), doubled, scales, int(doubled == scales)),
             )
+
+
+def refuse_recording(optimizer: Any) -> None:
+    """Raise RuntimeError where a CUDA graph would record a step: its counts and random bits would never change."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose counts and random bits would be "
+            "the same in every replay: record the forward and backward pass, and step outside of the graph"
+        )

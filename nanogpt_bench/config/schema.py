@@ -27,9 +27,7 @@ _EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 0.0, "stiffness_end": None, "s
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
-    **dict.fromkeys(PEERS, _ADAM),
-    "sdnq_muon": {**_SDNQ, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
-    "sdnq_adamw": _SDNQ,
+    **dict.fromkeys(PEERS[:3], _ADAM),
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
@@ -38,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},
     "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
+    "sdnq_muon": {**_SDNQ, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
+    "sdnq_adamw": _SDNQ,
 }
 #: the library's own, each a class of fp8manifold.optim without its underscores
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
