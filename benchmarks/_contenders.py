@@ -144,6 +144,32 @@ def torchao_int8(work: Workload) -> Built:
     return weights, _AdamW(weights, **ADAMW)
 
 
+def torchao_int8_8bit(work: Workload) -> Built:
+    """torchao's int8 weights under its AdamW with averages of 8 bits."""
+    from torchao.optim import AdamW8bit
+    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight as Int8Weight
+
+    weights = matrices(work.weights(), lambda w, _: nn.Parameter(Int8Weight.from_float(w)))
+    return weights, AdamW8bit(weights, **ADAMW)
+
+
+def sdnq(label: str, optimizer: str, fmt: str) -> Contender:
+    """SDNQ's weights, a float scale for 32, under an optimizer of its own with averages of 8 bits; it is GPL-3.0."""
+
+    def build(work: Workload) -> Built:
+        import sdnq.optim
+        from sdnq.training import SDNQTensor
+
+        def convert(weight: Tensor, _: int) -> Tensor:
+            return nn.Parameter(SDNQTensor.from_float(weight, layer_class_name="Linear", weights_dtype=fmt))
+
+        weights = matrices(work.weights(), convert)
+        options = {name: value for name, value in ADAMW.items() if name != "eps"}
+        return weights, getattr(sdnq.optim, optimizer)(list(weights), use_quantized_buffers=True, **options)
+
+    return Contender("peer", label, build)
+
+
 def geoopt_adam(work: Workload) -> Built:
     """geoopt's RiemannianAdam in flat space."""
     weights: list[Tensor] = [geoopt.ManifoldParameter(w.detach()) for w in work.weights()]
@@ -201,6 +227,11 @@ CONTENDERS: Final[dict[str, Contender]] = {
     "geoopt-adam": Contender("peer", "geoopt RiemannianAdam, Euclidean, float32", geoopt_adam),
     "torchao-fp8": torchao("torchao AdamWFp8, float32 weights", "AdamWFp8"),
     "torchao-int8-weights": Contender("peer", "torchao int8 weights, stochastic, _AdamW", torchao_int8),
+    "torchao-int8-8bit": Contender("peer", "torchao int8 weights, stochastic, AdamW8bit", torchao_int8_8bit),
+    "sdnq-adamw-e2m5": sdnq("SDNQ AdamW, E2M5 weights, 8-bit averages", "AdamW", "float8_e2m5fn"),
+    "sdnq-adamw-e4m3": sdnq("SDNQ AdamW, E4M3 weights, 8-bit averages", "AdamW", "float8_e4m3fn"),
+    "sdnq-adamw-int8": sdnq("SDNQ AdamW, int8 weights, 8-bit averages", "AdamW", "int8"),
+    "sdnq-muon-e2m5": sdnq("SDNQ Muon, E2M5 weights, 8-bit momentum", "Muon", "float8_e2m5fn"),
     "torchao-bf16": torchao(
         "torchao _AdamW bfloat16, stochastic", "_AdamW", torch.bfloat16, bf16_stochastic_round=True
     ),

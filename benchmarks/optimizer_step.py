@@ -36,7 +36,7 @@ from _timing import live_bytes, paired_seconds, wall_seconds
 
 WARM_UP: Final = 3
 #: peers that are packages of their own
-PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes")
+PACKAGES: Final = ("geoopt", "torch-optimi", "torchao", "bitsandbytes", "sdnq")
 GROUPS: Final = {"all": ("torch", "peer", "ours"), "torch": ("torch",), "peers": ("peer",), "ours": ("ours",)}
 Step = Callable[[], object]
 

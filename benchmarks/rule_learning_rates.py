@@ -36,6 +36,8 @@ CENTRES = {
     "torchao_adamw8bit": 1e-3,
     "torchao_adamwfp8": 1e-3,
     "optimi_adamw": 1e-3,
+    "sdnq_adamw": 1e-3,
+    "sdnq_muon": 8e-3,
     "sgd": 1e-1,
     "stiffness_adamw": 1e-3,
     "stiffness_sgd": 1e-1,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from _looks import STOCHASTIC
-from _tables import markdown
+from _markdown import markdown
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 

@@ -7,7 +7,7 @@ the tables of the page on fine-tuning.
 
 from dataclasses import dataclass
 
-from _tables import markdown
+from _markdown import markdown
 
 #: of an 8-bit average, the longest run of weights with one bound
 LONGEST_BLOCK = 256
@@ -85,6 +85,13 @@ def in_one_byte(model: Model, *, muon: bool) -> Memory:
     return Memory(hidden + heads + floats, *_gradients(model))
 
 
+def to_load(model: Model) -> float:
+    """Bytes at the peak of reading it: each weight in codes or as it stays, in float32, and the largest tensor."""
+    codes = sum(_byte(*shape) for shape in [*model.matrices(), *model.heads()])
+    floats = sum(4 * rows * columns for rows, columns in model.floats())
+    return codes + floats + _gradients(model)[1]
+
+
 def _byte(rows: int, columns: int) -> int:
     return rows * columns + 4 * rows
 
@@ -126,7 +133,7 @@ def memory_table() -> str:
     for model in MODELS:
         held = [in_float32(model).held, *(in_one_byte(model, muon=muon).held for muon in (False, False, True))]
         pairs = [f"{gb(size)} / {gb(peak)}" for size, peak in zip(held, peaks(model).values(), strict=True)]
-        rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *pairs, gb(5 * model.parameters())])
+        rows.append([model.name, f"{model.parameters() / 1e9:.2f}", *pairs, gb(to_load(model))])
     return markdown(("model", "parameters, billion", *peaks(MODELS[0]), "to load, main memory"), rows)
 
 

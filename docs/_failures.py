@@ -3,7 +3,7 @@
 from collections import Counter
 from statistics import fmean
 
-from _tables import markdown
+from _markdown import markdown
 
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row

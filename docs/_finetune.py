@@ -6,8 +6,8 @@ from itertools import groupby
 from pathlib import Path
 
 from _looks import STYLE
+from _markdown import markdown
 from _study import measured_against, source
-from _tables import markdown
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

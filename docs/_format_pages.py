@@ -5,7 +5,8 @@ from pathlib import Path
 
 import matplotlib
 from _figures import STYLE
-from _tables import TABLED_FORMATS, markdown, number
+from _markdown import markdown
+from _tables import TABLED_FORMATS, number
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 

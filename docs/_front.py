@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from _markdown import markdown
 from _paired import in_figures
 from _study import FOLDER, by_text, measured_against, read, short
-from _tables import markdown
 
 from nanogpt_bench.report.results import Result
 
@@ -80,16 +80,8 @@ def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
 def found_table(lines: Sequence[tuple[str, str, str, str]] = FOUND) -> str:
     """The same of the results page: beside the optimizer's own differences those to AdamW in float32."""
     against = [[_line(stem, rule, name, by) for by in (own, "fp32")] for stem, rule, name, own in lines]
-    rows = [[*own[:2], *own[2:4], *adamw[2:4], own[4]] for own, adamw in against]
-    header = (
-        *HEADER[:2],
-        "above itself in float32, STDLIB",
-        "EULAW",
-        "above float32 AdamW, STDLIB",
-        "EULAW",
-        HEADER[4],
-    )
-    return markdown(header, rows)
+    header = ("training", "bytes", "above itself in float32, STDLIB", "EULAW", "above float32 AdamW, STDLIB", "EULAW")
+    return markdown(header, [[*own[:4], *adamw[2:4]] for own, adamw in against])
 
 
 def write_front(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The gap by length or size of a file whose rules were trained for several: a table and a chart, as in the report."""
 
-from _tables import markdown
+from _markdown import markdown
 
 from nanogpt_bench.report.chart import looks
 from nanogpt_bench.report.figures import figure, svg

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from _tables import markdown
+from _markdown import markdown
 
 from nanogpt_bench.report.results_file import Exported
 from nanogpt_bench.report.rows import Row

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from statistics import fmean
 
+from _markdown import markdown
 from _paired import losses_of
-from _tables import markdown
 
 from nanogpt_bench.report.figures import figure, svg
 from nanogpt_bench.report.predictors import Predictor, early_points, rank_predictors

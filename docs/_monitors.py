@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from _tables import markdown
+from _markdown import markdown
 
 from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.predictors import LEVEL, TRIVIAL, Point, Predictor, early_points, rank_predictors

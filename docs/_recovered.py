@@ -1,7 +1,7 @@
 """Of what nearest rounding loses to float32 in a format, the share that each rule brings back."""
 
+from _markdown import markdown
 from _paired import losses_of
-from _tables import markdown
 from _weights import data_of
 
 from nanogpt_bench.report.results import Difference, difference

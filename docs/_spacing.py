@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from _looks import STOCHASTIC
+from _markdown import markdown
 from _paired import in_figures
-from _tables import markdown
 from _weights import at_end, data_of
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure

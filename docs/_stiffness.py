@@ -1,7 +1,7 @@
 """What k from 1 to 0 is worth in each format: against k = 0 in the same format, text and rounding."""
 
+from _markdown import markdown
 from _paired import losses_of
-from _tables import markdown
 from _weights import data_of
 
 from nanogpt_bench.report.results import adjusted, difference, difference_text

@@ -11,11 +11,11 @@ from _lengths import drawn_by, gap_by, ladder_of
 from _limits import is_search, limit_table, tuned_rates
 from _looks import EXACT, STOCHASTIC, STYLE
 from _maps import drawn_map, is_map, warps
+from _markdown import markdown
 from _monitors import looked_early, monitors
 from _recovered import recovered
 from _spacing import drawn_spacing, is_drawn, spaced, spacing_table
 from _stiffness import stiffness_table
-from _tables import markdown
 from _weights import kurtosis_table, logarithms_table
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes

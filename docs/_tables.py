@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _markdown import markdown
 
 import fp8manifold as fm
 
@@ -22,13 +23,8 @@ STORED = {
     "grid": "the grid",
     "fp8": "one byte",
     "continuous": "floats, unrounded",
+    "peer": "one byte of its package",
 }
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def formats_table(names: Sequence[str] = TABLED_FORMATS) -> str:

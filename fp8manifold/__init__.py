@@ -11,6 +11,7 @@ from fp8manifold.formats import NAMED_FORMATS, FloatFormat
 from fp8manifold.grid import decode, encode, from_chart, round_to_grid, to_chart, ulp
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.nn import QuantizedLinear
+from fp8manifold.nn._loading import load_quantized
 from fp8manifold.nn._report import QuantizationReport, ReportedLayer, quantization_report
 from fp8manifold.nn._saved import use_plain_state
 from fp8manifold.nn._scalers import Scale
@@ -51,6 +52,7 @@ __all__ = [
     "flatten_state_dict",
     "from_chart",
     "huggingface",
+    "load_quantized",
     "monitor",
     "ops",
     "optim",

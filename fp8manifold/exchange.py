@@ -17,6 +17,7 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import decode
 from fp8manifold.nn._candidates import is_linear
 from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS
 from fp8manifold.scaling import BLOCK_SIZE
@@ -56,7 +57,8 @@ def exported_state_dict(
     bfloat16 too, where stored weights have scales that are powers of two.  NaN and -0 are kept, Inf does not occur.
 
     Args:
-        model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is.
+        model: of :func:`quantize_model`, in any storage; what is not quantised stays as it is, and parameters in codes
+            that are no linear layer's weight (experts, convolutions, embeddings) are written as the floats they are.
         layout: ``compressed-tensors``, which takes E4M3, or ``torchao``, which takes E4M3, E5M2, E4M3FNUZ and E5M2FNUZ.
 
     Returns:
@@ -92,8 +94,6 @@ def exported_state_dict(
     for name, value in _state(model):
         if name in weights:
             tensors |= made(weights[name])
-        elif isinstance(value, FP8Tensor):
-            raise ValueError(f"{name!r} is an {type(value).__name__}, and in no QuantizedLinear: {layout} takes none")
         else:
             tensors[name] = value
     left = [
@@ -234,9 +234,13 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if first.setdefault(id(parameter), name) != name
     }
+    others = in_place_parameters(model)
+    names = parameter_names(model)
+    every = [name for own in others.values() for name in names[id(own)]]
+    parts = {f"{name}{suffix}" for name in every for suffix in PARTS if suffix}
     for name, value in model.state_dict().items():
-        if name not in again and not _is_for_training(name, layers):
-            yield name, value
+        if name not in again and name not in parts and not _is_for_training(name, layers):
+            yield name, others[name].dequantize() if name in others else value
 
 
 def _is_for_training(name: str, layers: dict[str, QuantizedLinear]) -> bool:

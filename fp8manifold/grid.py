@@ -208,6 +208,11 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     check_holds(dtype, fmt)
     if fmt.bits < 8 and codes.numel() and int(codes.max()) >= 2 * fmt.sign_bit:
         raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")
+    return decode_known(codes, fmt, dtype)
+
+
+def decode_known(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """:func:`decode` of codes that have been checked: to look at them once more would be to wait for a card."""
     if (native := decoded(codes, fmt, dtype)) is not None:
         return native
     table = _decode_table(fmt, dtype, codes.device)

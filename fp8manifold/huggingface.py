@@ -1,6 +1,7 @@
 """Quantised models in transformers: ``from_pretrained``, ``save_pretrained`` and ``Trainer`` keep them to the bit."""
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -12,12 +13,21 @@ from fp8manifold._trainer_optimizer import trainer_optimizer
 from fp8manifold.exchange import has_own_head, needed
 from fp8manifold.formats import FloatFormat
 from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._hf_loading import Encode, Reader
+from fp8manifold.nn._in_place import in_place_parameters, parameter_names
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._parts import PARTS, gather_parts
-from fp8manifold.nn._saved import put_layers, recipe_of, spec_as_json, use_plain_state
+from fp8manifold.nn._saved import (
+    parameters_recipe_of,
+    put_layers,
+    put_parameters,
+    recipe_of,
+    spec_as_json,
+    use_plain_state,
+)
 from fp8manifold.nn._scalers import Scale
 from fp8manifold.nn._spec import Formats, LayerSpec
-from fp8manifold.nn._surgery import dequantize_model, quantize_model
+from fp8manifold.nn._surgery import dequantize_model
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["attach", "quantization_config", "register", "trainer_optimizer"]
@@ -56,7 +66,9 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
         formats, storage, options: of :func:`fp8manifold.quantize_model`; here one byte a weight unless told otherwise.
 
     Returns:
-        A configuration of transformers.  The model has all its weights as floats for a moment.
+        A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
+        of one file of safetensors or of shards, in any float dtype; they are those that
+        :func:`fp8manifold.quantize_model` gives a float model.  transformers itself refuses it beside ``gguf_file``.
 
     Raises:
         ImportError: as :func:`register`.
@@ -105,10 +117,10 @@ def attach(model: Any) -> Any:
         raise TypeError(f"model is a {type(model).__name__}, no model of transformers: use_plain_state is for others")
     register()
     config, quantizer = _classes()
-    layers = recipe_of(model)
-    if not layers:
+    layers, parameters = recipe_of(model), parameters_recipe_of(model)
+    if not layers and not parameters:
         raise ValueError("the model has no quantised layer: call quantize_model first")
-    model.hf_quantizer = quantizer(config(layers=layers), pre_quantized=True)
+    model.hf_quantizer = quantizer(config(layers=layers, parameters=parameters), pre_quantized=True)
     model.is_quantized, model.quantization_method = True, _METHOD
     _describe(model)
     return use_plain_state(model)
@@ -134,13 +146,17 @@ class _Config:
         storage: str = "fp8",
         options: Mapping[str, Any] | None = None,
         layers: list[dict[str, Any]] | None = None,
+        parameters: list[dict[str, Any]] | None = None,
         quant_method: str = _METHOD,
     ) -> None:
         self.quant_method = quant_method
         if layers is not None:
             self.layers = layers
+            if parameters:
+                self.parameters = parameters
         else:
-            self.formats, self.storage, self.options = _formats_as_json(formats), storage, dict(options or {})
+            self.formats, self.storage = _formats_as_json(formats), storage
+            self.options = {name: _formats_as_json(value) for name, value in (options or {}).items()}
 
 
 def _formats_as_json(formats: Any) -> Any:
@@ -156,6 +172,9 @@ class _Quantizer:
 
     quantization_config: Any
     pre_quantized: bool
+    reader: Reader | None = None
+    own_parameters: tuple[str, ...] = ()
+    """Names of parameters in codes that are called otherwise than ``weight``."""
     requires_calibration = False
     is_trainable = True
     is_qat_trainable = True
@@ -164,9 +183,24 @@ class _Quantizer:
         return True
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
-        """Whether a tensor may be of another shape than the model has: a measured scale, that of what it has seen."""
+        """Whether a tensor becomes codes as it is read, or may be of another shape, as a measured scale may."""
+        if self.reader is not None:
+            return self.reader.wants(param_name)
         owner, entry = param_name.rpartition(".")[::2]
         return entry in ("value", "history") and isinstance(model.get_submodule(owner), Scale)
+
+    def get_quantize_ops(self) -> Any:
+        """What makes codes of a tensor that was read."""
+        package = needed("transformers.core_model_loading", "hf", _BY)
+        operation = type("Encoded", (Encode, package.ConversionOps), {})()
+        operation.reader = self.reader
+        return operation
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Refuse to leave weights on a disk, where codes can't be."""
+        if "disk" in map(str, getattr(device_map, "values", lambda: (device_map,))()):
+            raise ValueError("device_map has 'disk': weights in codes can't be left there; take devices or 'cpu'")
+        return device_map
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         """Bytes of a parameter's element, for those who place layers on devices."""
@@ -184,21 +218,33 @@ class _Quantizer:
             return []
         package = needed("transformers.core_model_loading", "hf", _BY)
         operation = type("Gather", (_Gather, package.ConversionOps), {})()
-        return [package.WeightConverter([f"weight{suffix}" for suffix in PARTS], "weight", [operation])]
+        made = [package.WeightConverter([f"weight{suffix}" for suffix in PARTS], "weight", [operation])]
+        for name in self.own_parameters:
+            starts = rf"(?<!\w){re.escape(name)}"
+            made.append(package.WeightConverter([f"{starts}{suffix}" for suffix in PARTS], name, [operation]))
+        return made
 
-    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        if self.pre_quantized:
+    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files: Any = None, **_: Any) -> None:
+        wanted = self.quantization_config
+        if not self.pre_quantized:
+            self.reader = Reader(model, wanted.formats, wanted.storage, wanted.options, checkpoint_files)
+        else:
             dtype = torch.get_default_dtype()  # that of the weights, and not of measured scales
             try:
                 torch.set_default_dtype(torch.float32)
                 put_layers(model, [_named_here(model, group) for group in self.quantization_config.layers])
             finally:
                 torch.set_default_dtype(dtype)
+            groups = getattr(self.quantization_config, "parameters", ())
+            put_parameters(model, here := [_parameters_here(model, group) for group in groups])
+            names = [name for group in here for name in group["seeds"] if not name.endswith(".weight")]
+            start = f"{model.base_model_prefix}."
+            self.own_parameters = tuple(name.removeprefix(start) for name in names)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
-        wanted = self.quantization_config
-        if not self.pre_quantized:
-            quantize_model(model, wanted.formats, wanted.storage, **wanted.options)
+        if self.reader is not None:
+            self.reader.finish(model)
+            self.reader = None
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [each for each in conversions if not _is_ours(each)]
         attach(model)
@@ -210,7 +256,13 @@ class _Quantizer:
     def get_state_dict_and_metadata(self, model: Any, *_: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What is saved, of the model as it is now; its settings are written after that."""
         _describe(model)
-        return use_plain_state(model).state_dict(), {}
+        _keep_whole(model)
+        state, names = use_plain_state(model).state_dict(), parameter_names(model)
+        for own in in_place_parameters(model).values():
+            for name in names[id(own)][1:]:  # transformers knows of one tied weight, and not of its parts
+                for suffix in PARTS:
+                    state.pop(name + suffix, None)
+        return state, {}
 
 
 def _named_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,6 +281,36 @@ def _named_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return {**group, "seeds": named}
 
 
+def _parameters_here(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a group of parameters, which the base of a model has all of."""
+    start, known = f"{model.base_model_prefix}.", dict(model.named_parameters())
+    seeds = {}
+    for name, seed in group.get("seeds", {}).items():
+        here = next((each for each in (name, name.removeprefix(start), start + name) if each in known), name)
+        seeds[here] = seed
+    return {**group, "seeds": seeds}
+
+
+def _keep_whole(model: Any) -> None:
+    """Let transformers write parameters in codes as they are: it takes experts apart, of which parts can't be."""
+    names = [name for name in in_place_parameters(model) if not name.endswith(".weight")]
+    if not names:
+        return
+    package = needed("transformers.core_model_loading", "hf", _BY)
+    kept = getattr(model, "_weight_conversions", None)
+    if kept is None:
+        mapping = needed("transformers.conversion_mapping", "hf", _BY)
+        kept = mapping.get_model_conversion_mapping(model, add_legacy=False)
+        kept = [each for each in kept if not isinstance(each, getattr(package, "PrefixChange", ()))]
+    whole = [each for each in kept if isinstance(each, package.WeightConverter) and _makes(each, names)]
+    model._weight_conversions = [each for each in kept if each not in whole]
+
+
+def _makes(conversion: Any, names: list[str]) -> bool:
+    """Whether a conversion puts together one of the parameters that are called so."""
+    return any(target in name for target in conversion.target_patterns for name in names)
+
+
 def _is_ours(conversion: Any) -> bool:
     return any(isinstance(operation, _Gather) for operation in getattr(conversion, "operations", ()))
 
@@ -237,10 +319,16 @@ def _describe(model: Any) -> None:
     """Let a model's settings say what its layers are, and whether its output layer is the embedding still."""
     if has_own_head(model):
         model.config.tie_word_embeddings = False
-    if layers := recipe_of(model):
-        model.config.quantization_config = _classes()[0](layers=layers)
+    layers, parameters = recipe_of(model), parameters_recipe_of(model)
+    if layers or parameters:
+        model.config.quantization_config = _classes()[0](layers=layers, parameters=parameters)
     else:
         vars(model.config).pop("quantization_config", None)
+
+
+def _part(pattern: str) -> str:
+    """The part of a weight that a pattern of names means, as of one called ``weight``."""
+    return "weight" + next((suffix for suffix in PARTS if suffix and pattern.endswith(suffix)), "")
 
 
 class _Gather:
@@ -249,7 +337,7 @@ class _Gather:
     dtype: torch.dtype | None = None
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **_: Any) -> dict[str, Tensor]:
-        parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        parts = {_part(name): value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         owner, entry = full_layer_name.rpartition(".")[::2]
         layer = model.get_submodule(owner)
         own = getattr(layer, entry)  # without values

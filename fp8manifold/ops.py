@@ -1,10 +1,12 @@
 """Matrix products of quantised operands as operators of torch, on the hardware's own units where it has them."""
 
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
+from fp8manifold._native._arrays import encoded_units
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.scaled_rounding import rounded_units
@@ -18,6 +20,7 @@ __all__ = ["fp8_mm"]
 ProductGranularity = Literal["tensor", "channel"]
 _GRANULARITIES: Final = ("tensor", "channel")
 _HARDWARE: Final = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_OUT: Final = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT: Final = 16
 
 
@@ -157,9 +160,10 @@ def _fp8_mm(
     pow2: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
+    if _has_units_for(a, b, a_format, b_format):
+        left, right = _codes_of(a, a_scale, a_format), _codes_of(b, b_scale, b_format)
+        return _hardware_product(left, right, a_scale, b_scale, out_dtype)
     left, right = _units(a, a_scale, a_format), _units(b, b_scale, b_format)
-    if _has_units_for(left, right, a_format, b_format):
-        return _hardware_product(left, right, a_scale, b_scale, a_format, b_format, out_dtype)
     work = torch.promote_types(left.dtype, right.dtype)
     product = left.to(work) @ right.to(work)
     return product.mul_(a_scale).mul_(b_scale).to(out_dtype)
@@ -205,33 +209,52 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 _fp8_mm.register_autograd(_backward, setup_context=_setup_context)
 
 
+def _in_own_order(x: Tensor, scale: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Walk over a matrix, or one that is transposed, in the order of its memory."""
+    if not x.is_contiguous() and x.t().is_contiguous():
+        return rounded(x.t(), scale.t() if scale.dim() == 2 else scale).t()
+    return rounded(x, scale)
+
+
 def _units(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """The operand's values of the format, in units of the scale."""
     if fmt == NONE:
         return x.to(working_dtype(x))
-    if not x.is_contiguous() and x.t().is_contiguous():  # walk over memory in its own order
-        return rounded_units(x.t(), scale.t() if scale.dim() == 2 else scale, as_format(fmt)).t()
-    return rounded_units(x, scale, as_format(fmt))
+    return _in_own_order(x, scale, lambda part, unit: rounded_units(part, unit, as_format(fmt)))
 
 
-def _has_units_for(left: Tensor, right: Tensor, a_format: str, b_format: str) -> bool:
+def _codes_of(x: Tensor, scale: Tensor, fmt: str) -> Tensor:
+    """The operand in the device's own dtype, by one kernel where there is one."""
+
+    def rounded(part: Tensor, unit: Tensor) -> Tensor:
+        codes = encoded_units(part.float() if part.dtype == torch.float16 else part, as_format(fmt), unit)
+        if codes is None:
+            return rounded_units(part, unit, as_format(fmt)).to(_HARDWARE[fmt])
+        return codes.view(_HARDWARE[fmt])
+
+    return _in_own_order(x, scale, rounded)
+
+
+def _has_units_for(a: Tensor, b: Tensor, a_format: str, b_format: str) -> bool:
     """Whether the device multiplies these formats itself."""
-    if left.device.type != "cuda" or torch.version.hip is not None or not {a_format, b_format} <= set(_HARDWARE):
+    if a.device.type != "cuda" or torch.version.hip is not None or not {a_format, b_format} <= set(_HARDWARE):
         return False
-    aligned = right.shape[0] % _ALIGNMENT == 0 and right.shape[1] % _ALIGNMENT == 0
-    fits = aligned and min(*left.shape, *right.shape) > 0 and a_format + b_format != "E5M2E5M2"
-    return fits and torch.cuda.get_device_capability(left.device) >= (9, 0)
+    aligned = b.shape[0] % _ALIGNMENT == 0 and b.shape[1] % _ALIGNMENT == 0
+    fits = aligned and min(*a.shape, *b.shape) > 0 and a_format + b_format != "E5M2E5M2"
+    return fits and torch.cuda.get_device_capability(a.device) >= (9, 0)
 
 
-def _hardware_product(
-    left: Tensor, right: Tensor, a_scale: Tensor, b_scale: Tensor, a_format: str, b_format: str, out_dtype: torch.dtype
-) -> Tensor:
+def _hardware_product(left: Tensor, right: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """The product on the device's own units, which take the first matrix by rows and the second by columns.
 
-    Scales of rows and columns are applied afterwards: the units' own support for them gives bfloat16 only.
+    The units multiply by the scales themselves, and write ``out_dtype``: those of matrices always, those of rows and
+    columns for bfloat16 alone, which is all that every release has them for.
     """
-    a_codes = left.to(_HARDWARE[a_format]).contiguous()
-    b_codes = right.to(_HARDWARE[b_format]).t().contiguous().t()
+    left, right = left.contiguous(), right.t().contiguous().t()
+    by_rows = bool(a_scale.dim() or b_scale.dim())
+    if out_dtype in ((torch.bfloat16,) if by_rows else _OUT):
+        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+        return torch._scaled_mm(left, right, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype)
     one = torch.ones((), device=left.device)
-    product = torch._scaled_mm(a_codes, b_codes, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    product = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.float32)
     return product.mul_(a_scale).mul_(b_scale).to(out_dtype)

@@ -6,6 +6,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from fp8manifold._numerics.blocks import in_pieces, pieces
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import float_bits
@@ -28,6 +29,9 @@ __all__ = [
 
 Granularity = Literal["tensor", "channel", "block"]
 GRANULARITIES: Final = ("tensor", "channel", "block")
+StoredGranularity = Literal["tensor", "channel", "block", "row"]
+STORED_GRANULARITIES: Final = (*GRANULARITIES, "row")
+"""With what codes of more than two dimensions have: a scale for each row of the last dimension."""
 
 ROUNDING_OF_SCALES: Final = 1 + 2.0**-20
 """Slack of comparisons with the end of the range: a float32 scale of amax / max may put amax itself beyond max."""
@@ -103,10 +107,15 @@ def amax_of(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
 
 def wide_amax(x: Tensor, granularity: str, axis: int = 0) -> Tensor:
     """The same in the dtype that ``x`` is computed in: float64 for float64."""
-    check_choice("granularity", granularity, GRANULARITIES)
+    check_choice("granularity", granularity, STORED_GRANULARITIES if axis == 0 else GRANULARITIES)
+    if type(x.detach()) is Tensor and in_pieces(x) and axis == 0:
+        parts = [wide_amax(x[rows], granularity) for rows in pieces(x)]
+        return torch.stack(parts).amax() if granularity == "tensor" else torch.cat(parts)
     magnitude = x.detach().abs() if x.dtype is torch.float64 else x.detach().float().abs()
     if granularity == "block":
         return _block_amax(magnitude)
+    if granularity == "row":
+        return magnitude.amax(-1, keepdim=True) if x.numel() else magnitude.new_zeros((*x.shape[:-1], 1))
     if granularity == "tensor":
         return magnitude.amax() if x.numel() else magnitude.new_zeros(())
     if not -x.dim() <= axis < x.dim():
@@ -133,7 +142,7 @@ def _check_fits(amax: Tensor) -> None:
 def storage_scale(
     w: Tensor,
     fmt: FormatLike,
-    granularity: Granularity = "channel",
+    granularity: StoredGranularity = "channel",
     *,
     headroom: float | None = None,
     axis: int = 0,
@@ -148,8 +157,8 @@ def storage_scale(
 
     Args:
         w, fmt, axis: as in :func:`amax_scale`.
-        granularity: one scale for the ``tensor``, for each ``channel``, or for each ``block`` of 32 weights along the
-            last dimension.
+        granularity: one scale for the ``tensor``, for each ``channel``, for each ``row`` of the last dimension, or for
+            each ``block`` of 32 weights along it.
         headroom: at least 1.  None takes 16, but in a format of few binades no more than keeps the largest weight at
             8 times the smallest normal, and no less than 2: more would leave most weights subnormal, or zero.
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
-from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS
-from fp8manifold._encoded.exponents import expand_kept, exponents_of
+from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
+from fp8manifold._encoded.exponents import decoded_scale, expand_kept, exponents_of
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
 from fp8manifold._encoded.scaled import ScaledTensor
 from fp8manifold._encoded.stalled_average import is_average, warn_if_stalled
 from fp8manifold._encoded.storage import (
     checked_codes,
+    codes_of,
     dequantize_codes,
     expand_scale,
     is_traced,
     next_codes,
-    remainder_of,
     void_remainder,
 )
 from fp8manifold._encoded.stored_scale import (
@@ -35,13 +35,11 @@ from fp8manifold._encoded.stored_scale import (
 )
 from fp8manifold._encoded.traits import Rounding, Traits
 from fp8manifold._numerics.checks import check_choice
-from fp8manifold._numerics.fake import has_values
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
-from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.random_bits import Draws, fresh_seed
-from fp8manifold.scaling import BLOCK_SIZE, GRANULARITIES, Granularity, widened_scale
+from fp8manifold.scaling import BLOCK_SIZE, STORED_GRANULARITIES, StoredGranularity, widened_scale
 
 __all__ = ["FP8Tensor"]
 
@@ -62,8 +60,9 @@ class FP8Tensor(ScaledTensor):
     Args:
         w: float tensor of any shape; rounded to nearest.
         fmt: a format or its name.
-        granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), or for each
-            ``block`` of 32 along the last.  A tensor of fewer than two dimensions has one scale instead of channels.
+        granularity: one scale for the ``tensor``, for each ``channel`` (index of the first dimension), for each ``row``
+            (of the last dimension: of a matrix its channels), or for each ``block`` of 32 along the last.  A tensor of
+            fewer than two dimensions has one scale instead of channels.
         headroom: of the scale, as in :func:`fp8manifold.storage_scale`, but that None takes 1 in a format of few
             binades: our optimizers double a scale as soon as its end is reached.  Other optimizers need 2 or more.
         scale: the scale itself, in place of ``headroom``: a power of two, or a tensor of them of the granularity's
@@ -77,8 +76,8 @@ class FP8Tensor(ScaledTensor):
 
     Attributes:
         codes: uint8, in the shape of the tensor.
-        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)`` or ``(.., C/32)``.  Of blocks it is a copy, in which
-            nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
+        scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)`` or ``(.., C/32)``.  Of blocks it is a copy,
+            in which nothing is to be written: take :meth:`set_scale_`, or :meth:`rescale_` where values are to stay.
         exponents: of blocks what is kept: uint8 ``(.., C/32)``, ``127 + log2(scale)``, as in E8M0; otherwise None.
         format: the :class:`FloatFormat`.
         block_size: 32, or None where no blocks have scales.
@@ -115,7 +114,7 @@ class FP8Tensor(ScaledTensor):
         w: Tensor,
         fmt: FormatLike = "E4M3",
         *,
-        granularity: Granularity = "channel",
+        granularity: StoredGranularity = "channel",
         headroom: float | None = None,
         scale: float | Tensor | None = None,
         rounding: Rounding = "stochastic",
@@ -126,18 +125,17 @@ class FP8Tensor(ScaledTensor):
         requires_grad: bool = False,
     ) -> Self:
         working_dtype(w, "w")
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, STORED_GRANULARITIES)
         w, fmt = w.detach(), as_format(fmt)
         if dtype is None:
             dtype = w.dtype if w.dtype in DTYPES else torch.float32
-        if granularity == "channel" and w.dim() < 2:
-            granularity = "tensor"
+        if granularity in ("channel", "row"):
+            granularity = "tensor" if w.dim() < 2 else "channel" if w.dim() == 2 else granularity
         room = own_headroom(fmt, headroom)
         block_size = BLOCK_SIZE if granularity == "block" else None
         kept = kept_fresh_scale(w, fmt, granularity, room) if scale is None else given_scale(scale, w, granularity)
         wide = expand_kept(kept, block_size, w.shape)
-        codes = encode(w / wide, fmt) if has_values(w) else torch.empty_like(w, dtype=torch.uint8)
-        remainder = remainder_of(w, codes, wide, fmt) if keep_remainder else None
+        codes, remainder = codes_of(w, wide, fmt, keep_remainder=keep_remainder)
         traits = Traits(fmt, rounding, fresh_seed() if seed is None else seed, dtype, block_size, draws=draws)
         return cls._wrap(codes, kept, w.new_zeros((), dtype=torch.int64), remainder, traits, requires_grad)
 
@@ -178,8 +176,8 @@ class FP8Tensor(ScaledTensor):
 
         Args:
             codes: uint8, contiguous.
-            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, or with ``block_size=32`` ``(.., C/32)``, which
-                may be uint8 instead: exponents as in E8M0.
+            scale: float32 powers of two: ``()``, ``(R, 1, .., 1)``, ``(.., 1)``, or with ``block_size=32``
+                ``(.., C/32)``, which may be uint8 instead: exponents as in E8M0.
             fmt, rounding, seed, dtype, draws: as in the constructor.
             block_size: 32 for one scale a block, otherwise None.
             counter: number of stochastic writes so far.
@@ -200,7 +198,9 @@ class FP8Tensor(ScaledTensor):
         if block_size not in (None, BLOCK_SIZE):
             raise ValueError(f"block_size={block_size!r} must be {BLOCK_SIZE} or None")
         rows = isinstance(scale, Tensor) and scale.dim() > 0
-        scale = given_scale(scale, codes, "block" if block_size else "channel" if rows else "tensor")
+        of_rows = isinstance(scale, Tensor) and scale.shape == (*codes.shape[:-1], 1)
+        shared = "block" if block_size else "row" if of_rows else "channel" if rows else "tensor"
+        scale = given_scale(scale, codes, shared)
         count = torch.as_tensor(counter, dtype=torch.int64, device=codes.device)
         if count.dim():
             raise ValueError(f"counter has shape {tuple(count.shape)}: it must be a single number")
@@ -284,6 +284,15 @@ class FP8Tensor(ScaledTensor):
     def dequantize(self) -> Tensor:
         """The values as a plain tensor of the apparent dtype; not differentiable."""
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
+
+    def _dequantized_view(self, replay: Replay) -> Tensor:
+        """The values of a view; of some indices of the first dimension no others are decoded."""
+        if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
+            return super()._dequantized_view(replay)
+        scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
+        scale = decoded_scale(scale) if self.block_size else scale
+        codes: Tensor = replay(self.codes).contiguous()
+        return dequantize_codes(codes, scale, self.format, self.dtype, self.block_size)
 
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Round ``values`` of the tensor's shape, in its own mode, and store their codes in place.

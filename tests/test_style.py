@@ -9,7 +9,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 #: what is dated keeps its words: a notebook, and what was announced before runs
 FROZEN = {"log", "study-amendments"}
-PAGES = [page for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md"))] if page.stem not in FROZEN]
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in PAGES if page.stem not in FROZEN and not {"_build", "generated"} & {*page.parts}]
 #: words a sentence on the average and the longest, figures in a hundred words, lines of a page but for generated tables
 MEAN, LONGEST, FIGURES, LINES = 18, 35, 4, 300
 GENERATED = re.compile(r"<!-- table: [\w-]+ -->.*?<!-- end -->", re.DOTALL)
@@ -58,7 +59,7 @@ def house_words(text: str, known: set[str]) -> list[str]:
     return [word for word in words if re.search(rf"\b{word}\b", plain)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_reads_easily(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     each = sentences(text)
@@ -69,6 +70,24 @@ def test_a_page_reads_easily(page: Path) -> None:
     assert 100 * figures / sum(lengths) <= FIGURES
     assert house_words(text, explained()) == []
     assert len(GENERATED.sub("", text).splitlines()) <= LINES
+
+
+def linked(page: Path) -> set[Path]:
+    """The pages that a page leads to: by links, and by the lists of pages of the site."""
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"\]\(([^)#\s]+\.(?:md|rst))(?:#[^)]*)?\)", text)
+    for entries in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL):
+        names = [line.strip() for line in entries.splitlines() if line.strip() and not line.startswith(":")]
+        targets += [f"{name}{end}" for name in names for end in (".md", ".rst")]
+    return {there for target in targets if (there := (page.parent / target).resolve()).is_file()}
+
+
+def test_every_page_is_two_clicks_from_readme() -> None:
+    first = linked(ROOT / "README.md")
+    second = first | {there for page in first if page.suffix == ".md" for there in linked(page)}
+    pages = {page for page in DOCS.rglob("*") if page.suffix in (".md", ".rst")}
+    built = [DOCS / name for name in ("_build", "generated", "examples")]
+    assert [page.name for page in sorted(pages - second) if not any(page.is_relative_to(each) for each in built)] == []
 
 
 def test_readme_is_short_and_soon_at_code() -> None:

@@ -142,6 +142,11 @@ class EncodedTensor(torch.Tensor):
         """The values as a plain tensor."""
         raise NotImplementedError
 
+    def _dequantized_view(self, replay: "Replay") -> Tensor:
+        """The values of a view of it as a plain tensor."""
+        viewed: Tensor = replay(self.dequantize())
+        return viewed
+
     def write(self, values: Tensor, operator: str = "write") -> None:
         """Encode values of the tensor's shape in place of the present ones; ``operator`` says what asked for them."""
         raise NotImplementedError
@@ -241,6 +246,16 @@ def _replay_named(name: str, *rest: Any) -> Replay:
     return Replay(reduce(getattr, name.split("."), torch.ops), *rest)
 
 
+_ROWS: Final = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.unbind.int)
+
+
+def takes_rows(replay: Replay) -> bool:
+    """Whether a view is of some indices of the first dimension, and of all there is under these."""
+    place = 1 if replay.func is _aten.split.Tensor else 0
+    dimension = replay.args[place] if len(replay.args) > place else replay.kwargs.get("dim", 0)
+    return replay.func in _ROWS and dimension == 0
+
+
 class View(EncodedTensor):
     """A view of an encoded tensor, as the operator that makes it."""
 
@@ -272,8 +287,7 @@ class View(EncodedTensor):
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor."""
-        viewed: Tensor = self.replay(self.base.dequantize())
-        return viewed
+        return self.base._dequantized_view(self.replay)
 
     def check_writable(self) -> None:
         """As the base has it."""
@@ -331,12 +345,19 @@ def _decoded_after_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _after(gradient: Tensor, x: Any) -> Tensor:
     if isinstance(x, View):
+        if not is_traced(_root(x).codes):
+            return x.dequantize()
         viewed: Tensor = x.replay(_after(gradient, x.base))
         return viewed
     if is_traced(x.codes):
         x = x.with_parts(lambda part: recall(part, gradient) if part.dtype == torch.uint8 else part)
     decoded: Tensor = x.dequantize()
     return decoded
+
+
+def _root(x: Any) -> Any:
+    """What a view of a view is one of."""
+    return _root(x.base) if isinstance(x, View) else x
 
 
 @eager_only

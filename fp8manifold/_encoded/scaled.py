@@ -48,8 +48,10 @@ class ScaledTensor(EncodedTensor):
 
     @property
     def granularity(self) -> str:
-        """``tensor``, ``channel`` or ``block``: what shares a scale."""
-        return "block" if self.block_size else "channel" if self.kept_scale.dim() else "tensor"
+        """``tensor``, ``channel``, ``row`` or ``block``: what shares a scale."""
+        if self.block_size or not self.kept_scale.dim():
+            return "block" if self.block_size else "tensor"
+        return "row" if any(size != 1 for size in self.kept_scale.shape[1:]) else "channel"
 
     def expanded_scale(self) -> Tensor:
         """The scale in a shape that broadcasts against the values."""

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fp8manifold._native._arrays import decoded
-from fp8manifold._numerics.blocks import BLOCK
+from fp8manifold._numerics.blocks import BLOCK, in_pieces, pieces
 from fp8manifold._numerics.codec import decode_bits, encode_bits
 from fp8manifold._numerics.fake import has_values
 from fp8manifold.formats import FloatFormat
-from fp8manifold.grid import check_codes, decode, encode, to_chart
+from fp8manifold.grid import check_codes, decode, decode_known, encode, to_chart
 from fp8manifold.random_bits import named_word
 
 
@@ -82,7 +82,7 @@ def _decode_pieces(codes: Tensor, scale: Tensor, out: Tensor, fmt: FloatFormat, 
     for start in range(0, codes.shape[axis], length):
         size = min(length, codes.shape[axis] - start)
         rows = scale.narrow(0, start, size) if axis == 0 else scale
-        torch.mul(decode(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))
+        torch.mul(decode_known(codes.narrow(axis, start, size), fmt), rows, out=out.narrow(axis, start, size))
 
 
 def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
@@ -97,6 +97,34 @@ def encode_in_graph(units: Tensor, fmt: FloatFormat, rounding: str) -> Tensor:
             "outside the graph: write in eager mode, take rounding='nearest', or step it with fp8manifold.optim"
         )
     return encode_bits(units.float(), fmt)
+
+
+def codes_of(w: Tensor, scale: Tensor, fmt: FloatFormat, *, keep_remainder: bool) -> tuple[Tensor, Tensor | None]:
+    """Codes of the values of ``w`` rounded to nearest, and what that left where it is kept; some rows at a time.
+
+    Args:
+        w: float values.
+        scale: broadcasts against ``w``.
+        fmt: the format.
+        keep_remainder: whether to give what :func:`remainder_of` does.
+    """
+    if not has_values(w):
+        codes = torch.empty_like(w, dtype=torch.uint8)
+    elif not is_traced(w) and in_pieces(w):
+        codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+        left = torch.empty(w.shape, dtype=torch.int8, device=w.device) if keep_remainder else None
+        for rows in pieces(w):
+            own = scale[rows] if scale.dim() == w.dim() and scale.shape[0] > 1 else scale
+            codes[rows], part = codes_of(w[rows], own, fmt, keep_remainder=keep_remainder)
+            if left is not None and part is not None:
+                left[rows] = part
+        return codes, left
+    elif w.dim() > 2 and w.shape[0] == 1 and not is_traced(w) and w.numel():
+        codes, inner = codes_of(w[0], scale[0] if scale.dim() else scale, fmt, keep_remainder=keep_remainder)
+        return codes[None], None if inner is None else inner[None]
+    else:
+        codes = encode(w / scale, fmt)
+    return codes, remainder_of(w, codes, scale, fmt) if keep_remainder else None
 
 
 def remainder_of(w: Tensor, codes: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
@@ -147,7 +175,7 @@ def largest_magnitude(codes: Tensor, scale: Tensor, fmt: FloatFormat, block_size
     top = groups.amax(1)
     if bool((top > fmt.max_code).any()):  # NaN: rare, and not worth a pass of its own
         top = torch.where(groups > fmt.max_code, 0, groups).amax(1)
-    return decode(top.view(scale.shape), fmt) * scale
+    return decode_known(top.view(scale.shape), fmt) * scale
 
 
 def next_codes(own: Any, values: Tensor, scale: Tensor, rounding: str, operator: str) -> Tensor:

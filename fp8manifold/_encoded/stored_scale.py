@@ -13,8 +13,8 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.scaling import (
     BLOCK_SIZE,
-    Granularity,
     SaturationWarning,
+    StoredGranularity,
     UnderflowWarning,
     amax_of,
     refitted_scale,
@@ -42,14 +42,14 @@ __all__ = [
 _LOG: Final = logging.getLogger("fp8manifold")
 
 
-def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom: float | None) -> Tensor:
+def fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
     """:func:`fp8manifold.storage_scale`; of a meta tensor, which has no magnitude, one without values."""
     if w.is_meta:
         return torch.empty(_scale_shape(w.shape, granularity), device="meta")
     return storage_scale(w, fmt, granularity, headroom=headroom)
 
 
-def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: Granularity, headroom: float | None) -> Tensor:
+def kept_fresh_scale(w: Tensor, fmt: FloatFormat, granularity: StoredGranularity, headroom: float | None) -> Tensor:
     """The same as it is kept: uint8 of blocks."""
     scale = fresh_scale(w, fmt, granularity, headroom)
     return exponents_of(scale) if granularity == "block" else scale
@@ -123,6 +123,8 @@ def check_covers(scale: Tensor, largest: Tensor, fmt: FloatFormat) -> None:
 def _scale_shape(shape: torch.Size, granularity: str) -> torch.Size:
     if granularity == "tensor":
         return torch.Size()
+    if granularity == "row":
+        return torch.Size((*shape[:-1], 1))
     if granularity == "channel":
         return torch.Size((*shape[:1], *(1 for _ in shape[1:])))
     if not shape or shape[-1] % BLOCK_SIZE:

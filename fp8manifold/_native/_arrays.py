@@ -14,7 +14,7 @@ from fp8manifold._triton.whole import decode_on_gpu, encode_on_gpu, round_on_gpu
 from fp8manifold.formats import FloatFormat
 from fp8manifold.random_bits import Stream, round_keys, signed_word
 
-__all__ = ["content", "decoded", "encoded", "is_plain", "rounded", "spacings"]
+__all__ = ["content", "decoded", "encoded", "encoded_units", "has_memory", "is_plain", "rounded", "spacings"]
 
 _OUT: Final = (torch.float32, torch.bfloat16)
 
@@ -84,6 +84,19 @@ def encoded(x: Tensor, fmt: FloatFormat, key: Stream | None = None, offset: int 
     return _made("fp8manifold_encode", x, fmt, torch.uint8, None, key, offset)
 
 
+def encoded_units(x: Tensor, fmt: FloatFormat, scale: Tensor) -> Tensor | None:
+    """The codes of ``x / scale``, to nearest and saturating, on a GPU alone.
+
+    Args:
+        x: float32 or bfloat16.
+        fmt: the format.
+        scale: float32, one in all or one for each of equal runs of ``x``.
+    """
+    if x.dtype not in _OUT or x.device.type == "cpu":
+        return None
+    return _made("fp8manifold_encode", x, fmt, torch.uint8, scale)
+
+
 def content(x: Tensor, key: tuple[int, ...], offset: int = 0) -> int | None:
     """``sum(bits_i r_i) mod 2^64`` over float32 elements, with ``r`` the random words drawn by position.
 
@@ -115,7 +128,7 @@ def _made(
     spacing: bool = False,
 ) -> Tensor | None:
     high, low = divmod(offset, 2**32)
-    if not _has_memory(given) or not given.numel() or low + given.numel() > 2**32:
+    if not has_memory(given) or not given.numel() or low + given.numel() > 2**32:
         return None
     given = given.detach().contiguous().resolve_neg()
     if given.device.type == "cuda" and _triton.is_available():
@@ -167,14 +180,14 @@ def _on_gpu(
 ) -> Tensor | None:
     """The same by Triton's kernels."""
     if scale is not None:
-        if not (_has_memory(scale) and scale.dtype is torch.float32):
+        if not (has_memory(scale) and scale.dtype is torch.float32):
             return None
         scale = scale.detach().contiguous()
     if function == "fp8manifold_decode":
         return decode_on_gpu(given, fmt, dtype, scale, spacing=spacing)
     if function == "fp8manifold_round":
         return round_on_gpu(given, fmt, keys, scale, rescale=rescale)
-    return encode_on_gpu(given, fmt, keys)
+    return encode_on_gpu(given, fmt, keys, scale)
 
 
 def _keys_at(key: Stream, high: int, low: int) -> tuple[int, int, int]:
@@ -185,10 +198,10 @@ def _keys_at(key: Stream, high: int, low: int) -> tuple[int, int, int]:
 
 def is_plain(x: Tensor) -> bool:
     """Whether it is memory of the CPU that may be read now: no subclass, tracer or transform looks on."""
-    return x.device.type == "cpu" and _has_memory(x)
+    return x.device.type == "cpu" and has_memory(x)
 
 
-def _has_memory(x: Tensor) -> bool:
+def has_memory(x: Tensor) -> bool:
     """Whether it is memory that may be read now, on the CPU or elsewhere."""
     if type(x) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return False

@@ -5,8 +5,9 @@
 
 #include "step.h"
 
-/* The format of averages in eight bits: E4M3. */
+/* The formats of averages in eight bits: E4M3, and E2M5 of one that is fitted. */
 static const Format MOMENT = {3, 7, -6, 8, 8, 128, 126, 0x43E00000, 1, 0, -1, 1, -1, 448.0f};
+static const Format MOMENTUM = {5, 1, 0, 2, 8, 128, 127, 0x40FC0000, 1, 0, -1, 0, -1, 7.875f};
 
 /* What holds for all elements that share a scale. */
 typedef struct {
@@ -88,12 +89,26 @@ INLINE float scale_of_bound(float bound, int root)
     return float_of((root ? ((field - 125) >> 1) + 120 : most(field - 6, 1)) * (1 << 23));
 }
 
+/* Whether the grid of the average is fitted to each block's largest value. */
+INLINE int is_fitted(const Spec *s) { return s->moments == EIGHT_BITS && s->direction == MUON; }
+
+/* The smallest power of two that takes the largest magnitude within MOMENTUM. */
+INLINE float fitted_scale(float largest)
+{
+    return float_of(most(((bits_of(largest) + 0x3FFFF) >> 23) - 2, 1) * (1 << 23));
+}
+
 INLINE uint16_t to_bfloat16(float x, uint32_t draw) { return (uint16_t)(((uint32_t)bits_of(x) + draw) >> 16); }
 INLINE float of_bfloat16(uint16_t x) { return float_of((int32_t)((uint32_t)x << 16)); }
 
 INLINE int32_t to_codes(float x, float inverse, uint32_t draw)
 {
     return encode_finite(&MOMENT, x * inverse, 1, (int32_t)(draw << 8), 1);
+}
+
+INLINE int32_t to_fitted_codes(float x, float inverse, uint32_t word)
+{
+    return encode_finite(&MOMENTUM, x * inverse, 1, draw_of(word), 1);
 }
 
 /* A root whose square is right in the mean; one that is not zero stays so, for it is divided by. */

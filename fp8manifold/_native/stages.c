@@ -109,6 +109,9 @@ CLONED void load_averages(const Job *j, const Block *b, Tile *t)
     } else if (j->first && moments == BFLOAT16) {
         const uint16_t *a = (const uint16_t *)j->first + t->at;
         LOOP(t->first[i] = of_bfloat16(a[i]);)
+    } else if (j->first && is_fitted(j->spec)) {
+        const uint8_t *a = (const uint8_t *)j->first + t->at;
+        LOOP(t->first[i] = decode_code(&MOMENTUM, a[i]).value * b->first;)
     } else if (j->first) {
         const uint8_t *a = (const uint8_t *)j->first + t->at;
         LOOP(t->first[i] = decode_code(&MOMENT, a[i]).value * b->first;)
@@ -134,6 +137,9 @@ CLONED void store_averages(const Job *j, const Block *b, Tile *t)
     } else if (j->first && moments == BFLOAT16) {
         uint16_t *a = (uint16_t *)j->first + t->at;
         LOOP(a[i] = to_bfloat16(t->first[i], t->words[i] & 0xFFFF);)
+    } else if (j->first && is_fitted(j->spec)) {
+        uint8_t *a = (uint8_t *)j->first + t->at;
+        LOOP(a[i] = (uint8_t)to_fitted_codes(t->first[i], b->first_inverse, t->words[i]);)
     } else if (j->first) {
         uint8_t *a = (uint8_t *)j->first + t->at;
         LOOP(a[i] = to_codes(t->first[i], b->first_inverse, t->words[i] & 0xFFFF);)

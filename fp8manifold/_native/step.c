@@ -64,6 +64,27 @@ static float largest_of(const Job *j, const Local *l, Tile *t)
     return float_of(largest_bits(t->gradient, t->n));
 }
 
+/* The largest magnitude of a tile's average after the step; the weights are of no matter to it. */
+static float largest_average(const Job *j, const Local *l, const Block *b, Tile *t)
+{
+    load_gradient(j, l, t);
+    load_averages(j, b, t);
+    sgd(j, t);
+    return float_of(largest_bits(t->first, t->n));
+}
+
+/* Fit a row's average: its scale is known before the step, and 1 over the next one once the largest magnitude is. */
+static Block fitted_block(const Job *j, int64_t row)
+{
+    return (Block){fitted_scale(j->first_bound[row]), 1, 1, 1};
+}
+
+static void refit_block(const Job *j, Block *b, float largest, int64_t row)
+{
+    b->first_inverse = reciprocal(fitted_scale(largest));
+    j->first_bound[row] = largest;
+}
+
 /* Advance the bounds of a row's averages. */
 static Block next_block(const Job *j, float largest, int64_t row)
 {
@@ -111,7 +132,8 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
     const int each = j->scales == SCALE_AN_ELEMENT, in_blocks = j->first_bound || j->second_bound;
     const int64_t first = row * j->length;
     const InOneLoop loop = in_one_loop(j);
-    Block block = {1, 1, 1, 1};
+    const int fitted = is_fitted(j->spec) && in_blocks;
+    Block block = fitted ? fitted_block(j, row) : (Block){1, 1, 1, 1};
     Local l = local_at(j, row, first, exact);
     const uint8_t *codes = j->spec->storage == CODES ? j->weight : NULL;
     float largest = 0;
@@ -128,10 +150,12 @@ static void take_row(const Job *j, int64_t row, int64_t start, int64_t stop, int
                 reached |= codes && holds_last(&j->spec->format, codes + at, t->n);
                 continue;
             }
-            const float here = largest_of(j, &l, t);
+            const float here = fitted ? largest_average(j, &l, &block, t) : largest_of(j, &l, t);
             largest = here > largest ? here : largest;
         }
-        if (pass == 0)
+        if (pass == 0 && fitted)
+            refit_block(j, &block, largest, row);
+        else if (pass == 0)
             block = next_block(j, largest, row);
     }
     if (reached)

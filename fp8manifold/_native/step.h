@@ -37,7 +37,7 @@ typedef struct {
     int8_t *residual;
     void *first, *second;    /* averages: float32, bfloat16 or codes */
     float *largest;          /* AMSGrad's */
-    float *first_bound, *second_bound;
+    float *first_bound, *second_bound; /* of each row; the largest magnitude of a fitted first average */
     int32_t *reached;        /* set where a code is the format's last, to either side */
     int64_t rows, length;
     int32_t scales;          /* ONE_SCALE, ... */

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "block_on", "blockwise", "runs_in_blocks"]
+__all__ = ["BLOCK", "block_on", "blockwise", "in_pieces", "pieces", "runs_in_blocks"]
 
 BLOCK: Final = 131_072
 """Elements a block: few enough that temporaries stay in the second-level cache, many enough to hide the calls."""
@@ -26,6 +26,21 @@ def runs_in_blocks(device: torch.device | str | None, numel: int) -> bool:
     if torch.compiler.is_compiling() or numel <= BLOCK:
         return False
     return torch.device(device if device is not None else "cpu").type == "cpu"
+
+
+PIECE: Final = 2**20
+"""Elements a piece of rows of a tensor that is turned into codes: its temporaries are some megabytes."""
+
+
+def in_pieces(x: Tensor) -> bool:
+    """Whether a tensor is worth taking some rows at a time, so that temporaries are not as large as it is."""
+    return x.dim() > 1 and x.shape[0] > 1 and runs_in_blocks(x.device, x.numel()) and x.numel() > PIECE
+
+
+def pieces(x: Tensor) -> list[slice]:
+    """Runs of indices of the first dimension, of about as many elements each."""
+    length = max(1, PIECE * x.shape[0] // x.numel())
+    return [slice(start, start + length) for start in range(0, x.shape[0], length)]
 
 
 def blockwise(function: Callable[[Tensor, int, Tensor | None], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,12 +10,16 @@ from fp8manifold._triton.format import (
     encode_finite,
     magnitude_ulp,
     nearest_bfloat16,
+    of_bfloat16,
     random_word,
     round_value,
 )
+from fp8manifold._triton.kinds import SAID as _SAID
 from fp8manifold._triton.stages import ROWS, WORDS, load_float
 
 __all__ = ["decode_kernel", "encode_kernel", "finite_kernel", "round_kernel"]
+
+SAID: tl.constexpr = tl.constexpr(_SAID)
 
 
 @triton.jit
@@ -75,12 +79,32 @@ def round_kernel(
     tl.store(out + at, value, mask=inside)
 
 
-@triton.jit
-def encode_kernel(x, out, keys, numel, F: tl.constexpr, STOCHASTIC: tl.constexpr, FIXED: tl.constexpr, W: tl.constexpr):
-    """Codes of float32; NaN has the format's code for it.  ``keys`` begin at the first element's position."""
-    at = tl.program_id(0).to(tl.int64) * W + tl.arange(0, W)
-    inside = at < numel
-    value = tl.load(x + at, mask=inside, other=0.0)
+@triton.jit(do_not_specialize=["rows", "in_row"])
+def encode_kernel(
+    x,
+    scale,
+    out,
+    keys,
+    rows,
+    length,
+    in_row,
+    F: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FIXED: tl.constexpr,
+    SCALED: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    """Codes of ``x / scale``, of float32 or bfloat16 (uint16 bits); NaN has the format's code for it.
+
+    ``keys`` begin at the first element's position.
+    """
+    at, inside, s = _scaled_places(scale, rows, length, in_row, R, W)
+    value = tl.load(x + at, mask=inside, other=0)
+    if x.dtype.element_ty == tl.uint16:
+        value = of_bfloat16(value)
+    if SCALED:
+        value = tl.math.div_rn(value, s)
     draw = 0
     if STOCHASTIC:
         draw = draw_of(random_word(keys, at.to(tl.uint32)))
@@ -90,9 +114,10 @@ def encode_kernel(x, out, keys, numel, F: tl.constexpr, STOCHASTIC: tl.constexpr
 
 @triton.jit
 def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
-    """Put 1 into ``refused`` where the square of a gradient is not finite in float32."""
+    """Put 1 into ``refused``, and into the parameter's own word, where a gradient's square is not finite in float32."""
     chunk = chunks + 2 * tl.program_id(0)
-    words = table + tl.load(chunk).to(tl.int64) * WORDS
+    index = tl.load(chunk)
+    words = table + index.to(tl.int64) * WORDS
     places = words.to(tl.pointer_type(tl.int64))
     numel = tl.load(places + ROWS // 2) * tl.load(places + ROWS // 2 + 1)
     at = tl.load(chunk + 1).to(tl.int64) * W + tl.arange(0, W)
@@ -100,3 +125,4 @@ def finite_kernel(table, chunks, refused, KIND: tl.constexpr, W: tl.constexpr):
     largest = tl.max(bits_of(g) & 0x7FFFFFFF, axis=0)
     if largest > 0x5F7FFFFF:  # the square of the next one is Inf
         tl.store(refused, 1)
+        tl.store(refused + (index + 1) * SAID, 1)

@@ -3,13 +3,32 @@
 A kernel is compiled for each such value; nothing here needs Triton.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from fp8manifold._native._layouts import format_record
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["Format", "KernelSpec", "Tile", "format_of"]
+__all__ = ["SAID", "WIDENED", "Format", "KernelSpec", "Tile", "Widening", "format_of", "widest_scale"]
+
+SAID: Final = 3
+"""What kernels say of each parameter, after one word for all: whether a weight is at the end of its range, how many
+scales have been doubled, and whether its gradient or a square of it is not finite."""
+
+WIDENED: Final = np.dtype(
+    [
+        # codes, residual, scales as they are kept, what is said of the parameter
+        ("pointers", np.uint64, 4),
+        ("rows", np.int64),
+        ("length", np.int64),
+        ("keys", np.int32, 4),
+    ],
+    align=True,
+)
+"""A parameter whose scales may double."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,8 @@ class KernelSpec:
     gradient: str
     format: Format
     average: Format
+    fitted: bool
+    """Whether the first average's grid is fitted to each block's largest value."""
 
     @property
     def covector(self) -> bool:
@@ -86,6 +107,24 @@ class KernelSpec:
     def blocks(self) -> bool:
         """Whether averages are kept in blocks of 8 bits."""
         return self.moments == "8bit" and (self.first or self.second)
+
+
+@dataclass(frozen=True)
+class Widening:
+    """What doubling scales is: the format, the residual's bits, how draws are compared and how scales are kept."""
+
+    format: Format
+    extra: int
+    fixed: bool
+    widest: float
+    """The largest scale."""
+    exponents: bool
+    """Whether scales are kept as exponents, a byte each."""
+
+
+def widest_scale(fmt: FloatFormat) -> float:
+    """The largest power of two under which the format's largest value is still a float32."""
+    return 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))
 
 
 @dataclass(frozen=True)

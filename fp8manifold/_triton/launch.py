@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import KernelSpec, Tile
+from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening
 
-__all__ = ["KernelsUnavailableError", "Kind", "chunks_of", "launch"]
+__all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "launch"]
 
 Kind = tuple[KernelSpec, Tile]
 """What a kernel is compiled for."""
@@ -20,12 +20,46 @@ Kind = tuple[KernelSpec, Tile]
 _CHECKED: Final = 2048
 """Elements that a program looks at for the verdict on finiteness."""
 
-_BUFFERS: Final = 2
-"""How many tables are being uploaded at a time: one is filled while the other may still be on its way."""
+_BUFFERS: Final = 4
+"""How many tables are being uploaded at a time: a step's two are filled while the last two may be on their way."""
 
 
 class KernelsUnavailableError(RuntimeError):
     """A kernel could not be compiled; nothing has been launched."""
+
+
+class Said:
+    """What kernels say of a step: one word for all parameters, and ``SAID`` for each of them.
+
+    The copy to the host follows the kernels on the card; nobody waits for it before it is read.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.on_card = torch.zeros(1 + SAID * count, dtype=torch.int32, device=device)
+        self._on_host: Tensor | None = None
+        self._there: torch.cuda.Event | None = None
+
+    def place(self, index: int) -> int:
+        """The address of a parameter's words."""
+        return self.on_card.data_ptr() + self.on_card.itemsize * (1 + SAID * index)
+
+    def send(self) -> None:
+        """Have the words copied to pinned memory after what has been launched."""
+        if self.on_card.is_cuda:
+            host = torch.empty(self.on_card.shape, dtype=torch.int32, pin_memory=True)
+            self._there = torch.cuda.Event()
+            self._on_host = host.copy_(self.on_card, non_blocking=True)
+            self._there.record(torch.cuda.current_stream(self.on_card.device))
+        else:
+            self._on_host = self.on_card
+
+    def read(self) -> tuple[bool, list[list[int]]]:
+        """Whether the step was refused, and the words of each parameter; the host waits for the kernels."""
+        assert self._on_host is not None
+        if self._there is not None:
+            self._there.synchronize()
+        refused, *words = self._on_host.tolist()
+        return bool(refused), [words[i : i + SAID] for i in range(0, len(words), SAID)]
 
 
 class _Staging:
@@ -80,13 +114,17 @@ def chunks_of(tile: Tile, sizes: tuple[tuple[int, int, int], ...], device: torch
 Call = tuple[Any, Tensor, tuple[Any, ...]]
 """A kernel, its table of chunks, and what follows the two tables."""
 
+Widenings = tuple[NDArray[np.void], Sequence[Widening]]
+"""Records of parameters whose scales may double, and what that is."""
+
 
 def launch(
     records: NDArray[np.void],
     kinds: Sequence[Kind],
-    flags: Tensor,
+    said: Tensor,
     *,
     check: bool = False,
+    widenings: Widenings | None = None,
 ) -> int:
     """Take the steps of some records in place, and say in how many launches.
 
@@ -95,34 +133,69 @@ def launch(
     Args:
         records: one a parameter, as native code reads them, with addresses of the device.
         kinds: what each is stepped by.
-        flags: int32, on the device: nothing is stepped where the first is not 0.
+        said: int32, on the device: nothing is stepped where the first is not 0.
         check: set that, and step nothing, where the square of any gradient is not finite.
+        widenings: whose scales are doubled afterwards, where the step has left a weight at the end of its range.
 
     Raises:
         KernelsUnavailableError: a kernel could not be compiled.
     """
-    device, rows, lengths = flags.device, records["rows"].tolist(), records["length"].tolist()
-    sizes = [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
+    device = said.device
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        calls = _checks(kinds, sizes, flags) if check else []
-        for (spec, tile), members in _groups(kinds).items():
-            chunks = chunks_of(tile, tuple(sizes[i] for i in members), device)
-            calls.append((_kernels()[0], chunks, (flags, spec, tile)))
-        table = _staging(device).upload(records.view(np.int32), device)
-        _compile(table, calls)
-        for kernel, chunks, facts in calls:
-            kernel[(len(chunks),)](table, chunks, *facts, **options())
-    return len(calls)
+        tables = [(_staging(device).upload(records.view(np.int32), device), _steps(records, kinds, said, check=check))]
+        if widenings is not None:
+            tables.append((_staging(device).upload(widenings[0].view(np.int32), device), _doublings(*widenings, said)))
+        for table, calls in tables:
+            _compile(table, calls)
+        for table, calls in tables:
+            for kernel, chunks, facts in calls:
+                kernel[(len(chunks),)](table, chunks, *facts, **options())
+    return sum(len(calls) for _, calls in tables)
 
 
-def _kernels() -> tuple[Any, Any]:
-    """The step's, and the verdict's."""
+def _kernels() -> tuple[Any, Any, Any]:
+    """The step's, the verdict's, and that of scales that double."""
     try:
         from fp8manifold._triton.arrays import finite_kernel
         from fp8manifold._triton.step import step_kernel
+        from fp8manifold._triton.widen import widen_kernel
     except Exception as error:  # whatever another release of Triton lacks
         raise KernelsUnavailableError(f"{type(error).__name__}: {error}") from error
-    return step_kernel, finite_kernel
+    return step_kernel, finite_kernel, widen_kernel
+
+
+Sizes = list[tuple[int, int, int]]
+"""Index, rows and length of each parameter."""
+
+
+def _sizes(records: NDArray[np.void]) -> Sizes:
+    rows, lengths = records["rows"].tolist(), records["length"].tolist()
+    return [(i, *size) for i, size in enumerate(zip(rows, lengths, strict=True))]
+
+
+def _steps(records: NDArray[np.void], kinds: Sequence[Kind], said: Tensor, *, check: bool) -> list[Call]:
+    """A launch a kind, after those of the verdict."""
+    sizes = _sizes(records)
+    calls = _checks(kinds, sizes, said) if check else []
+    for (spec, tile), members in _groups(kinds).items():
+        chunks = chunks_of(tile, tuple(sizes[i] for i in members), said.device)
+        calls.append((_kernels()[0], chunks, (said, spec, tile)))
+    return calls
+
+
+def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], said: Tensor) -> list[Call]:
+    """A launch for each format, for rows and for blocks."""
+    sizes, calls = _sizes(records), []
+    for (widening, tile), members in _groups([(w, _rows_of(w)) for w in widenings]).items():
+        chunks = chunks_of(tile, tuple(sizes[i] for i in members), said.device)
+        calls.append((_kernels()[2], chunks, (said, widening, tile)))
+    return calls
+
+
+def _rows_of(widening: Widening) -> Tile:
+    """Some whole rows a program, in turns."""
+    width = 32 if widening.exponents else 256
+    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
 
 
 def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
@@ -132,13 +205,13 @@ def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
     return groups
 
 
-def _checks(kinds: Sequence[Kind], sizes: Sequence[tuple[int, int, int]], flags: Tensor) -> list[Call]:
+def _checks(kinds: Sequence[Kind], sizes: Sizes, said: Tensor) -> list[Call]:
     """The verdict's launches, one for each dtype of gradients."""
     tile = Tile(1, _CHECKED, 0, "one", aligned=False)
     calls: list[Call] = []
     for dtype, members in _groups([spec.gradient for spec, _ in kinds]).items():
         flat = tuple((i, 1, sizes[i][1] * sizes[i][2]) for i in members)
-        calls.append((_kernels()[1], chunks_of(tile, flat, flags.device), (flags, dtype, _CHECKED)))
+        calls.append((_kernels()[1], chunks_of(tile, flat, said.device), (said, dtype, _CHECKED)))
     return calls
 
 

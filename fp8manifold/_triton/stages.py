@@ -127,7 +127,7 @@ def _joined(code, rest, S: tl.constexpr):
 
 
 @triton.jit
-def _decoded(code, rest, S: tl.constexpr):
+def decoded(code, rest, S: tl.constexpr):
     """Values and spacing, in units of the scale."""
     if S.extra:
         count = _joined(code, rest, S)
@@ -146,7 +146,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
         rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
     if S.storage == "codes":
         old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
-        x, ulp = _decoded(old, rest, S)
+        x, ulp = decoded(old, rest, S)
     else:
         old = load_float(words, 1, S.weight, at, inside, T.aligned)
         x, ulp = old, old
@@ -155,7 +155,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
             if S.storage == "grid" and not S.exact:
                 x = round_value(x, 0, S.format, False)
             if S.extra:
-                x, ulp = _decoded(encode_finite(x, 0, S.format, False, False), rest, S)
+                x, ulp = decoded(encode_finite(x, 0, S.format, False, False), rest, S)
             else:
                 ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
     return old, x, ulp
@@ -182,6 +182,27 @@ def _scale_of_bound(bound, ROOT: tl.constexpr):
     else:
         field = tl.maximum(field - 6, 1)
     return float_of(field << 23)
+
+
+@triton.jit
+def _fitted_scale(largest, F: tl.constexpr):
+    """The smallest power of two that takes float32 bits of the largest magnitude within the format."""
+    CARRY: tl.constexpr = 0x7FFFFF - F.TOP % 0x800000
+    return float_of(tl.maximum(((largest + CARRY) >> 23) - F.EMAX, 1) << 23)
+
+
+@triton.jit
+def fitted_scales(words, row, in_rows, S: tl.constexpr):
+    """The scales of the rows' average before the step."""
+    largest = tl.load(pointer(words, 8, tl.float32, False) + row, mask=in_rows, other=0.0)
+    return _fitted_scale(bits_of(largest), S.average)[:, None]
+
+
+@triton.jit
+def refit(words, largest, row, in_rows, S: tl.constexpr):
+    """Keep the float32 bits of the largest magnitudes after the step, and give 1 over their scales."""
+    tl.store(pointer(words, 8, tl.float32, False) + row, float_of(largest), mask=in_rows)
+    return reciprocal(_fitted_scale(largest, S.average))[:, None]
 
 
 @triton.jit
@@ -240,7 +261,8 @@ def store_average(words, SLOT: tl.constexpr, at, inside, value, inverse, root, w
             bits = ((bits_of(value) + half) >> 16).to(tl.uint16)
             store(words, SLOT, tl.uint16, at, bits, inside, T.aligned)
         elif SLOT == 5:
-            code = encode_finite(value * inverse, half << 8, S.average, True, True)
+            draw = draw_of(word) if S.fitted else half << 8
+            code = encode_finite(value * inverse, draw, S.average, True, True)
             store(words, SLOT, tl.uint8, at, code.to(tl.uint8), inside, T.aligned)
         else:
             code = _root_code(root, inverse, draw_of(word), S)

@@ -26,6 +26,7 @@ from fp8manifold._triton.stages import (
     WORDS,
     descend,
     ends_at,
+    fitted_scales,
     inverse_of,
     load_average,
     load_gradient,
@@ -33,6 +34,7 @@ from fp8manifold._triton.stages import (
     move,
     next_bounds,
     pointer,
+    refit,
     scale_at,
     store,
     store_average,
@@ -131,6 +133,16 @@ def _largest(words, row, column, S: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
+def _largest_average(words, row, column, scales, S: tl.constexpr, T: tl.constexpr):
+    """float32 bits of the largest magnitude of each row's average after the step; weights are of no matter to it."""
+    at, inside, _ = _place(words, row, column, T)
+    g = load_gradient(words, at, inside, 0, 0, 0, 0, S, T)
+    m = load_average(words, 5, at, inside, scales, S, T)
+    _, m, _, _, _ = descend(words, at, inside, g, m, g, S, T)
+    return tl.max(bits_of(m) & 0x7FFFFFFF, axis=1)
+
+
+@triton.jit
 def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
     """Step a tile; ``blocks`` are the scales of its rows' averages, or None where the tile has all of its rows."""
     at, inside, in_rows = _place(words, row, column, T)
@@ -139,7 +151,9 @@ def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
     lowest, highest = ends_at(words, scale, S)
     old, x, ulp = load_weights(words, at, inside, scale, S, T)
     g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
-    if S.blocks and not T.long:
+    if S.fitted and not T.long:
+        blocks = (fitted_scales(words, row, in_rows, S), 0, 0, 0)
+    elif S.blocks and not T.long:
         blocks = next_bounds(words, tl.max(bits_of(g) & 0x7FFFFFFF, axis=1), row, in_rows, S)
     m, v = g, g
     if S.first:
@@ -148,6 +162,9 @@ def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
         v = load_average(words, 6, at, inside, blocks[2], S, T)
     direction, m, v, root, denominator = descend(words, at, inside, g, m, v, S, T)
     target = move(words, x, ulp, direction, scale, inverse, lowest, highest, S)
+    first_inverse = blocks[1]
+    if S.fitted and not T.long:
+        first_inverse = refit(words, tl.max(bits_of(m) & 0x7FFFFFFF, axis=1), row, in_rows, S)
     position = at.to(tl.uint32)
     word, noise = position, position
     if S.draws:
@@ -158,7 +175,7 @@ def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
     if S.moments != "float32":
         noise = random_word((words + KEYS + 4).to(tl.pointer_type(tl.uint32)), position)
     if S.first:
-        store_average(words, 5, at, inside, m, blocks[1], root, noise, S, T)
+        store_average(words, 5, at, inside, m, first_inverse, root, noise, S, T)
     if S.second:
         store_average(words, 6, at, inside, v, blocks[3], root, noise, S, T)
 
@@ -178,9 +195,16 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             length = tl.load((words + LENGTH).to(tl.pointer_type(tl.int64)))
             tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
             largest = tl.zeros((T.rows,), tl.int32)
-            for tile in range(tiles):
-                largest = tl.maximum(largest, _largest(words, row, column + tile * T.width, S, T))
-            blocks = next_bounds(words, largest, row, row >= 0, S)
+            if S.fitted:
+                scales = fitted_scales(words, row, row >= 0, S)
+                for tile in range(tiles):
+                    here = _largest_average(words, row, column + tile * T.width, scales, S, T)
+                    largest = tl.maximum(largest, here)
+                blocks = (scales, refit(words, largest, row, row >= 0, S), 0, 0)
+            else:
+                for tile in range(tiles):
+                    largest = tl.maximum(largest, _largest(words, row, column + tile * T.width, S, T))
+                blocks = next_bounds(words, largest, row, row >= 0, S)
             for tile in range(tiles):
                 _take(words, row, column + tile * T.width, blocks, S, T)
         elif T.length:

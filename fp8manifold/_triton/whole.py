@@ -65,21 +65,28 @@ def round_on_gpu(
     return out
 
 
-def encode_on_gpu(x: Tensor, fmt: FloatFormat, keys: tuple[int, ...] | None) -> Tensor:
-    """The codes of ``x``.
+def encode_on_gpu(
+    x: Tensor, fmt: FloatFormat, keys: tuple[int, ...] | None, scale: Tensor | None = None
+) -> Tensor | None:
+    """The codes of ``x / scale``.
 
     Args:
-        x: float32, contiguous.
+        x: float32 or bfloat16, contiguous.
         fmt: the format.
         keys: as in :func:`round_on_gpu`.
+        scale: float32, one in all or one for each of equal runs; None for 1.
     """
+    matrix = _matrix(x, scale)
+    if matrix is None:
+        return None
     from fp8manifold._triton.arrays import encode_kernel
 
+    places, shape, grid, tile = matrix
     out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    bits = x.view(torch.uint16) if x.dtype is torch.bfloat16 else x
     known = _format(fmt)
-    grid = -(-x.numel() // _ELEMENTS)
-    facts = (known, keys is not None, known.fixed(), _ELEMENTS)
-    _launch(encode_kernel, grid, x, (x, out, _words(keys, x.device), x.numel(), *facts))
+    facts = (known, keys is not None, known.fixed(), scale is not None)
+    _launch(encode_kernel, grid, x, (bits, places, out, _words(keys, x.device), *shape, *facts, *tile))
     return out
 
 

@@ -10,7 +10,7 @@ from fp8manifold.nn._called_whole import forbid_fused_operators, is_our_hook
 from fp8manifold.nn._candidates import is_conv1d
 from fp8manifold.nn._linear import QuantizedLinear
 
-__all__ = ["carry_over", "check_can_be_carried"]
+__all__ = ["carry_over", "carry_weight", "check_can_be_carried"]
 
 _HOOKS: Final = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -60,7 +60,7 @@ def carry_over(old: nn.Module, new: nn.Module) -> None:
         vars(new)[place].update(entries)
     _set_order(new, list(old._parameters))
     new._non_persistent_buffers_set |= old._non_persistent_buffers_set
-    _carry_weight(*_weights(old, new), _is_transposed(old, new))
+    carry_weight(*_weights(old, new), _is_transposed(old, new))
 
 
 def _set_order(new: nn.Module, names: list[str]) -> None:
@@ -114,7 +114,8 @@ def _is_transposed(old: nn.Module, new: nn.Module) -> bool:
     return is_conv1d(old) or is_conv1d(new)
 
 
-def _carry_weight(before: Tensor, after: Tensor, transposed: bool) -> None:
+def carry_weight(before: Tensor, after: Tensor, transposed: bool) -> None:
+    """Give a parameter what hangs on the one whose place it takes."""
     if before is after:
         return
     vars(after).update({key: vars(before)[key] for key in _weight_attributes(before)})

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8manifold._encoded.traits import DRAWS
 from fp8manifold._numerics.checks import check_choice
@@ -12,7 +12,7 @@ from fp8manifold.nn._spec import LayerSpec, OperandName, OperandSpec, check_opti
 from fp8manifold.scaling import BLOCK_SIZE
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["check_blocks", "check_draws", "check_storage", "is_stored"]
+__all__ = ["check_blocks", "check_codes_fit", "check_draws", "check_storage", "is_stored"]
 
 
 def check_storage(storage: str, spec: LayerSpec, keep_remainder: bool) -> None:
@@ -56,6 +56,19 @@ def check_blocks(operands: Mapping[OperandName, OperandSpec], in_features: int, 
                 f"granularity='block' of {name} needs rows whose length {BLOCK_SIZE} divides, not {length}: "
                 "take 'channel' or 'tensor'"
             )
+
+
+def check_codes_fit(codes: FP8Tensor, linear: nn.Linear, spec: LayerSpec, storage: str) -> None:
+    """Refuse codes that are not those of the layer that is to hold them."""
+    operand = spec.operands.get("weight")
+    if storage != "fp8" or operand is None:
+        raise ValueError(
+            f"codes are given, and the layer has storage={storage!r}, weight={spec.weight!r}: it holds none"
+        )
+    found = (tuple(codes.shape), codes.format.name, codes.granularity)
+    wanted = (tuple(linear.weight.shape), operand.format.name, operand.granularity)
+    if found != wanted:
+        raise ValueError(f"codes are of (shape, format, granularity) {found}, and the layer's weight is {wanted}")
 
 
 def is_stored(weight: Tensor) -> TypeGuard[FP8Tensor]:

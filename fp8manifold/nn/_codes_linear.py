@@ -1,18 +1,19 @@
 """Weights of one byte in a layer: held as codes, and products with them without a float copy to keep."""
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8manifold._encoded.dispatch import DTYPES
 from fp8manifold._encoded.storage import dequantize_codes
 from fp8manifold._encoded.traits import Rounding
-from fp8manifold._native._arrays import is_plain
+from fp8manifold._native._arrays import has_memory
 from fp8manifold.formats import FloatFormat
 from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
-from fp8manifold.scaling import Granularity
+from fp8manifold.scaling import StoredGranularity
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -23,7 +24,7 @@ def byte_weight(
     seed: int,
     draws: Draws,
     *,
-    granularity: Granularity,
+    granularity: StoredGranularity,
     headroom: float | None,
     keep_remainder: bool,
 ) -> FP8Parameter:
@@ -67,21 +68,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     if not isinstance(weight, FP8Tensor) or not _is_simple(x, weight):
         return F.linear(x, weight, bias)
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
-    if torch.is_autocast_enabled("cpu"):
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    if x.dtype != dtype or dtype not in (torch.float32, torch.bfloat16):
+    if (cast := _in_one_dtype(x, weight, bias)) is None:
         return F.linear(x, weight, bias)
-    result: Tensor = _CodesLinear.apply(x, weight, bias)
+    result: Tensor = _CodesLinear.apply(cast[0], weight, cast[1])
     return result
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same where autograd does not look on."""
+    simple = isinstance(weight, FP8Tensor) and _is_simple(x, weight)
+    cast = _in_one_dtype(x, weight, bias) if simple else None
+    return F.linear(x, weight, bias) if cast is None else F.linear(cast[0], _values(weight, cast[0].dtype), cast[1])
+
+
+def values_in(weight: Tensor, x: Tensor) -> Tensor:
+    """The values of a weight, in codes or not, in the dtype of ``x``: of codes without a copy of them."""
+    if isinstance(weight, FP8Tensor) and x.dtype in DTYPES and _is_simple(x, weight):
+        return _values(weight, x.dtype)
+    return weight.to(x.dtype)
+
+
+def _in_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    """Input and bias in the dtype of the product, as autocast has it on their device; None where codes have no such."""
+    device, dtype = x.device.type, weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    return None if x.dtype != dtype or dtype not in DTYPES else (x, bias)
+
+
+_DEVICES: Final = ("cpu", "cuda")
 
 
 def _is_simple(x: Tensor, weight: FP8Tensor) -> bool:
     """Whether nobody looks on who has to see the operator itself: a tracer, a transform, forward mode."""
-    return is_plain(x) and is_plain(weight.codes) and x.dim() > 1 and torch.autograd.forward_ad._current_level < 0
+    here = x.device == weight.device and x.device.type in _DEVICES
+    seen = here and has_memory(x) and has_memory(weight.codes)
+    return seen and x.dim() > 1 and torch.autograd.forward_ad._current_level < 0
 
 
-def _values(weight: FP8Tensor, dtype: torch.dtype) -> Tensor:
+def _values(weight: Any, dtype: torch.dtype) -> Tensor:
     return dequantize_codes(weight.codes, weight.scale, weight.format, dtype, weight.block_size)
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8manifold.nn._linear import QuantizedLinear, Storage
@@ -19,7 +20,8 @@ class QuantizedConv1D(QuantizedLinear):
     """
 
     def __init__(self, conv: nn.Module, spec: LayerSpec, storage: Storage = "master", **options: Any) -> None:
-        super().__init__(linear_of(conv), spec, storage, **options)
+        linear = conv if options.get("codes") is None else _without_values(conv)
+        super().__init__(linear_of(linear), spec, storage, **options)
         self._restores, self.nf, self.nx = type(conv), self.out_features, self.in_features
         self._own_names |= {"_restores", "nf", "nx"}
 
@@ -42,6 +44,16 @@ class QuantizedConv1D(QuantizedLinear):
         if isinstance(weight, Tensor) and not holds_codes(weight):
             state_dict[prefix + "weight"] = weight.t().contiguous()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _without_values(conv: Any) -> nn.Module:
+    """The same layer, whose weight has only a shape: codes come from elsewhere."""
+    bare: Any = conv.__class__.__new__(conv.__class__)
+    nn.Module.__init__(bare)
+    bare.weight = nn.Parameter(torch.empty(conv.nx, conv.nf, device="meta"), requires_grad=conv.weight.requires_grad)
+    bare.bias = conv.bias
+    kept: nn.Module = bare.train(conv.training)
+    return kept
 
 
 def linear_of(layer: nn.Module) -> nn.Linear:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp8manifold._numerics.scaled_rounding import rounded_at
+from fp8manifold.nn._codes_linear import product, values_in
 from fp8manifold.nn._scalers import Scaler
 from fp8manifold.nn._spec import OperandSpec
 from fp8manifold.random_bits import Stream
@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of_activation: Rounded, of_weight: Rounded
     ) -> Tensor:
-        y = F.linear(x, weight, bias)
+        y = product(x, weight, bias)
         # what the products were in under autocast, and less to keep
         ctx.save_for_backward(x.to(y.dtype), weight)
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
@@ -58,7 +58,7 @@ class _Linear(torch.autograd.Function):
         for_bias = rows.sum(0).to(bias_dtype) if needs_bias else None
         if ctx.of_activation is not None:
             rows = ctx.of_activation(rows)
-        for_x = (rows @ weight.to(rows.dtype)).view(x.shape).to(x_dtype) if needs_x else None
+        for_x = (rows @ values_in(weight, rows)).view(x.shape).to(x_dtype) if needs_x else None
         for_weight = _weight_gradient(rows, x, ctx.of_weight, weight.dtype) if needs_weight else None
         return for_x, for_weight, for_bias, None, None
 

@@ -12,12 +12,13 @@ from fp8manifold._encoded.storage import expand_scale
 from fp8manifold._encoded.traits import Rounding
 from fp8manifold._numerics.checks import check_choice, check_number
 from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.known import advance, known
 from fp8manifold.fake_quant import quantize_at
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import encode
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._called_whole import forbid_fused_operators, over_nested
-from fp8manifold.nn._checks import check_blocks, check_draws, check_storage, is_stored
+from fp8manifold.nn._checks import check_blocks, check_codes_fit, check_draws, check_storage, is_stored
 from fp8manifold.nn._codes_linear import byte_weight, linear
 from fp8manifold.nn._gradients import Rounded, linear_with_rounded_gradients, round_gradient
 from fp8manifold.nn._grid_weight import (
@@ -75,6 +76,8 @@ class QuantizedLinear(nn.Linear):
         defer_weight_gradient: leave the weight's gradient in float in the backward pass, for
             :meth:`quantize_weight_gradient` to quantise once it has been clipped.
         global_with: a layer whose gradients under ``scale="global"`` share their magnitude with this one's.
+        codes: with ``fp8``, the weight in codes already, of the specification's format and granularity: it is held as
+            it is, under ``seed``, and of ``linear.weight`` only the shape is looked at.
 
     The modules ``weight_scaler``, ``activation_scaler``, ``activation_gradient_scaler`` and ``weight_gradient_scaler``
     give the operands their scales; the last one given is the ``value`` of each.  An operand that is not quantised
@@ -113,12 +116,15 @@ class QuantizedLinear(nn.Linear):
         defer_weight_gradient: bool = False,
         global_with: Self | None = None,
         draws: Draws = "independent",
+        codes: FP8Parameter | None = None,
     ) -> None:
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, not {type(linear).__name__}")
         check_choice("storage", storage, STORAGES)
         check_storage(storage, spec, keep_remainder)
         check_draws(draws, storage)
+        if codes is not None:
+            check_codes_fit(codes, linear, spec, storage)
         if headroom is not None:
             check_number("headroom", headroom, 1.0)
         nn.Module.__init__(self)
@@ -132,7 +138,10 @@ class QuantizedLinear(nn.Linear):
         self._defers, self.has_plain_state = defer_weight_gradient, False
         self._operands = spec.operands
         check_blocks(self._operands, linear.in_features, linear.out_features)
-        self._take_weight(linear.weight, rounding, seed, draws)
+        if codes is None:
+            self._take_weight(linear.weight, rounding, seed, draws)
+        else:
+            self.weight, codes.seed = codes, seed
         self._make_scalers(None if global_with is None else global_with.shared_amax)
         if any(operand.rounding == "stochastic" for operand in self._operands.values()):
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
@@ -273,7 +282,7 @@ class QuantizedLinear(nn.Linear):
     def _draw(self) -> int:
         """Number of the next forward pass, where bits are drawn in it."""
         draws = getattr(self, "draws", None)
-        return 0 if draws is None else int(draws.item())
+        return 0 if draws is None else int(known(draws, Tensor.item))
 
     def _last_draw(self) -> int:
         """Number of the last forward pass."""
@@ -288,7 +297,7 @@ class QuantizedLinear(nn.Linear):
     def _next_draw(self) -> int:
         draw = self._draw()
         if self.training and hasattr(self, "draws"):
-            self.draws += 1
+            advance(self.draws, draw)
         return draw
 
     def _in_codes(self, weight: Tensor, *how: Any) -> FP8Parameter:
@@ -332,13 +341,21 @@ class QuantizedLinear(nn.Linear):
         return granularity, self._headroom
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Refuse a dtype that the stored weights can't appear as, before anything has changed."""
+        """Refuse, before anything has changed, a dtype that the stored weights can't appear as, and a live graph."""
         dtype = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).dtype
         if isinstance(self.weight, FP8Tensor) and dtype not in (torch.float32, torch.bfloat16):
             raise TypeError(f"a layer with storage='fp8' can't be {dtype}: take float32 or bfloat16")
         if self.manifold is not None:
             check_dtype_holds(self.manifold, dtype)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if not isinstance(self.weight, FP8Tensor) or "Couldn't swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"a layer with storage='fp8' can't be moved ({self.extra_repr()}): a graph that is still there, or a "
+                "weak reference, holds its weight; end the backward pass, or drop outputs and losses, and move it then"
+            ) from error
         if self.manifold is not None:
             keep_on_manifold(self.weight, self.manifold)
         return self

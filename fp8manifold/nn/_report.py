@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fp8manifold.nn._candidates import is_linear, obstacle
+from fp8manifold.nn._in_place import in_place_parameters
 from fp8manifold.nn._linear import QuantizedLinear
+from fp8manifold.parameter import FP8Parameter
 
 __all__ = ["QuantizationReport", "ReportedLayer", "quantization_report"]
 
@@ -91,6 +93,7 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
     layers = tuple(_reported(model, name, module, owners) for name, module in model.named_modules() if _counts(module))
     quantized = (m for m in model.modules() if isinstance(m, QuantizedLinear) and m.weight_format is not None)
     weights = {id(m.weight): m.weight.numel() for m in quantized}
+    weights |= {id(p): p.numel() for p in in_place_parameters(model).values()}
     return QuantizationReport(layers, sum(p.numel() for p in model.parameters()), sum(weights.values()))
 
 
@@ -117,6 +120,9 @@ def _reported(model: nn.Module, name: str, module: nn.Module, owners: Mapping[in
         if isinstance(model.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
             return ReportedLayer(name, kind, count, False, "nn.MultiheadAttention reads its weight and never calls it")
         return ReportedLayer(name, kind, count, True, module._described_formats())
+    held = [f"{entry}={p.format.name}" for entry, p in module._parameters.items() if isinstance(p, FP8Parameter)]
+    if held:
+        return ReportedLayer(name, kind, count, True, f"{', '.join(held)}, storage=fp8")
     return ReportedLayer(name, kind, count, False, _why_left(name, module, owners))
 
 

@@ -11,13 +11,15 @@ from fp8manifold._numerics.checks import check_int, check_keys
 from fp8manifold.manifolds import FP8Manifold
 from fp8manifold.nn._candidates import is_conv1d, obstacle
 from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._in_place import in_place_parameters, parameter_names, put_parameter, set_plain_state
 from fp8manifold.nn._linear import QuantizedLinear
 from fp8manifold.nn._spec import LayerSpec, OperandSpec
 from fp8manifold.nn._surgery import replace_layers
+from fp8manifold.parameter import FP8Parameter
 from fp8manifold.tensor import FP8Tensor
 
 
-def use_plain_state(model: nn.Module) -> nn.Module:
+def use_plain_state(model: nn.Module, *, plain: bool = True) -> nn.Module:
     """Let ``state_dict()`` give one-byte weights as plain tensors, for libraries that write these and nothing else.
 
     A layer's ``weight`` is then its codes (float8_e4m3fn or float8_e5m2, uint8 in other formats), ``weight_scale`` the
@@ -34,6 +36,7 @@ def use_plain_state(model: nn.Module) -> nn.Module:
 
     Args:
         model: of :func:`quantize_model`; changed in place.  Layers that are quantised later have the other state.
+        plain: False takes it back: ``state_dict()`` then gives an :class:`FP8Parameter` a weight.
 
     Returns:
         The model.
@@ -55,7 +58,9 @@ def use_plain_state(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            module.has_plain_state = True
+            module.has_plain_state = plain
+        else:
+            set_plain_state(module, plain)
     return model
 
 
@@ -83,6 +88,38 @@ def recipe_of(model: nn.Module) -> list[dict[str, Any]]:
             groups.append(alike := {**made, "seeds": {}})
         alike["seeds"][name] = layer._seed
     return groups
+
+
+def parameters_recipe_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters of a model that are in codes where they are: those made alike together, with their seeds."""
+    groups: list[dict[str, Any]] = []
+    for name, own in in_place_parameters(model).items():
+        made: dict[str, Any] = {"format": own.format.name, "granularity": own.granularity, "rounding": own.rounding}
+        made |= {"draws": own.draws} if own.draws != DRAWS[0] else {}
+        alike = next((group for group in groups if {**group, "seeds": None} == {**made, "seeds": None}), None)
+        if alike is None:
+            groups.append(alike := {**made, "seeds": {}})
+        alike["seeds"][name] = own.seed
+    return groups
+
+
+def put_parameters(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:
+    """Put parameters as :func:`parameters_recipe_of` described them into a model, at values that are to be loaded.
+
+    Raises:
+        TypeError, ValueError: a recipe that can't be read, or one of another model.
+    """
+    known = {names[0]: names for names in parameter_names(model).values()}
+    for group in recipe:
+        check_keys("parameters", group, ("format", "granularity", "rounding", "draws", "seeds"))
+        how = {key: group[key] for key in ("granularity", "rounding", "draws") if key in group}
+        for name, seed in group["seeds"].items():
+            check_int(f"seed of {name!r}", seed, 0, 2**63 - 1)
+            if name not in known:
+                raise ValueError(f"the parameter in codes {name!r} is none of the model's")
+            old = model.get_parameter(name)
+            made = FP8Parameter(old.detach(), group["format"], seed=seed, requires_grad=old.requires_grad, **how)
+            put_parameter(model, known[name], made)
 
 
 def put_layers(model: nn.Module, recipe: Sequence[Mapping[str, Any]]) -> None:

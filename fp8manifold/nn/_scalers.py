@@ -2,6 +2,7 @@
 
 import warnings
 from typing import Any, Final, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from fp8manifold._encoded.dispatch import is_backward
 from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.fake import has_values
+from fp8manifold._numerics.known import LaterMaximum, is_read_at_once, known
 from fp8manifold._ranks import ALONE, Ranks
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.scaling import (
@@ -131,6 +133,10 @@ class Scaler(nn.Module):
         self.value = torch.ones((), device=self.value.device)
 
 
+_LATER: Final[WeakKeyDictionary[nn.Module, LaterMaximum]] = WeakKeyDictionary()
+"""By frozen scale on a card: how far its last tensors have exceeded it, once that is known."""
+
+
 class Scale(Scaler):
     """The amax scale of one tensor through training: computed anew, frozen, or from the magnitudes of the past.
 
@@ -228,7 +234,7 @@ class Scale(Scaler):
         return amax_of(x, self.granularity, self.axis)
 
     def _is_frozen(self) -> bool:
-        return has_values(self.frozen) and bool(self.frozen)
+        return has_values(self.frozen) and bool(known(self.frozen, bool))
 
     def _fresh(self, x: Tensor) -> Tensor:
         return scale_of_amax(self._amax(x), self.format, pow2=self.pow2)
@@ -245,14 +251,23 @@ class Scale(Scaler):
         self.history = torch.cat([past[1:], finite.unsqueeze(0)])
 
     def _warn_if_saturated(self, x: Tensor) -> None:
+        """At once, or on a card, where that would be to wait, when a later tensor is seen."""
         limit = self.value * (self.format.max * ROUNDING_OF_SCALES)
         amax = self._amax(x)
-        if has_values(amax) and bool((amax > limit).any()):
-            worst = (amax / limit).max().item()
+        if not has_values(amax):
+            return
+        if not is_read_at_once(amax):
+            worst = torch.where(amax > limit, amax / limit, 0.0).max()
+            self._warn_of(_LATER.setdefault(self, LaterMaximum()).add(worst))
+        elif bool((amax > limit).any()):
+            self._warn_of((amax / limit).max().item())
+
+    def _warn_of(self, worst: float | None) -> None:
+        if worst:
             warnings.warn(
                 f"a frozen {self.format.name} scale saturates: the largest magnitude is {worst:.3g} times its range",
                 SaturationWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:

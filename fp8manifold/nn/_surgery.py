@@ -1,20 +1,22 @@
 """The surgery that puts quantised layers into a model whose code stays as it is."""
 
-import difflib
-import fnmatch
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
-from fp8manifold._numerics.checks import check_choice, check_int
-from fp8manifold.nn._candidates import is_conv1d, is_linear, obstacle
+from fp8manifold._numerics.checks import check_choice
+from fp8manifold.nn._candidates import obstacle
 from fp8manifold.nn._carried import carry_over, check_can_be_carried
-from fp8manifold.nn._checks import check_blocks, check_draws, check_storage
-from fp8manifold.nn._conv1d import QuantizedConv1D, linear_of
+from fp8manifold.nn._checks import check_blocks, check_storage
+from fp8manifold.nn._conv1d import QuantizedConv1D
+from fp8manifold.nn._in_place import Embeddings, Parameters, in_place_parameters, parameter_names, put_parameter
 from fp8manifold.nn._linear import STORAGES, QuantizedLinear, Storage
+from fp8manifold.nn._patterns import patterns_chosen
+from fp8manifold.nn._plan import TIED, Plan, Tied, plan, refuse_shared
 from fp8manifold.nn._spec import Formats, LayerSpec, read_formats
+from fp8manifold.parameter import FP8Parameter
 from fp8manifold.random_bits import Draws
 from fp8manifold.scaling import Granularity
 from fp8manifold.tensor import FP8Tensor
@@ -27,10 +29,6 @@ __all__ = [
     "quantize_model",
     "quantize_weight_gradients",
 ]
-
-Tied = Literal["refuse", "untie", "leave"]
-TIED: Final = ("refuse", "untie", "leave")
-_WILD: Final = frozenset("*?[")
 
 
 def quantize_model(
@@ -46,6 +44,8 @@ def quantize_model(
     defer_weight_gradients: bool = False,
     tied: Tied = "refuse",
     draws: Draws = "independent",
+    parameters: Parameters | None = None,
+    embeddings: Embeddings | None = None,
 ) -> nn.Module:
     """Replace a model's linear layers by :class:`QuantizedLinear`, without touching the model's own code.
 
@@ -53,7 +53,8 @@ def quantize_model(
     ``blocks.0.mlp.fc``, ``blocks.0`` matches everything in that block, ``*`` everything.  Where several match, the one
     with the most literal characters wins, and of two as specific the later one.  Layers whose class is ``nn.Linear``
     itself or transformers' ``Conv1D`` are replaced; embeddings, norms and attention products stay in their own
-    precision.  :func:`quantization_report` says what was replaced and what was left, and why.
+    precision, unless ``parameters`` or ``embeddings`` asks for codes.  :func:`quantization_report` says what was
+    replaced and what was left, and why.
 
     What was hung on a layer goes over to the new one: hooks of every kind, those of its weight, attributes, the
     gradient.  A layer whose weight is computed (pruned, parametrised, ``weight_norm``, ``spectral_norm``) or whose
@@ -75,13 +76,22 @@ def quantize_model(
             :func:`quantize_weight_gradients` to quantise once they have been clipped.
         tied: what to do with a layer whose weight is another module's too, such as an output layer that shares the
             embedding's: ``refuse``, ``untie`` it (it gets a copy, and the embedding stays float) or ``leave`` it as it
-            is.  The embedding is never quantised.
+            is.  The embedding stays float unless ``embeddings`` asks for codes.
         draws: random draws of one stored weight, write by write: ``independent``, or ``dither``, which spreads them
             evenly (:func:`fp8manifold.random_bits`).  As with ``rounding``, an optimizer's own option goes before it:
             the optimizers here that have a write-back of their own have draws of their own, too, ``independent``
             unless told otherwise.  Those that may have none (``draws=None`` in ``RiemannianAdam``, ``RiemannianSGD``
             and ``StiffnessWrapper``), and everything else that writes, take the weight's.  A state dict has it with
             ``fp8``; with ``grid``, as rounding, it is the layer's.
+
+        parameters: with ``fp8``, any others of two or more dimensions by patterns over their names, such as
+            ``"*.experts.*"`` or ``"conv"``: each becomes an :class:`FP8Parameter` where it is, and whoever reads it
+            decodes it.  One pattern or several take the weight's format that ``formats`` has for ``*``; a mapping from
+            pattern to format, or ``"none"``, has its own.  A row of the last dimension has a scale (experts:
+            ``(E, R, 1)``), of a convolution a filter, unless ``granularity`` is ``tensor`` or ``block``.
+        embeddings: with ``fp8``, a format for every ``nn.Embedding``, or a mapping from pattern to format.  Only the
+            rows that are looked up are decoded.  A head that shares the embedding's weight shares its codes then, and
+            stays an ``nn.Linear``, unless it is untied.
 
     Returns:
         The model; a new layer if ``model`` is itself an ``nn.Linear``.
@@ -99,36 +109,34 @@ def quantize_model(
         >>> [type(layer).__name__ for layer in model]
         ['QuantizedLinear', 'ReLU', 'Linear']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
-    check_choice("storage", storage, STORAGES)
-    check_choice("rounding", rounding, ("nearest", "stochastic"))
-    check_choice("tied", tied, TIED)
-    check_int("seed", seed, 0, 2**31 - 1)
-    check_draws(draws, storage)
-    specs = _matched_specs(model, read_formats(formats, granularity))
-    shared = _shared_weights(model, specs)
-    if tied == "refuse":
-        _refuse_shared(shared)
-    if tied == "leave":
-        specs = {name: spec for name, spec in specs.items() if name not in shared}
-    options: dict[str, Any] = {
-        "headroom": headroom,
-        "rounding": rounding,
-        "draws": draws,
-        "keep_remainder": keep_remainder,
-        "defer_weight_gradient": defer_weight_gradients,
-    }
-    layers: dict[str, nn.Module] = {}
-    first_global: QuantizedLinear | None = None
-    for index, (name, spec) in enumerate(specs.items()):
-        old = model.get_submodule(name)
-        kind = QuantizedConv1D if is_conv1d(old) else QuantizedLinear
-        linear: Any = linear_of(old) if name in shared and not is_conv1d(old) else old
-        layer = kind(linear, spec, storage, seed=(seed << 32) + index, global_with=first_global, **options)
-        if first_global is None and layer.shared_amax is not None:
-            first_global = layer
-        layers[name] = layer
+    planned = plan(
+        model,
+        formats,
+        storage,
+        granularity=granularity,
+        headroom=headroom,
+        rounding=rounding,
+        seed=seed,
+        keep_remainder=keep_remainder,
+        defer_weight_gradients=defer_weight_gradients,
+        tied=tied,
+        draws=draws,
+        parameters=parameters,
+        embeddings=embeddings,
+    )
+    return carry_out(model, planned)
+
+
+def carry_out(
+    model: nn.Module,
+    planned: Plan,
+    codes: Mapping[str, FP8Parameter] = MappingProxyType({}),
+    in_place: Mapping[str, FP8Parameter] = MappingProxyType({}),
+) -> nn.Module:
+    """Do what was planned, with the codes of layers and of parameters that are there already."""
+    layers, parameters = planned.layers(model, codes), planned.parameters(model, in_place)
+    check_layers(model, layers)
+    planned.put(model, parameters)
     return replace_layers(model, layers)
 
 
@@ -169,11 +177,11 @@ def check_formats(
     check_choice("storage", storage, STORAGES)
     check_choice("tied", tied, TIED)
     specs = read_formats(formats, granularity)
-    chosen = _patterns_chosen(specs, list(layers))
+    chosen = patterns_chosen(specs, list(layers))
     quantized = {name: chosen[name] for name in layers if name in chosen and not specs[chosen[name]].quantizes_nothing}
     together = {name: names for name, names in (shared or {}).items() if name in quantized}
     if tied == "refuse":
-        _refuse_shared(together)
+        refuse_shared(together)
     elif tied == "leave":
         quantized = {name: pattern for name, pattern in quantized.items() if name not in together}
     for pattern in dict.fromkeys(quantized.values()):
@@ -217,7 +225,8 @@ def quantize_weight_gradients(model: nn.Module) -> None:
 def dequantize_model(model: nn.Module) -> nn.Module:
     """Put ordinary ``nn.Linear`` layers back, holding the quantised values of the weights as float parameters.
 
-    What was a ``Conv1D`` becomes one again.  Hooks and attributes go over as in :func:`quantize_model`.
+    What was a ``Conv1D`` becomes one again, and other parameters in codes become floats where they are.  Hooks and
+    attributes go over as in :func:`quantize_model`.
 
     Args:
         model: changed in place.
@@ -243,6 +252,10 @@ def dequantize_model(model: nn.Module) -> nn.Module:
             if module not in made:
                 made[module] = _dequantized(name, module)
             layers[name] = made[module]
+    names = parameter_names(model)
+    for parameter in in_place_parameters(model).values():
+        values = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
+        put_parameter(model, names[id(parameter)], values)
     return replace_layers(model, layers)
 
 
@@ -262,113 +275,10 @@ def _float_values(weight: Tensor) -> Tensor:
     return weight.dequantize() if isinstance(weight, FP8Tensor) else weight.clone().as_subclass(Tensor)
 
 
-def _matched_specs(model: nn.Module, specs: dict[str, LayerSpec]) -> dict[str, LayerSpec]:
-    """The spec of every layer to replace, by name, in the model's order."""
-    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    left = {
-        name: found
-        for name, module in linears.items()
-        if not isinstance(module, QuantizedLinear) and (found := obstacle(module)) is not None
-    }
-    reasons = {name: found.reason for name, found in left.items()}
-    chosen = _patterns_chosen(specs, list(linears), reasons)
-    chosen = {name: pattern for name, pattern in chosen.items() if not specs[pattern].quantizes_nothing}
-    for name, pattern in chosen.items():
-        if isinstance(linears[name], QuantizedLinear):
-            raise ValueError(f"layer {name!r} is quantised already: call dequantize_model first")
-        if name in left and left[name].is_done_to_it and _literal(pattern):
-            raise ValueError(
-                f"layer {name!r}, which {pattern!r} names, can't be quantised: {left[name].reason}; or leave it alone "
-                f"with {{{name!r}: 'none'}}"
-            )
-    return {name: specs[chosen[name]] for name in linears if name in chosen and name not in left}
-
-
-def _patterns_chosen(
-    specs: Mapping[str, LayerSpec], names: Sequence[str], left: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, str]:
-    """The pattern that every layer takes, by name; ``left`` says why layers are left that can't be quantised.
-
-    Raises:
-        ValueError: a pattern that matches no layer, or none that can be quantised.
-    """
-    parts = {name: _parts(name) for name in names}
-    chosen: dict[str, str] = {}
-    for pattern in sorted(specs, key=lambda p: len(_literal(p))):
-        matched = [name for name in names if _matches(pattern, parts[name])]
-        if not matched or (left.keys() >= set(matched) and not specs[pattern].quantizes_nothing):
-            raise ValueError(_no_match(pattern, names, {name: left[name] for name in matched}, left))
-        chosen.update(dict.fromkeys(matched, pattern))
-    return chosen
-
-
-def _refuse_shared(shared: Mapping[str, Sequence[str]]) -> None:
-    """Raise ValueError for the first layer whose weight is another module's too, given the names of the weight."""
-    for layer, owners in shared.items():
-        raise ValueError(
-            f"the weight of {layer!r} is shared ({', '.join(owners)}): give tied='untie' for a copy of its own, "
-            f"or leave it alone with tied='leave' or {{{layer!r}: 'none'}}"
-        )
-
-
-def _literal(pattern: str) -> str:
-    """What of a pattern stands for itself."""
-    return pattern.replace("*", "").replace("?", "")
-
-
-def _no_match(pattern: str, names: Sequence[str], matched: Mapping[str, str], left: Collection[str]) -> str:
-    """What to say of a pattern that quantises nothing."""
-    count = sum(name not in left for name in names)
-    if matched:
-        name, reason = next(iter(matched.items()))
-        return (
-            f"pattern {pattern!r} matches none of the {count} linear layers that can be quantised, but {name!r}, which "
-            f"is left: {reason}"
-        )
-    parts = sorted({part for name in names for part in _parts(name)})
-    nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return f"pattern {pattern!r} matches none of the {count} linear layers{hint}"
-
-
-def _parts(name: str) -> list[str]:
-    """Every run of whole dotted parts of a name."""
-    words = name.split(".")
-    return [".".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)]
-
-
-def _matches(pattern: str, parts: Sequence[str]) -> bool:
-    return pattern in parts or (
-        not _WILD.isdisjoint(pattern) and any(fnmatch.fnmatchcase(part, pattern) for part in parts)
-    )
-
-
-def _shared_weights(model: nn.Module, specs: Mapping[str, LayerSpec]) -> dict[str, list[str]]:
-    """For every layer whose weight is another module's too, the names of the weight.
-
-    Raises:
-        ValueError: the layer itself is in two places: replacing it in one would untie it silently.
-    """
-    owners: dict[int, dict[str, nn.Module]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), {})[f"{module_name}.{name}".lstrip(".")] = module
-    shared = {}
-    for layer in specs:
-        linear = model.get_submodule(layer)
-        names = owners[id(linear.weight)]
-        if sum(module is linear for module in names.values()) > 1:
-            raise ValueError(f"the layer {layer!r} is shared ({', '.join(names)}): leave it alone, or give it a copy")
-        if len(names) > 1:
-            shared[layer] = list(names)
-    return shared
-
-
 def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
     """Put layers in the place of others, with all that hangs on these, unless one of them can't be."""
+    check_layers(model, layers)
     old = {name: model.get_submodule(name) for name in layers}
-    for name, layer in layers.items():
-        check_can_be_carried(name, old[name], layer)
     done: set[nn.Module] = set()
     for name, layer in layers.items():
         if layer not in done:
@@ -379,3 +289,9 @@ def replace_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Modu
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, layer)
     return model
+
+
+def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raise ValueError for a layer that can't take the place of the one it is for."""
+    for name, layer in layers.items():
+        check_can_be_carried(name, model.get_submodule(name), layer)

@@ -16,9 +16,10 @@ from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes, tables_of
 from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._pending import pending_of
 from fp8manifold.optim._slot import Member, Slot
 from fp8manifold.optim._state import unpacked
-from fp8manifold.optim._triton_step import is_triton, run_triton
+from fp8manifold.optim._triton_step import Launched, is_triton, run_triton
 from fp8manifold.tensor import FP8Tensor
 
 _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
@@ -186,17 +187,17 @@ def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float =
     return False
 
 
-def warn_of_skips(optimizer: Any, factor: Callable[[dict[str, Any], Tensor], float]) -> None:
+def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
     """Name the parameters because of which a step is left out.
 
     Args:
         optimizer: with ``skipped_in_row``.
-        factor: function of group and parameter to what its gradient is multiplied by before it is squared.
+        culprits: those parameters; None: by the gradients that there are now.
 
     Warns:
         RuntimeWarning: always.
     """
-    found = _culprits(optimizer, factor)
+    found = _culprits(optimizer) if culprits is None else names_of(optimizer, culprits)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     reason = (
         f"the gradient (or its square) of {', '.join(found[:_SHOWN])}{more} is not finite"
@@ -220,13 +221,40 @@ def _level_of_the_caller() -> int:
     return level
 
 
-def _culprits(optimizer: Optimizer, factor: Callable[[dict[str, Any], Tensor], float]) -> list[str]:
+def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
+    """Say that a parameter's own step, in a backward pass, was left out.
+
+    Warns:
+        RuntimeWarning: always.
+    """
+    warnings.warn(
+        f"step_in_backward: the gradient (or its square) of {''.join(names_of(optimizer, [parameter]))} is not finite: "
+        "its step was left out, those of other parameters were taken",
+        RuntimeWarning,
+        stacklevel=_level_of_the_caller(),
+    )
+
+
+def names_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[str]:
+    """Those of an optimizer's that are among some, as :func:`described` has them."""
+    wanted = {id(parameter) for parameter in parameters}
     return [
         described(group, i, k)
         for i, group in enumerate(optimizer.param_groups)
         for k, parameter in enumerate(group["params"])
-        if parameter.grad is not None and not _squares_hold(local_of(parameter.grad), factor(group, parameter))
+        if id(parameter) in wanted
     ]
+
+
+def _culprits(optimizer: Any) -> list[str]:
+    found = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+        and not _squares_hold(local_of(parameter.grad), optimizer._gradient_factor(group, parameter))
+    ]
+    return names_of(optimizer, found)
 
 
 # ------------------------------------------------------------------------------------------------------------ agreement
@@ -344,7 +372,7 @@ def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], devic
 # -------------------------------------------------------------------------------------------------------------- verdict
 
 
-_OWN: Final = ("_gradient", "_plan", "_planned", "_ready", "_take", "_take_many", "_take_together")
+_OWN: Final = ("_gradient", "_plan", "_planned", "_ready", "_take", "_take_many", "_take_together", "_widen")
 _BASES: Final = ("fp8manifold.optim._optimizer", "fp8manifold.optim._grid_optimizer")
 _GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -382,19 +410,26 @@ def _is_even(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> bool:
         return False
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
         return False
-    if (
-        group["compile"] is not None
-        or not parameter.numel()
-        or getattr(local_of(parameter), "remainder", None) is not None
-    ):
+    if group["compile"] is not None or not parameter.numel():
+        return False
+    if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:
         return False
     done = int(step)
     due = [group[name] for name in ("refresh_every", "stabilize_every", "reset_every") if group[name]]
     return bool(done) and all(done % every for every in due)
 
 
-def take_steady(optimizer: Any, members: list[Member]) -> bool:
+def take_steady(optimizer: Any, members: list[Member], *, alone: bool = False) -> bool | None:
     """Take the step of all, or of none where a gradient or its square is not finite, as the result says.
+
+    None: the card decides, and the host hears of it later (:mod:`fp8manifold.optim._pending`).  It waits where that
+    would be too late: where a group raises, and where one scale is that of a whole parameter, for its S_ref is computed
+    anew when it doubles.
+
+    Args:
+        optimizer: with a steady step.
+        members: groups and parameters.
+        alone: whether it is one parameter's, in a backward pass.
 
     Raises:
         FloatingPointError: one is not, and its group has ``on_nonfinite="raise"``.
@@ -402,17 +437,30 @@ def take_steady(optimizer: Any, members: list[Member]) -> bool:
     optimizer._check_options()
     optimizer._check_schedules(optimizer._taken(members))
     slots = optimizer._planned(members)
-    taken = _on_card(optimizer, slots)
-    if taken is None:
+    waits = any(group["on_nonfinite"] == "raise" for group, _ in members) or any(map(_has_one_scale, slots))
+    launched = _on_card(optimizer, slots, widens=not waits)
+    if launched is None:
         if taken := _all_finite_or_back(optimizer, members):
             optimizer._take(slots)
-    elif not taken:
+        return taken
+    if not waits:
+        optimizer._pending += (pending_of(optimizer, members, slots, launched.said, alone=alone),)
+    elif launched.refused:
         _count_back(optimizer, members)
         for group, parameter in members:
             squares_are_finite(group, parameter)  # which raises where it is asked to
-    if taken:
-        optimizer.skipped_in_row = 0
-    return bool(taken)
+        return False
+    note_changes([tensor for slot in slots for tensor in slot.changed])
+    if waits:
+        optimizer._widen(slots)
+    else:
+        note_changes([slot.parameter.kept_scale for slot in slots if slot.spec.storage == "codes"])
+    note_changes([slot.parameter for slot in slots])
+    return None if not waits else True
+
+
+def _has_one_scale(slot: Slot) -> bool:
+    return isinstance(slot.parameter, FP8Tensor) and not slot.parameter.kept_scale.dim()
 
 
 def _all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
@@ -427,22 +475,14 @@ def _all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
     return verdict
 
 
-def _on_card(optimizer: Any, slots: list[Slot]) -> bool | None:
-    """Whether the step was taken; None, with nothing changed, where kernels don't take all of it."""
+def _on_card(optimizer: Any, slots: list[Slot], *, widens: bool) -> Launched | None:
+    """The step's launches; None, with nothing changed, where kernels don't take all of it."""
     tables = tables_of(slots)
     if len(tables) != 1 or not all(slot.in_place and is_triton(slot, tables[0][1].dtype) for slot in slots):
         return None
     _, numbers, keys = tables[0]
     with unpacked(slots, optimizer.state):
-        launched = run_triton(slots, numbers.numpy(), keys.numpy(), check=True)
-    if launched is None:
-        return None
-    if launched.refused:
-        return False
-    note_changes([tensor for slot in slots for tensor in slot.changed])
-    optimizer._widen(slots)
-    note_changes([slot.parameter for slot in slots])
-    return True
+        return run_triton(slots, numbers.numpy(), keys.numpy(), check=True, widens=widens)
 
 
 def _count_back(optimizer: Any, members: list[Member]) -> None:

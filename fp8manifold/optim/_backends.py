@@ -19,7 +19,7 @@ from fp8manifold._ranks import local_of
 from fp8manifold.optim._compiled_step import can_compile, run_compiled
 from fp8manifold.optim._directions import row
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._slot import FOR_MOMENTS, Slot, key_rows
+from fp8manifold.optim._slot import Slot, key_rows
 from fp8manifold.optim._step import Outcome, step
 from fp8manifold.optim._triton_step import is_triton, run_triton
 from fp8manifold.random_bits import word_range
@@ -62,7 +62,8 @@ def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
         words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["weight"] = words.view(part.shape)
     if slot.spec.draws_for_moments:
-        words = word_range(slot.offset + start, part.numel(), (*slot.key, FOR_MOMENTS), part.device)
+        key = slot.moments_key
+        words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
         noise["moments"] = words.view(part.shape)
     return noise
 
@@ -80,7 +81,7 @@ def run_all(slots: Sequence[Slot], numbers: Tensor, keys: Tensor, wanted: Sequen
     """Take many steps in place, those that native code takes in one call.
 
     Args:
-        slots: what to step.
+        slots: what to step, on one device.
         numbers: a row of hyperparameters each, on the host.
         keys: a row of round keys each, on the host.
         wanted: each one's ``compile``.
@@ -95,8 +96,11 @@ def run_all(slots: Sequence[Slot], numbers: Tensor, keys: Tensor, wanted: Sequen
     on_gpu = [i for i in others if wanted[i] is None and is_triton(slots[i], dtype)]
     if on_gpu and run_triton([slots[i] for i in on_gpu], numbers[on_gpu].numpy(), keys[on_gpu].numpy()) is None:
         on_gpu = []
-    for i in sorted(set(others) - set(on_gpu)):
-        _run_without_native(slots[i], numbers[i], keys[i], wanted[i])
+    if rest := sorted(set(others) - set(on_gpu)):
+        device = slots[rest[0]].tensors["weight"].device
+        rows = zip(uploaded(numbers[rest], device), uploaded(keys[rest], device), strict=True)
+        for i, (own_numbers, own_keys) in zip(rest, rows, strict=True):
+            _run_without_native(slots[i], own_numbers, own_keys, wanted[i])
     note_changes([tensor for slot in slots for tensor in slot.changed])
 
 
@@ -123,10 +127,24 @@ def note_changes(tensors: Sequence[Tensor]) -> None:
             void_remainder(held)
 
 
+_ALIGNED: Final = 16
+"""Bytes at whose multiples compiled code wants its arguments to begin: it copies the others."""
+
+
+def uploaded(rows: Tensor, device: torch.device) -> Tensor:
+    """Rows on a device, by one copy from pinned memory that nobody waits for; each begins at a multiple of 16 bytes."""
+    if device.type == "cpu":
+        return rows
+    each, width = _ALIGNED // rows.itemsize, rows.shape[1]
+    shape = (len(rows), -(-width // each) * each)
+    table = torch.zeros(shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
+    table[:, :width] = rows
+    return table.to(device, non_blocking=True)[:, :width]
+
+
 def _run_without_native(slot: Slot, numbers: Tensor, keys: Tensor, wanted: bool | None) -> None:
     device = slot.tensors["weight"].device
     compiles = wanted or (wanted is None and device.type != "cpu")
-    numbers, keys = numbers.to(device, non_blocking=True), keys.to(device, non_blocking=True)
     if not (compiles and can_compile(slot, numbers.dtype) and run_compiled(slot, numbers, keys)):
         run_eager(slot, numbers)
 

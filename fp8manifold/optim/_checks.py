@@ -19,7 +19,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
-from fp8manifold.optim._spec import MOMENTS
+from fp8manifold.optim._spec import BOUND_NAMES, MOMENTS, bounds_of
 from fp8manifold.optim._state import STORED, described, grid_of, own_manifold
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
@@ -257,7 +257,7 @@ def check_first_average(group: dict[str, Any]) -> None:
 
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_KEPT: Final = (*AVERAGES, "residual", "avg_bound", "sq_bound")
+_KEPT: Final = (*AVERAGES, "residual", *sorted(BOUND_NAMES))
 
 
 def check_parameters(parameters: list[Tensor]) -> None:
@@ -373,12 +373,17 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
         stores_moments: whether ``moments`` is for this parameter.
     """
     moments = group["moments"] if stores_moments else "float32"
-    dtype = STORED[moments] or working_dtype(parameter)
+    dtype, bounds = STORED[moments] or working_dtype(parameter), bounds_of(group.get("direction"))
     for name in AVERAGES:
         if name in entry and entry[name].dtype != dtype:
             raise ValueError(
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
                 f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
+            )
+        if name in entry and moments == "8bit" and bounds.get(name, name) not in entry:
+            raise ValueError(
+                f"{_state_of(parameter)} has {name} in 8 bits without {bounds[name]}, which says how its blocks are "
+                "scaled: it was kept in another format, which is not read; begin with a new state"
             )
     bits = rule_of(group).residual_bits
     if bits and "residual" in entry and (found := _width_of(entry["residual"], parameter)) != bits:

@@ -160,6 +160,8 @@ class Direction(NamedTuple):
     averages: tuple[str, ...]
     takes_no_error: str | None = None
     """Why what rounding took can't be put into its first average; None where it can."""
+    fitted: bool = False
+    """Whether its average is, in 8 bits, on a grid fitted to each block's largest value: :data:`MOMENTUM_FORMAT`."""
 
 
 DIRECTIONS: Final = {
@@ -167,7 +169,7 @@ DIRECTIONS: Final = {
     "sgd": Direction(sgd, ("momentum_buffer",)),
     "lion": Direction(lion, ("exp_avg",), "its step is a sign, which no share of a rounding error fits"),
     "madam": Direction(madam, ("exp_avg_sq",), "it has no first average to put a rounding error into"),
-    "muon": Direction(muon, ("momentum_buffer",)),
+    "muon": Direction(muon, ("momentum_buffer",), fitted=True),
 }
 AVERAGES: Final = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """All averages that there are, AMSGrad's included."""

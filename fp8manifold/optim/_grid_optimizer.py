@@ -1,7 +1,6 @@
 """Optimizers over weights on a grid: a step's slot, scales that double, and what the stiffness family shares."""
 
 import logging
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -14,6 +13,7 @@ from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.codec import encode_finite, encode_signed
 from fp8manifold._ranks import Ranks, local_of, share_of
+from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._checks import check_combination, scheduled
 from fp8manifold.optim._geometry import (
@@ -25,7 +25,7 @@ from fp8manifold.optim._geometry import (
     reference_stiffness,
 )
 from fp8manifold.optim._optimizer import ManifoldOptimizer
-from fp8manifold.optim._slot import Key, Slot, row_view
+from fp8manifold.optim._slot import FOR_RESCALING, Key, Slot, row_view
 from fp8manifold.optim._spec import Spec, spec_of
 from fp8manifold.optim._state import (
     Grid,
@@ -42,8 +42,6 @@ from fp8manifold.random_bits import draw_of, words_at
 from fp8manifold.tensor import FP8Tensor
 
 _LOG: Final = logging.getLogger("fp8manifold")
-_FOR_RESCALING: Final = 2
-"""A fourth key word, so that no draw of a step is used again."""
 
 
 def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
@@ -83,7 +81,7 @@ def widen(state: dict[str, Any], grid: Grid, held: FP8Tensor, spec: Spec, key: K
     grid holds.  No scale becomes narrower: that is :meth:`FP8Tensor.adapt_scale_`.
     """
     old, fmt = held.scale, held.format
-    widest = 2.0 ** min(127, 127 - math.floor(math.log2(fmt.max)))  # its max is still a float32
+    widest = widest_scale(fmt)
     largest = held.largest() if old.dim() else grid.ranks.largest(held.largest())
     new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest).maximum(old)
     if not (count := int((new != old).sum())):
@@ -111,7 +109,7 @@ def _rewrite(state: dict[str, Any], grid: Grid, new: Tensor, spec: Spec, key: Ke
     x = load_weights(spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
     places = (rows * weight.shape[1] + (0 if grid.share is None else grid.share.offset)).unsqueeze(1)
     places = places + torch.arange(weight.shape[1], device=x.device)
-    draws = draw_of(words_at(places, (*key, _FOR_RESCALING)))
+    draws = draw_of(words_at(places, (*key, FOR_RESCALING)))
     codes, rest = _rounded(x, grid.fmt, draws, bits)
     weight[rows] = unless_special(codes, arrays["weight"], grid.fmt)
     if bits:

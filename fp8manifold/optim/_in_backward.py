@@ -192,13 +192,8 @@ class InBackward:
     def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor, place: tuple[int, int]) -> None:
         clipping = self._clipping
         lets = clipping is None or clipping.lets(gradient, place, self.optimizer.param_groups)
-        if lets and not self.optimizer.step_alone(group, parameter):
-            warnings.warn(
-                f"step_in_backward: the gradient (or its square) of {described(group, *place)} is not finite: "
-                "its step was left out, those of other parameters were taken",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        if lets:
+            self.optimizer.step_alone(group, parameter)
         if clipping is None:
             parameter.grad = SpentGradient(parameter)
         elif clipping.measuring:
@@ -262,6 +257,7 @@ def step_in_backward(
 
     A gradient that is not finite leaves out the step of its own parameter only, with a warning
     (``on_nonfinite="raise"``: ends the backward pass); with ``clip="exact"`` and of sums it leaves out all steps.
+    On a GPU the card decides on that of one parameter, and the warning comes with its next step.
 
     Args:
         optimizer: one of this library's whose parameters step independently: all but

@@ -14,7 +14,7 @@ from fp8manifold.optim._backends import block_noise, blocks_of, run_all, run_eag
 from fp8manifold.optim._directions import NUMBERS, named
 from fp8manifold.optim._geometry import load_weights, reciprocal_scale, stiffness_factor
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._spec import BOUNDS, Spec
+from fp8manifold.optim._spec import LARGEST, Spec
 from fp8manifold.optim._step import Outcome, store_averages
 from fp8manifold.optim._views import StepView, viewed
 from fp8manifold.random_bits import mixed_word
@@ -35,7 +35,7 @@ ALL_TAKEN_IN: Final = {"beta1": 1.0, "gain1": 0.0}
 """The numbers of a step whose momentum is complete, along a gradient of zeros."""
 
 _BUFFER = "momentum_buffer"
-_STATE: Final = (_BUFFER, BOUNDS[_BUFFER])
+_STATE: Final = (_BUFFER, LARGEST)
 _RATE: Final = NUMBERS.index("rate")
 _TOGETHER: Final = 2**20  # weights
 

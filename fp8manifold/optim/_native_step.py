@@ -15,7 +15,7 @@ from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._slot import Slot, row_view
-from fp8manifold.optim._spec import BOUNDS, MOMENTS, Geometry, Spec, Storage
+from fp8manifold.optim._spec import MOMENTS, Geometry, Spec, Storage
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range
 
@@ -137,8 +137,8 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
         (None if first is None else tensors[first], average, numel),
         (None if second is None else tensors[second], average, numel),
         (tensors["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),
-        (None if first is None or not slot.blockwise else tensors[BOUNDS[first]], torch.float32, blocks),
-        (None if second is None or not slot.blockwise else tensors[BOUNDS[second]], torch.float32, blocks),
+        (None if first is None or not slot.blockwise else tensors[spec.bounds[first]], torch.float32, blocks),
+        (None if second is None or not slot.blockwise else tensors[spec.bounds[second]], torch.float32, blocks),
     ]
     return [0 if tensor is None else _address(tensor, dtype, size, device) for tensor, dtype, size in wanted]
 

@@ -1,6 +1,6 @@
 """What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from fp8manifold.optim._agreement import (
     is_steady,
     ranks_elsewhere,
     take_steady,
+    warn_of_one,
     warn_of_skips,
 )
 from fp8manifold.optim._backends import new_number, note_changes, run_all, step_as_a_node, tables_of
@@ -32,8 +33,9 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
+from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
 from fp8manifold.optim._slot import Member, Slot
-from fp8manifold.optim._spec import BOUNDS
+from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
 from fp8manifold.optim._views import Hooks, StepView, observed_step
 from fp8manifold.optim._writeback import rounds_at_random, rule_of
@@ -42,7 +44,7 @@ from fp8manifold.tensor import FP8Tensor
 __all__ = ["ManifoldOptimizer"]
 
 
-_RESET: Final = frozenset((*AVERAGES, *BOUNDS.values()))
+_RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
 """What ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 
@@ -59,17 +61,19 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         skipped_in_row: how many of them came last, with no step taken since.
         warn_after: a ``RuntimeWarning`` names the parameters at fault when so many have come in a row.
         widened_scales: how many scales of one-byte weights this process has doubled, as a weight had reached the end.
+            On a GPU the card decides on both by itself; to read these three numbers, or ``state``, waits for its steps.
         streams_begun: how many parameters have been given random bits of their own (``stream`` in their state); those
             of parameters that are removed are not given again.
     """
 
     observer: Callable[[StepView], None] | None = None
     observes: Callable[[Tensor], bool] | None = None
-    skipped_steps: int = 0
-    skipped_in_row: int = 0
+    skipped_steps = Count()
+    skipped_in_row = Count()
     warn_after: int = 10
-    widened_scales: int = 0
+    widened_scales = Count()
     streams_begun: int = 0
+    _pending: tuple[Pending, ...] = ()
     _in_backward: Hooks | None = None
     _has_started: bool = False
     steps_alone = True  # a step of one parameter depends on nothing of the others
@@ -84,7 +88,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def bounded_share(self) -> float:
         """Share of the quantised weights whose S / S_ref met ``damping`` or ``clip`` at the last refresh."""
         shares = [(p.numel(), float(s["bounded"])) for p, s in self.state.items() if "bounded" in s]
-        return sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1)
+        return float(sum(n * share for n, share in shares) / max(sum(n for n, _ in shares), 1))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -103,6 +107,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a sparse or complex gradient.
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
+            RuntimeError: a CUDA graph is being recorded.
         """
         if closure is None and torch.compiler.is_compiling() and self._is_a_node():
             step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
@@ -124,34 +129,73 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
+        refuse_recording(self)
+        self._settle()
         members = self._members()
+        taken: bool | None
         if is_steady(self, members):
             taken = take_steady(self, members)
         elif taken := self._ready(members):
             for group in self.param_groups:
                 for parameter in group["params"] if rule_of(group).residual_bits else ():
                     self._take_remainder(group, parameter)
-            self.skipped_in_row = 0
             self._take(self._planned(members))
-        if not taken:
-            self.skipped_steps += 1
-            self.skipped_in_row += 1
-            if self.skipped_in_row == self.warn_after:
-                warn_of_skips(self, self._gradient_factor)
+        if taken:
+            self.skipped_in_row = 0
+        elif taken is not None:
+            self._count_skipped()
         return loss
 
-    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take the step of one parameter; False, and ``skipped_steps``, where its gradient is not finite.
+    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Take the step of one parameter; where its gradient is not finite, warn and count it in ``skipped_steps``.
 
         The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
         """
-        members = [(group, parameter)]
-        if not self._ready(members):
-            self.skipped_steps += 1
-            return False
-        self._take_remainder(group, parameter)
-        self._take(self._planned(members))
-        return True
+        refuse_recording(self)
+        self._settle(parameter)
+        others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
+        try:
+            members = [(group, parameter)]
+            taken: bool | None
+            if is_steady(self, members):
+                taken = take_steady(self, members, alone=True)
+            elif taken := self._ready(members):
+                self._take_remainder(group, parameter)
+                self._take(self._planned(members))
+        finally:
+            self._pending = (*others, *self._pending)
+        if taken is False:
+            self._count_skipped([parameter], alone=True)
+
+    @property
+    def state(self) -> Any:
+        """Each parameter's, once the verdict on the steps that were launched is known."""
+        self._settle()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def _settle(self, parameter: Tensor | None = None) -> None:
+        """Hear of the steps that a card was given, those of one parameter or all, and count them."""
+        if not self._pending:
+            return
+        due = [p for p in self._pending if parameter is None or p.has(parameter)]
+        self._pending = tuple(p for p in self._pending if p not in due)
+        for pending in due:
+            settle(self, pending)
+
+    def _count_skipped(self, culprits: Sequence[Tensor] | None = None, *, alone: bool = False) -> None:
+        """Count a step that was left out because of some parameters' gradients, None: those that there are now."""
+        self.skipped_steps += 1
+        if alone and culprits:
+            warn_of_one(self, culprits[0])
+        if alone:
+            return
+        self.skipped_in_row += 1
+        if self.skipped_in_row == self.warn_after:
+            warn_of_skips(self, culprits)
 
     def takes_in(self, group: dict[str, Any]) -> bool:
         """Whether an average of a group's parameters is linear in the gradient, so that it takes in one after another.
@@ -241,6 +285,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             ValueError: the state of another optimizer, of other parameters or of another format, or an option in it
                 out of range; nothing has changed then.
         """
+        self._settle()
         if not isinstance(state_dict, dict):
             check_state(self, state_dict)
         schedules = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]

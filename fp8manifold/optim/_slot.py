@@ -14,11 +14,12 @@ from torch import Tensor
 from fp8manifold._ranks import Share
 from fp8manifold.optim._directions import KEYS
 from fp8manifold.optim._geometry import bounded_ends
-from fp8manifold.optim._spec import BOUNDS, Spec
+from fp8manifold.optim._spec import BOUND_NAMES, Spec
 from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
 
 __all__ = [
     "FOR_MOMENTS",
+    "FOR_RESCALING",
     "Key",
     "Member",
     "Parameters",
@@ -112,6 +113,8 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         rows, row_dims = numel // block_size, None
     elif len(shape) > 1 and scale_shape == (rows, *(1,) * (len(shape) - 1)):
         row_dims = None
+    elif len(shape) > 2 and scale_shape == (*shape[:-1], 1):
+        rows, row_dims = numel // shape[-1], None
     else:
         return View((numel,), (numel,))
     length = numel // rows
@@ -173,6 +176,11 @@ class Slot:
         """Of the draws for the weight."""
         return stream_of(self.draws, *self.key)
 
+    @cached_property
+    def moments_key(self) -> Stream:
+        """Of the draws for the moments: independent, for a moment forgets, so that earlier draws would enter its odds."""
+        return Stream((*self.key, FOR_MOMENTS))
+
     @property
     def blockwise(self) -> bool:
         """Whether averages are stored in blocks."""
@@ -182,7 +190,7 @@ class Slot:
     def arrays(self) -> dict[str, Tensor]:
         """Everything by name, as views that broadcast against each other."""
         dims, blocks = self.view.dims, self.view.block_dims
-        arrays = {name: t.view(blocks if name.endswith("_bound") else dims) for name, t in self.tensors.items()}
+        arrays = {name: t.view(blocks if name in BOUND_NAMES else dims) for name, t in self.tensors.items()}
         if self.scale is not None:
             arrays["scale"] = row_view(self.scale, self.shape, self.view)
             if self.spec.geometry in ("exponential", "tangent") and self.spec.metric == "ulp":
@@ -193,7 +201,7 @@ class Slot:
     def gather(self) -> None:
         """Take all rows of the state; bounds are whole in every process."""
         assert self.share is not None
-        for name in self.tensors.keys() - {"weight", *BOUNDS.values()}:
+        for name in self.tensors.keys() - {"weight", *BOUND_NAMES}:
             self.back[name], self.tensors[name] = self.tensors[name], self.share.gathered(self.tensors[name])
 
     def put_back(self) -> None:
@@ -210,28 +218,37 @@ class Slot:
 
 FOR_MOMENTS: Final = 1
 """A fourth key word: the averages' draws are not the weights'."""
+FOR_RESCALING: Final = 2
+"""Another, so that no draw of a step is used again where its scales double."""
 
 
 def key_row(slot: Slot) -> list[int]:
     """The round keys and phases of one slot, the offset taken into the first of each three."""
     high, low = divmod(slot.offset, 2**32)
     keys = []
-    for words, phase in (slot.rounding_key, Stream((*slot.key, FOR_MOMENTS))):
+    for words, phase in (slot.rounding_key, slot.moments_key):
         first, second, third = round_keys(words, high)
         keys += [signed_word(first + low), second, third, phase]
     return keys
+
+
+def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[np.int32]:
+    """Round keys and phases at offset 0."""
+    rows = np.zeros((len(keys), 4), dtype=np.int32)
+    for more in {key.words[3:] for key in keys}:
+        some = [i for i, key in enumerate(keys) if key.words[3:] == more]
+        rows[some, :3] = round_key_rows([keys[i].words[:2] for i in some], streams[some], *more)
+    rows[:, 3] = [key.phase for key in keys]
+    return rows
 
 
 def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
     """:func:`key_row` of many slots, those at offset 0 together."""
     rows = np.zeros((len(slots), KEYS), dtype=np.int32)
     streams = np.array([slot.key.stream for slot in slots], dtype=np.uint64)
-    for more in {slot.rounding_key.words[3:] for slot in slots}:
-        some = [i for i, slot in enumerate(slots) if slot.rounding_key.words[3:] == more]
-        rows[some, :3] = round_key_rows([slots[i].rounding_key.words[:2] for i in some], streams[some], *more)
-    rows[:, 3] = [slot.rounding_key.phase for slot in slots]
+    rows[:, :4] = _first_rows([slot.rounding_key for slot in slots], streams)
     if any(slot.spec.draws_for_moments for slot in slots):
-        rows[:, 4:7] = round_key_rows([slot.key[:2] for slot in slots], streams, FOR_MOMENTS)
+        rows[:, 4:] = _first_rows([slot.moments_key for slot in slots], streams)
     for i, slot in enumerate(slots):
         if slot.offset:
             rows[i] = key_row(slot)

@@ -9,7 +9,20 @@ from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
 
-__all__ = ["BOUNDS", "MOMENTS", "WRITEBACKS", "Geometry", "Spec", "Storage", "spec_of"]
+__all__ = [
+    "BOUNDS",
+    "BOUND_NAMES",
+    "LARGEST",
+    "MOMENTS",
+    "MOMENTUM_FORMAT",
+    "MOMENT_FORMAT",
+    "WRITEBACKS",
+    "Geometry",
+    "Spec",
+    "Storage",
+    "bounds_of",
+    "spec_of",
+]
 
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
 
@@ -19,6 +32,27 @@ BOUNDS: Final = {"exp_avg": "avg_bound", "momentum_buffer": "avg_bound", "exp_av
 No value of the block exceeds it but by rounding noise, so a scale taken from it leaves room and needs no second pass;
 only while gradients stay 0 for hundreds of steps does that noise, of averages on their way to 0, ever reach the end.
 """
+
+LARGEST: Final = "avg_largest"
+"""In their place, of a moment whose grid is fitted to it: the largest magnitude in each block, float32."""
+
+BOUND_NAMES: Final = frozenset((*BOUNDS.values(), LARGEST))
+
+MOMENT_FORMAT: Final = FloatFormat(4, 3)
+"""Of both moments in 8 bits; the second is stored as its square root, which doubles the range: 36 binades of ``v``."""
+
+MOMENTUM_FORMAT: Final = FloatFormat(2, 5)
+"""Of one that is fitted: even spacing for what is small in its block, where no range is asked for.
+
+An orthogonal factor is that of a whole matrix: an error counts beside the matrix, not beside the value that has it.
+"""
+
+
+def bounds_of(direction: str | None) -> dict[str, str]:
+    """The name of each moment's bounds in the state, where moments are kept in 8 bits."""
+    fitted = direction is not None and DIRECTIONS[direction].fitted
+    return BOUNDS | {"momentum_buffer": LARGEST} if fitted else BOUNDS
+
 
 Storage = Literal["codes", "grid", "free", "plain"]
 Geometry = Literal["linear", "exponential", "tangent", "multiplicative"]
@@ -95,10 +129,25 @@ class Spec:
         return self.moments == "8bit" and bool(self.stores)
 
     @cached_property
+    def bounds(self) -> dict[str, str]:
+        """The bounds of moments in 8 bits: their names in the state, by the moments'."""
+        names = bounds_of(self.direction)
+        return {name: names[name] for name in self.stores} if self.moments == "8bit" else {}
+
+    @cached_property
+    def fitted(self) -> bool:
+        """Whether the grid of its moment in 8 bits is fitted to each block's largest value."""
+        return LARGEST in self.bounds.values()
+
+    @cached_property
+    def first_format(self) -> FloatFormat:
+        """The format of its first moment in 8 bits."""
+        return MOMENTUM_FORMAT if self.fitted else MOMENT_FORMAT
+
+    @cached_property
     def keeps(self) -> tuple[str, ...]:
         """What a step changes in place of the state: moments, their bounds, and a residual of a byte."""
-        bounds = tuple(BOUNDS[name] for name in self.stores) if self.moments == "8bit" else ()
-        return (*self.stores, *bounds, *(() if self.rule.packs else self.rule.state))
+        return (*self.stores, *self.bounds.values(), *(() if self.rule.packs else self.rule.state))
 
 
 def spec_of(**fields: Any) -> Spec:

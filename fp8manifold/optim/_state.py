@@ -18,12 +18,13 @@ from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.known import known
 from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of, spread
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._slot import Slot, View, view_of
-from fp8manifold.optim._spec import BOUNDS, Spec, Storage
+from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
 from fp8manifold.random_bits import mixed_word, word_range
 from fp8manifold.tensor import FP8Tensor
 
@@ -163,7 +164,7 @@ class Grid:
         if self.storage in ("codes", "plain"):
             return True
         assert self.scale is not None
-        return bool((torch.frexp(self.scale).mantissa == 0.5).all())
+        return bool(known(self.scale, _are_powers_of_two))
 
     def view(self, *, blocks: bool) -> View:
         """The view it is stepped in; of no rows that of one."""
@@ -177,6 +178,10 @@ class Grid:
         """All rows, gathered in memory of their own; one scale serves them all."""
         assert self.share is not None
         return replace(self, weight=self.share.gathered(self.weight))
+
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale).mantissa == 0.5).all())
 
 
 def described(fields: tuple[int, ...] | None) -> str:
@@ -232,8 +237,8 @@ def make_state(spec: Spec, view: View, parameter: Tensor, state: dict[str, Any])
     for name in spec.stores:
         if name not in state:
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
-        if spec.moments == "8bit" and BOUNDS[name] not in state:
-            state[BOUNDS[name]] = _first_bounds(parameter, view)
+        if name in spec.bounds and spec.bounds[name] not in state:
+            state[spec.bounds[name]] = _first_bounds(parameter, view)
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter, spec.residual_bits)
 
@@ -384,9 +389,6 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
 # ----------------------------------------------------------------------------------------------------------------- rows
 
 
-_BOUNDS: Final = frozenset(BOUNDS.values())
-
-
 @torch.no_grad()
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
@@ -420,7 +422,7 @@ def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) 
 def _entry(name: str, value: Any, parameter: Tensor, share: Share) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if name in _BOUNDS:
+    if name in BOUND_NAMES:
         in_rows = value.reshape(share.shape[0], -1) if len(share.shape) > 1 else None
     elif name == "residual" and value.dtype == torch.uint8:
         in_rows = _residual_in_rows(value, share.shape)

@@ -1,12 +1,11 @@
 """A step of one parameter as a pure function: moments, direction, move, write-back."""
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encoding_steps
-from fp8manifold.formats import FloatFormat
+from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encoding_steps, largest_bits
 from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._geometry import (
     Weights,
@@ -18,22 +17,22 @@ from fp8manifold.optim._geometry import (
     stiffness_factor,
     store_weights,
 )
-from fp8manifold.optim._spec import BOUNDS, Spec
-from fp8manifold.random_bits import RANDOM_BITS
-
-MOMENT_FORMAT: Final = FloatFormat(4, 3)
-"""Of both averages; the second is stored as its square root, which doubles the range: 36 binades of ``v``."""
+from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
+from fp8manifold.random_bits import RANDOM_BITS, draw_of
 
 _FIELD, _BIAS = 23, 127
+_CARRY = ~largest_bits(MOMENTUM_FORMAT) & ((1 << _FIELD) - 1)  # what is above the format's largest is of the next power
 _HEADROOM = 7  # the bound is placed at 2^7 of MOMENT_FORMAT's 448: rounding noise has room above it
 
 
-SCALES: Final = ("avg_scale", "avg_inverse", "sq_scale", "sq_inverse")
-"""What :func:`prepare` gives for each block: the scale of the stored average, and 1 over that of the next one."""
-
-
 def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Numbers) -> dict[str, Tensor]:
-    """The bounds after a step and the scales before and after it, of 8-bit averages; a block is a row of the view."""
+    """What there is of 8-bit averages for each block, a row of the view.
+
+    It is the scale of the stored average, and, where that does not follow from the average itself, the bound after the
+    step and 1 over its scale.
+    """
+    if spec.fitted:
+        return {"avg_scale": _fitted_scale(arrays[LARGEST])}
     largest = gradient.to(torch.float32).abs().amax(dim=-1, keepdim=True)
     prepared = {}
     for name in spec.stores:
@@ -48,6 +47,12 @@ def prepare(spec: Spec, arrays: dict[str, Tensor], gradient: Tensor, numbers: Nu
     return prepared
 
 
+def fit(average: Tensor) -> dict[str, Tensor]:
+    """The largest magnitude in each block of an average, and 1 over the scale that follows from it."""
+    largest = average.to(torch.float32).abs().amax(dim=-1, keepdim=True)
+    return {LARGEST: largest, "avg_inverse": _reciprocal(_fitted_scale(largest))}
+
+
 def load_averages(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The averages as floats."""
     if spec.moments != "8bit":
@@ -58,7 +63,7 @@ def load_averages(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> 
             root = decode_magnitude(arrays[name].to(torch.int32), MOMENT_FORMAT)[0] * arrays["sq_scale"]
             averages[name] = (root * root).to(dtype)
         else:
-            averages[name] = (decode_with_ulp(arrays[name], MOMENT_FORMAT)[0] * arrays["avg_scale"]).to(dtype)
+            averages[name] = (decode_with_ulp(arrays[name], spec.first_format)[0] * arrays["avg_scale"]).to(dtype)
     return averages
 
 
@@ -67,8 +72,9 @@ def store_averages(
 ) -> dict[str, Tensor]:
     """The averages as they are kept; ``noise`` is one 32-bit word a value, whose halves serve one average each.
 
-    The root in 8 bits takes 24 of its bits: with the odds of 16 a bias of ``2^-17`` a step would add up to 0.1% of a
-    second moment of decay 0.999.  Of the first average's draw it shares no more than what is below these 16.
+    A fitted average has the draw of the whole word.  The root in 8 bits takes 24 of its bits: with the odds of 16 a
+    bias of ``2^-17`` a step would add up to 0.1% of a second moment of decay 0.999.  Of the first average's draw it
+    shares no more than what is below these 16.
     """
     if spec.moments == "float32" or not averages:
         return averages
@@ -83,7 +89,8 @@ def store_averages(
             assert root is not None
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
         else:
-            kept[name] = encode_finite(value * arrays["avg_inverse"], MOMENT_FORMAT, draws << 8).to(torch.uint8)
+            draws = draw_of(noise) if spec.fitted else draws << 8
+            kept[name] = encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
     return kept
 
 
@@ -110,6 +117,12 @@ def _scale(bound: Tensor, *, root: bool) -> Tensor:
     halved = ((field + (2 - _BIAS)) >> 1) + (_BIAS - _HEADROOM)
     scale = halved if root else (field + (1 - _HEADROOM)).clamp(min=1)
     return (scale << _FIELD).view(torch.float32)
+
+
+def _fitted_scale(largest: Tensor) -> Tensor:
+    """The smallest power of two that takes the largest magnitude within the format: to ``3.94 .. 7.875``."""
+    field = ((largest.view(torch.int32) + _CARRY) >> _FIELD) - MOMENTUM_FORMAT.emax
+    return (field.clamp(min=1) << _FIELD).view(torch.float32)
 
 
 def _reciprocal(power_of_two: Tensor) -> Tensor:
@@ -148,8 +161,8 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
     bounds = {}
     if spec.moments == "8bit" and spec.stores:
         prepared = prepare(spec, arrays, gradient, numbers)
-        bounds = {BOUNDS[name]: prepared[BOUNDS[name]] for name in spec.stores}
-        arrays = arrays | {name: prepared[name] for name in SCALES if name in prepared}
+        bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
+        arrays = arrays | prepared
     descent = _direction(spec, gradient, load_averages(spec, arrays, dtype), numbers)
     target = move(spec, weights, descent.direction, arrays, numbers)
     draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
@@ -157,6 +170,10 @@ def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Te
     averages = descent.averages
     if spec.injects:
         averages = _with_error(spec, descent, weights, target, after, arrays, numbers)
+    if spec.fitted:
+        prepared = fit(averages[spec.stores[0]])
+        bounds[LARGEST] = prepared.pop(LARGEST)
+        arrays = arrays | prepared
     kept = store_averages(spec, averages, arrays, noise.get("moments"), descent.root)
     return Outcome(stored | kept | bounds, weights, target)
 

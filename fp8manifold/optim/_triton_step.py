@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
-from fp8manifold._triton.kinds import KernelSpec, Tile, format_of
-from fp8manifold._triton.launch import KernelsUnavailableError, Kind, launch
-from fp8manifold.formats import FloatFormat
+from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, Widening, format_of, widest_scale
+from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
 from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._native_step import has_code, places_of
-from fp8manifold.optim._slot import Slot, row_view
-from fp8manifold.optim._spec import Spec
+from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
+from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
+from fp8manifold.random_bits import round_key_rows
+from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["Launched", "is_triton", "kernel_spec", "kind_of", "run_triton"]
 
@@ -28,7 +29,6 @@ _LONGEST: Final = 1024
 """Of a row whose averages share a block and that a program takes at once."""
 _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
-_MOMENT: Final = FloatFormat(4, 3)
 
 
 def is_triton(slot: Slot, dtype: torch.dtype) -> bool:
@@ -45,46 +45,78 @@ def is_triton(slot: Slot, dtype: torch.dtype) -> bool:
 
 
 class Launched(NamedTuple):
-    """How many launches steps took, and whether they were refused."""
+    """How many launches steps took, and what their kernels say, which is there once they have run."""
 
     launches: int
-    refused: bool
+    said: Said
+
+    @property
+    def refused(self) -> bool:
+        """Whether the steps were; the host waits for the card."""
+        return self.said.read()[0]
 
 
 def run_triton(
-    slots: Sequence[Slot], numbers: NDArray[np.float32], keys: NDArray[np.int32], *, check: bool = False
+    slots: Sequence[Slot],
+    numbers: NDArray[np.float32],
+    keys: NDArray[np.int32],
+    *,
+    check: bool = False,
+    widens: bool = False,
 ) -> Launched | None:
     """Take the steps in place; None, with nothing changed and one warning ever, where kernels can't be compiled.
 
-    The host waits for the card once, at the end, for the verdict and for who reached the end of its range.
+    The host waits for the card once, at the end, for the verdict and for who reached the end of its range; where the
+    card doubles the scales of these it does not wait at all.
 
     Args:
         slots: what to step, on one device; none of them shares memory with another.
         numbers: a row of hyperparameters each.
         keys: a row of round keys each.
         check: refuse all steps where the square of any gradient is not finite.
+        widens: double scales on the card; there must be one for each row or block.
     """
-    flags = torch.zeros(1 + len(slots), dtype=torch.int32, device=slots[0].tensors["weight"].device)
+    said = Said(len(slots), slots[0].tensors["weight"].device)
     scales = [_scale(slot) for slot in slots]
-    records, kinds = _records(slots, scales, flags)
+    records, kinds = _records(slots, scales, said)
     records["keys"], records["hyper"] = keys, numbers
+    widenings = _widenings(slots, said) if widens else None
     try:
-        count = launch(records, kinds, flags, check=check)
+        count = launch(records, kinds, said.on_card, check=check, widenings=widenings)
     except KernelsUnavailableError as error:
         _give_up(error)
         return None
-    if not check and not any(slot.spec.storage == "codes" for slot in slots):
-        return Launched(count, refused=False)
-    refused, *reached = flags.tolist()
-    for slot, found in zip(slots, reached, strict=True):
-        if slot.spec.storage == "codes" and not refused:
-            slot.reached.append(bool(found))
-    return Launched(count, bool(refused))
+    said.send()
+    if not widens and (check or any(slot.spec.storage == "codes" for slot in slots)):
+        refused, words = said.read()
+        for slot, (reached, *_) in zip(slots, words, strict=True):
+            if slot.spec.storage == "codes" and not refused:
+                slot.reached.append(bool(reached))
+    return Launched(count, said)
 
 
-def _records(
-    slots: Sequence[Slot], scales: Sequence[Tensor | None], flags: Tensor
-) -> tuple[NDArray[np.void], list[Kind]]:
+def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
+    """Of those with codes, what doubling their scales is."""
+    places = [i for i, slot in enumerate(slots) if slot.spec.storage == "codes"]
+    if not places:
+        return None
+    records, made = np.zeros(len(places), dtype=WIDENED), []
+    for record, i in zip(records, places, strict=True):
+        slot, held = slots[i], slots[i].parameter
+        assert isinstance(held, FP8Tensor)
+        bits, scale = slot.spec.residual_bits, held.kept_scale
+        residual = slot.tensors["residual"].data_ptr() if bits else 0
+        record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), said.place(i))
+        record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
+        known = format_of(held.format)
+        made.append(Widening(known, bits, known.fixed(bits), widest_scale(held.format), scale.dtype is torch.uint8))
+    words = [slots[i].key for i in places]
+    streams = np.array([stream for *_, stream in words], dtype=np.uint64)
+    records["keys"][:, :3] = round_key_rows([each[:2] for each in words], streams, FOR_RESCALING)
+    return records, made
+
+
+def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said) -> tuple[NDArray[np.void], list[Kind]]:
     """One a slot, short of keys and hyperparameters, and what it is stepped by."""
     records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
@@ -92,7 +124,7 @@ def _records(
         places = [0, *places_of(slot, slot.tensors["gradient"], scale)]
         rows, length, repeats, kind = kind_of(slot, places)
         kinds.append(kind)
-        pointers.append([*places, flags.data_ptr() + flags.itemsize * (1 + i)])
+        pointers.append([*places, said.place(i)])
         sizes.append((rows, length))
         facts.append((0, repeats, *slot.ends))
     records["pointers"], records["facts"] = np.array(pointers, dtype=np.uint64), facts
@@ -135,7 +167,8 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     if slot.scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.blockwise:
-        rows, length, repeats, scales = _cut(rows, length, scales)
+        # a row of a matrix whose moments come in blocks, which are no part of this step, is whole again
+        rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
     long = slot.blockwise and length > _LONGEST
     tiled = (scales == "row" and not long) or (slot.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
@@ -164,7 +197,7 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 @lru_cache(maxsize=1024)
 def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> KernelSpec:
-    fmt = format_of(spec.fmt or _MOMENT)
+    fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
         storage=spec.storage,
@@ -186,5 +219,6 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> Kerne
         weight=_DTYPES[weight],
         gradient=_DTYPES[gradient],
         format=fmt,
-        average=format_of(_MOMENT),
+        average=format_of(spec.first_format),
+        fitted=spec.fitted,
     )

@@ -55,6 +55,7 @@ class StiffnessMuon(StiffnessOptimizer):
     float parameters its numbers; ``k = 1`` takes the steepest step of the spectral norm in the chart's coordinates.
 
     With ``writeback="stochastic"`` and ``moments="8bit"`` a matrix takes two bytes a weight, its momentum included.
+    That is in E2M5, rounded stochastically, in blocks whose power-of-two scale is the smallest that holds all of them.
     Embeddings, heads, norms and biases are for Adam: put them into groups with ``direction="adam"``, which are stepped
     as :class:`StiffnessAdamW` does, or let :meth:`for_model` sort a whole model.
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.config.keys import FIELDS, get
-from nanogpt_bench.config.rules import RULES, Rule
-from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, ROUNDED, has_moments
+from nanogpt_bench.config.rules import RULES, Rule, has_moments
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, PEER_WEIGHTS, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.system.errors import BenchError
 
 LR = "optimizer.lr"
@@ -85,8 +85,11 @@ def applies(key: str, value: Any, rule: Rule) -> bool:
         return rule.storage == value or (rule.storage in ROUNDED and value in ROUNDED)
     if key == "shadow.of":
         return value != "master" or rule.storage not in ROUNDED
-    of_formats = key == "train.precision" or (key in FIELDS and FIELDS[key].facts["of_formats"])
-    return rule.storage != "float32" if of_formats else True
+    if key == "model.peer":
+        return rule.optimizer in PEER_WEIGHTS.get(value, ())
+    if key == "train.precision":
+        return rule.storage != "float32"
+    return rule.storage not in WITHOUT_FORMATS if key in FIELDS and FIELDS[key].facts["of_formats"] else True
 
 
 def check_given(given: Mapping[str, Any], planned: Sequence[PlannedRun], say: Callable[[str], None]) -> int:

@@ -16,6 +16,7 @@ from nanogpt_bench.compare.demonstration import (
     Demonstration,
 )
 from nanogpt_bench.config.rules import RULES, available_rules, check_available
+from nanogpt_bench.config.schema import WITHOUT_FORMATS
 from nanogpt_bench.report.rows import Row, row_label
 from nanogpt_bench.system.errors import BenchError, unknown
 
@@ -73,8 +74,8 @@ def choose_rows(
         return demonstration.rows
     names = _chosen(rules or DEFAULT_RULES)
     grids = _canonical(formats) if formats is not None else list(DEFAULT_FORMATS)
-    floats = [(name, "none") for name in names if RULES[name].storage == "float32"]
-    crossed = [(name, fmt) for fmt in grids for name in names if RULES[name].storage != "float32"]
+    floats = [(name, "none") for name in names if RULES[name].storage in WITHOUT_FORMATS]
+    crossed = [(name, fmt) for fmt in grids for name in names if RULES[name].storage not in WITHOUT_FORMATS]
     return tuple(dict.fromkeys([(REFERENCE, "none"), *floats, *crossed]))
 
 

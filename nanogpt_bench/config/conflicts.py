@@ -6,24 +6,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.rules import rules_with_format
+from nanogpt_bench.config.rules import has_moments, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
     OPTION_NAMES,
     OPTIONS,
     OWN_OPTIMIZERS,
+    PEER_WEIGHTS,
     PEERS,
     RIEMANNIAN,
     ROUNDED,
+    WITHOUT_FORMATS,
     Config,
-    has_moments,
 )
 from nanogpt_bench.system.errors import BenchError
 
 #: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error
 Row = tuple[str, bool, str]
 
+#: what the weights are under a storage without a format of the library's
+_KEPT = {"float32": "floats", "peer": "another package's"}
 #: under `task: classify`, what can't be used and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
@@ -55,7 +58,7 @@ def refuse_conflicts(config: Config) -> None:
     Raises:
         BenchError: the setting, its value, what it can't be used with, and what to give.
     """
-    for table in (_storages, _options, _storage, _optimizer, _watching, _pretrained, _in_backward, _constraint):
+    for table in (_storages, _options, _storage, _peer, _optimizer, _watching, _pretrained, _in_backward, _constraint):
         _refuse(config, table(config))
 
 
@@ -88,21 +91,36 @@ def _options(config: Config) -> Iterator[Row]:
 
 def _storage(config: Config) -> Iterator[Row]:
     model, own = config.model, config.model.storage
-    floats, impure = own == "float32", config.train.precision == "bf16-pure"
-    by = f"rule {config.rule!r}" if config.rule else "storage float32"
+    floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
+    by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
     yield "model.outlier_sigma", model.outliers != "clip_sigma", "needs model.outliers clip_sigma"
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format; leave it out"
     others = f"give another --rule: {', '.join(rules_with_format())}"
-    yield "model.formats", floats, f"can't be used with {by}, which keeps float weights; {others}"
-    yield "model.granularity", floats, f"means nothing under {by}, whose weights are floats; leave it out"
+    yield "model.formats", floats, f"can't be used with {by}, whose weights are {kept}; {others}"
+    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}; leave it out"
     for key in ("rule", "model.storage"):
         why = "needs a format for the weights; give --model.format E4M3 or model.formats"
         yield key, not floats and not model.formats, why
     why = f"can't be used with model.storage {own!r}; allowed: float32, bf16-mixed"
-    yield "train.precision", not floats and impure, why
-    yield "model.torchao_float8", not floats, f"can't be used with model.storage {own!r}"
+    yield "train.precision", own != "float32" and impure, why
+    yield "model.torchao_float8", own != "float32", f"can't be used with model.storage {own!r}"
     yield "model.torchao_float8", impure, "can't be used with train.precision 'bf16-pure'"
+
+
+def _peer(config: Config) -> Iterator[Row]:
+    """What another package's weights can't be used with, and what its optimizers can't."""
+    own, peer, name = config.model.storage, config.model.peer, config.optimizer.name or ""
+    yield "model.peer", own != "peer", f"needs model.storage peer, not {own!r}; leave it out"
+    yield "model.storage", own == "peer" and not peer, f"needs model.peer {_either([*PEER_WEIGHTS])}"
+    steppers = PEER_WEIGHTS.get(peer or "", ())
+    why = f"can't step the weights of model.peer {peer!r}; allowed: {', '.join(steppers)}"
+    yield "optimizer.name", bool(steppers) and name not in steppers, why
+    why = f"steps SDNQ's own weights; it can't be used with model.storage {own!r}"
+    yield "optimizer.name", not steppers and name.startswith("sdnq"), why
+    for key in ("model.tie_weights", "model.pretrained", "model.constraint", "shadow.enabled", "monitor.fisher"):
+        yield key, own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
+    yield "runtime.compile", own == "peer", f"can't be used with model.peer {peer!r}; leave it out"
 
 
 def _optimizer(config: Config) -> Iterator[Row]:

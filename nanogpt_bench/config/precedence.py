@@ -12,7 +12,7 @@ from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, keys_where
 from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
-from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, RIEMANNIAN, ROUNDED, unit
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, RIEMANNIAN, ROUNDED, WITHOUT_FORMATS, unit
 
 Settings = dict[str, Any]
 _TIED = (
@@ -61,7 +61,7 @@ def _without_rule(weak: Settings, said: Mapping[str, Any], kept: Settings) -> Se
     if rule is None:
         return kept
     means = meaning(rule)
-    if rule.storage == "float32" and has_format(said):  # which leaves nothing to do for the rule's arithmetic on floats
+    if rule.storage in WITHOUT_FORMATS and has_format(said):  # which leaves nothing to do for the rule's own weights
         return {key: value for key, value in kept.items() if key != "rule"}
     if not contradicting(said.get, means):
         return kept
@@ -75,6 +75,8 @@ def _by_meaning(file: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[
     if rule is not None:
         means = meaning(rule) | _exponents(rule)
         yield from contradicting(file.get, means)
+    if has_format(said) or (rule is not None and rule.storage != "peer"):
+        yield "model.peer"
     if _keeps_floats(rule, said, kept):
         yield from keys_where("of_formats")
     elif rule is not None or has_format(said):
@@ -93,7 +95,7 @@ def _by_meaning(file: Mapping[str, Any], said: Mapping[str, Any], kept: Mapping[
 def _keeps_floats(rule: Rule | None, said: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
     """Whether it was said that weights are floats: by a rule, or by formats that are none."""
     if rule is not None:
-        return rule.storage == "float32"
+        return rule.storage in WITHOUT_FORMATS
     return any(key in said for key in ("model.format", "model.formats")) and not has_format(kept)
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ROUNDED
+from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -16,7 +16,7 @@ from nanogpt_bench.system.errors import BenchError, unknown
 class Rule:
     """What a rule's name stands for; each field is the default of the configuration key of the same meaning."""
 
-    #: where weights live: float32, master, grid, fp8 or continuous (see `model.storage`)
+    #: where weights live: float32, master, grid, fp8, continuous or peer (see `model.storage`)
     storage: str
     #: name of the optimizer; adamw and sgd on grid or fp8 storage are the library's own with k = 0
     optimizer: str
@@ -34,6 +34,8 @@ class Rule:
     stiffness_end: float | None = None
     #: torchao's recipe of scales, where the linear layers are its own (see `model.torchao_float8`)
     torchao_float8: str | None = None
+    #: the package whose weights they are, and their format (see `model.peer`)
+    peer: str | None = None
     #: learning rate of the parameters that stay float, where it differs in unit from lr
     float_lr: float | None = None
     #: a package beyond the bench's own that the rule needs, and the extra that brings it
@@ -74,14 +76,14 @@ RULES: dict[str, Rule] = {
         "torchao_adamw8bit",
         2e-3,
         needs=("torchao", "torchao"),
-        help="torchao's AdamW8bit: averages in 8-bit blocks, float32 weights",
+        help="torchao's AdamW8bit: moments in 8-bit blocks, float32 weights",
     ),
     "torchao-adamwfp8": Rule(
         "float32",
         "torchao_adamwfp8",
         2e-3,
         needs=("torchao", "torchao"),
-        help="torchao's AdamWFp8: averages in E4M3 blocks, float32 weights",
+        help="torchao's AdamWFp8: moments in E4M3 blocks, float32 weights",
     ),
     "optimi-kahan": Rule(
         "float32",
@@ -90,6 +92,31 @@ RULES: dict[str, Rule] = {
         "bf16-pure",
         needs=("optimi", "optimi"),
         help="optimi's AdamW: weights and state in bfloat16, what rounding loses kept in Kahan sums",
+    ),
+    "torchao-int8": Rule(
+        "peer",
+        "torchao_adamw8bit",
+        2e-3,
+        peer="torchao-int8",
+        needs=("torchao", "torchao"),
+        help="torchao's AdamW8bit on its int8 weights, stochastic rounding, no master copy",
+    ),
+    "sdnq-adamw": Rule(
+        "peer",
+        "sdnq_adamw",
+        2e-3,
+        peer="sdnq-E2M5",
+        needs=("sdnq", "sdnq"),
+        help="SDNQ's AdamW on its weights of one byte, averages of 8 bits, no master copy (GPL-3.0)",
+    ),
+    "sdnq-muon": Rule(
+        "peer",
+        "sdnq_muon",
+        64e-3,
+        peer="sdnq-E2M5",
+        float_lr=2e-3,
+        needs=("sdnq", "sdnq"),
+        help="SDNQ's Muon on hidden matrices, its AdamW (at float_lr) on the rest, as under sdnq-adamw",
     ),
     "master": Rule("master", "adamw", 2e-3, help="AdamW on a float32 master copy, quantised forward (QAT)"),
     "nearest": _one_byte("adamw", 2e-3, "nearest", "AdamW, nearest rounding"),
@@ -112,7 +139,7 @@ RULES: dict[str, Rule] = {
         "stiffness_muon",
         16e-3,
         "stochastic",
-        "Muon and AdamW as under muon, stochastic rounding, 8-bit averages: two bytes a hidden weight",
+        "Muon and AdamW as under muon, stochastic rounding, 8-bit moments: two bytes a hidden weight",
         moments="8bit",
         stiffness=0.0,
         float_lr=2e-3,
@@ -272,7 +299,7 @@ def check_available(name: str) -> None:
 
 def rules_with_format() -> list[str]:
     """Return the names of the rules whose weights have a format."""
-    return [name for name, entry in RULES.items() if entry.storage != "float32"]
+    return [name for name, entry in RULES.items() if entry.storage not in WITHOUT_FORMATS]
 
 
 def loses_steps(storage: str | None, writeback: str | None) -> bool | None:
@@ -316,3 +343,12 @@ def float_rule(precision: str | None) -> str:
     ('fp32', 'bf16-mixed')
     """
     return "fp32" if precision == "float32" else "bf16-mixed"
+
+
+def has_moments(storage: str | None, optimizer: str | None) -> bool:
+    """Return whether running averages are kept as `optimizer.moments` says: by the library's own optimizers.
+
+    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
+    (True, True, False)
+    """
+    return storage in MANIFOLDS or optimizer in ON_FLOATS

@@ -13,20 +13,21 @@ from nanogpt_bench.config.field import section, setting
 from nanogpt_bench.config.metrics import MonitorConfig
 from nanogpt_bench.config.watching import AlertsConfig, CheckpointConfig, FailureConfig, ShadowConfig, TrackingConfig
 
-#: optimizers of other packages, on float weights only
-PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw")
+#: optimizers of other packages, on float weights or on those packages' own
+PEERS = ("torchao_adamw8bit", "torchao_adamwfp8", "optimi_adamw", "sdnq_muon", "sdnq_adamw")
 #: of the library's own optimizers, beside those of their kind
 _OWN: dict[str, Any] = {"damping": 2.0**-8, "clip": 2.0**4, "stabilize_every": None, "reset_every": None}
 _DECAY: dict[str, Any] = {"weight_decay": 0.1, "weight_decay_end": None, "weight_decay_schedule": None}
 _ADAM: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **_DECAY}
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, **_DECAY, "weight_decay": 0.0}
 _LION: dict[str, Any] = {"lr": 2.5e-4, "beta1": 0.9, "beta2": 0.99, **_DECAY}
+_SDNQ: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, **_DECAY}
 _EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 0.0, "stiffness_end": None, "stiffness_schedule": None}
 #: the options every optimizer takes, with their defaults; all others must be left out. A rule has rates of its own
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
-    **dict.fromkeys(PEERS, _ADAM),
+    **dict.fromkeys(PEERS[:3], _ADAM),
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
@@ -35,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},
     "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
+    "sdnq_muon": {**_SDNQ, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
+    "sdnq_adamw": _SDNQ,
 }
 #: the library's own, each a class of fp8manifold.optim without its underscores
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
@@ -43,6 +46,7 @@ OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option i
 #: those that step weights on manifolds of geoopt's too
 RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
 _UNITS = {
+    "sdnq_muon": "orthogonal matrices",
     "sgd": "gradients",
     "stiffness_sgd": "gradients",
     "stiffness_lion": "signs",
@@ -61,24 +65,20 @@ def unit(optimizer: str) -> str:
     return _UNITS.get(optimizer, "AdamW's steps")
 
 
-STORAGES = ("float32", "master", "grid", "fp8", "continuous")
+STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
+#: storages that take no format of the library's
+WITHOUT_FORMATS = ("float32", "peer")
+#: weights of other packages, and the optimizers that step them
+PEER_WEIGHTS = {
+    **dict.fromkeys(("sdnq-E2M5", "sdnq-E4M3", "sdnq-int8"), ("sdnq_muon", "sdnq_adamw")),
+    "torchao-int8": ("torchao_adamw8bit", "torchao_adamwfp8"),
+}
 #: storages whose points are a format's values: a step is rounded when it is written back
 ROUNDED = ("grid", "fp8")
 #: storages on the library's manifolds, which its optimizers step; continuous ones without rounding
 MANIFOLDS = (*ROUNDED, "continuous")
 #: of the library's own optimizers those that step a model without a format as a peer would: their baseline is their own
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
-
-
-def has_moments(storage: str | None, optimizer: str | None) -> bool:
-    """Return whether running averages are kept as `optimizer.moments` says: by the library's own optimizers.
-
-    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
-    (True, True, False)
-    """
-    return storage in MANIFOLDS or optimizer in ON_FLOATS
-
-
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
@@ -166,8 +166,8 @@ class ModelConfig:
     storage: str | None = setting(
         None,
         "where quantised weights live: master (float32 copy, quantised forward), fp8 (one byte), grid (the same values "
-        "in float32) or continuous (float32, the format's geometry without its rounding); null: the rule's, or what "
-        "formats and optimizer call for",
+        "in float32), continuous (float32, the format's geometry without its rounding) or peer (another package's own, "
+        "see peer); null: the rule's, or what formats and optimizer call for",
         choices=STORAGES,
         of_rule=True,
     )
@@ -190,6 +190,14 @@ class ModelConfig:
         "torchao's float8 training of the blocks' linear layers, by its recipe of scales (extra torchao; emulated "
         "where the device has no FP8 products); null: none",
         choices=FLOAT8_RECIPES,
+        rows_by="--rules",
+    )
+    peer: str | None = setting(
+        None,
+        "peer storage: whose weights of the linear layers, and their format (extra sdnq, under GPL-3.0, or torchao); "
+        "null: the rule's",
+        choices=tuple(PEER_WEIGHTS),
+        of_rule=True,
         rows_by="--rules",
     )
     headroom: float | None = setting(
@@ -250,8 +258,8 @@ class OptimizerConfig:
     )
     float_lr: float | None = setting(
         None,
-        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; stiffness_muon: of what is no "
-        "hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon 4e-3",
+        "riemannian_adam, riemannian_sgd, madam: learning rate of float parameters; stiffness_muon, sdnq_muon: of what "
+        "is no hidden matrix; null: 1e-3, for riemannian_sgd 0.1, for stiffness_muon and sdnq_muon 4e-3",
         above=0.0,
         is_rate=True,
     )
@@ -266,7 +274,8 @@ class OptimizerConfig:
     eps: float | None = setting(None, "added to the root of the second moment; null: 1e-8", above=0.0)
     momentum: float | None = setting(
         None,
-        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon: momentum; null: 0.9, for stiffness_muon 0.95",
+        "sgd, stiffness_sgd, riemannian_sgd, fisher, stiffness_muon, sdnq_muon: momentum; null: 0.9, for the last two "
+        "0.95",
         minimum=0.0,
         below=1.0,
     )
@@ -303,8 +312,7 @@ class OptimizerConfig:
     )
     moments: str | None = setting(
         None,
-        "grid, fp8 and continuous storage, stiffness_adamw and stiffness_muon: how running averages are kept; null: "
-        "float32",
+        "of the library's own optimizers: how running averages are kept; null: float32",
         choices=MOMENTS,
         of_formats=True,
         rows_by="--rules",

@@ -14,7 +14,7 @@ import torch
 from nanogpt_bench.config.metrics import OF_LABELS, VAL_PERPLEXITY
 from nanogpt_bench.config.precedence import has_format
 from nanogpt_bench.config.rules import RULES
-from nanogpt_bench.config.schema import ROUNDED, Config, OptimizerConfig
+from nanogpt_bench.config.schema import ROUNDED, WITHOUT_FORMATS, Config, OptimizerConfig
 from nanogpt_bench.config.settings import Resolved
 from nanogpt_bench.data.batches import Corpus, open_corpus
 from nanogpt_bench.evaluation.weights import OF_FORMATS, RunWeights, checked_overrides, folder_of, named_formats
@@ -112,7 +112,8 @@ def common_settings(config: Config, formats: Sequence[str]) -> Resolved:
         return resolve(config)
     base = copy.deepcopy(config)
     rule = RULES.get(config.rule or "")
-    rounds = rule.storage != "float32" if rule else config.model.storage not in (None, "float32")
+    storage = rule.storage if rule else config.model.storage or "float32"
+    rounds = storage not in WITHOUT_FORMATS
     if rounds and not (config.model.formats or config.model.format):
         base.model.format = next((name for name in formats if format_name(name, "--formats") != "none"), None)
     has_one = has_format({"model.format": base.model.format, "model.formats": base.model.formats})

@@ -95,7 +95,8 @@ class Evidence:
     @property
     def quantized(self) -> bool:
         """Whether anything has a format, or the config does not say."""
-        return self.setting("model.formats") != {} or self.setting("model.torchao_float8") is not None
+        peers = self.setting("model.torchao_float8"), self.setting("model.peer")
+        return self.setting("model.formats") != {} or any(peer is not None for peer in peers)
 
     @property
     def rounded(self) -> bool | None:

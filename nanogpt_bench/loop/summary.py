@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from nanogpt_bench.config.schema import Config
+from nanogpt_bench.model.packaged import is_packaged
 from nanogpt_bench.observers.resources import peak_bytes
 from nanogpt_bench.setup.formats import format_summary
+from nanogpt_bench.setup.layers import linear_layers
 from nanogpt_bench.setup.memory import bytes_of, held_bytes
 from nanogpt_bench.setup.resolve import rule_name
 from nanogpt_bench.setup.surgery import quantized_layers
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 def summarize(name: str, config: Config, trainer: Trainer, outcome: Outcome, watch: Observers) -> dict[str, Any]:
     """Return the content of summary.json; losses in nats a token, or a label, null where there is none."""
     model, loss, stall = trainer.model, outcome.final_val_loss, watch.stall
-    weights = [layer.weight for layer in _layers(model, config).values()]
+    weights = _weights(model, config)
     of_weights = None if outcome.held_bytes is None else bytes_of(weights, trainer.optimizer)
     if trainer.in_rows and of_weights is not None:
         of_weights = int(sum(trainer.ranks.each(of_weights)))
@@ -86,6 +88,13 @@ def _processes(trainer: Trainer) -> dict[str, Any]:
 
 def _ratio(amount: float | None, whole: float) -> float | None:
     return amount / whole if amount is not None and whole else None
+
+
+def _weights(model: nn.Module, config: Config) -> list[Tensor]:
+    """The weights that are quantised: by this library, or by the package whose they are."""
+    if config.model.storage == "peer":
+        return [layer.weight for layer in linear_layers(model).values() if is_packaged(layer.weight)]
+    return [layer.weight for layer in _layers(model, config).values()]
 
 
 def _layers(model: nn.Module, config: Config) -> dict[str, fm.QuantizedLinear]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fp8manifold as fm
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
 from nanogpt_bench.system.hub import hub_file
 from nanogpt_bench.system.memory import check_memory
@@ -197,12 +198,14 @@ def _sizes(module: Any) -> tuple[int, int]:
     return int(inputs), int(outputs)
 
 
-def load_causal(name: str, *, bytes_each: float = 5.0) -> Any:
+def load_causal(name: str, *, bytes_each: float = 5.0, quantization: Mapping[str, Any] | None = None) -> Any:
     """Return the model called `name` with float32 weights, and a method `loss(tokens, targets)` as `GPT` has it.
 
     Args:
         name: a folder, a .gguf file, or an id on the hub.
         bytes_each: what a parameter will take together with all that follows: 5 for the weight and its codes.
+        quantization: arguments of `fm.quantize_model`, by which weights become codes as they are read, but from a
+            .gguf file, which transformers reads as floats only: the model is then of floats, and to be quantised.
 
     Raises:
         BenchError: as `outline`; not enough memory, said before a weight is read; weights that are missing; or a model
@@ -210,24 +213,34 @@ def load_causal(name: str, *, bytes_each: float = 5.0) -> Any:
     """
     found, where = outline(name), find_model(name)
     copies = 4.0 if "gguf_file" in where else 0.0  # transformers has all floats of a GGUF twice while it reads it
-    check_memory(found.parameters * max(bytes_each, 4.0 + copies), f"model {name!r}, {found.parameters:,} parameters,")
+    floats = 0.0 if quantization is not None and not copies else max(5.0, 4.0 + copies)
+    check_memory(found.parameters * max(bytes_each, floats), f"model {name!r}, {found.parameters:,} parameters,")
     with reading(name) as transformers:
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
         options |= {} if copies else {"use_safetensors": True}
+        if quantization is not None and not copies:
+            options["quantization_config"] = fm.huggingface.quantization_config(**quantization)
         model, said = transformers.AutoModelForCausalLM.from_pretrained(**where, config=_settings(name), **options)
     for kind in ("missing", "unexpected"):
         keys = sorted(said.get(f"{kind}_keys") or ())
         if keys:
             raise BenchError(f"model {name!r} does not fit its config.json: {kind} weight {keys[0]!r}")
     model.config.use_cache = False
-    if copies:  # floats by now, which save_pretrained would take for a GGUF
-        model.hf_quantizer = None
-        vars(model.config).pop("quantization_config", None)
+    if getattr(model, "hf_quantizer", None) is not None:
+        _detach(model)
     _check_finite(model, name)
     own = type(model)
     model.__class__ = type(own.__name__, (_WithLoss, own), {"__module__": own.__module__})
     _check_causal(model, name)
     return model.train()
+
+
+def _detach(model: Any) -> None:
+    """Let a model be saved as the layers that it has: floats by now, or codes as this bench writes them."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    vars(model.config).pop("quantization_config", None)
+    fm.use_plain_state(model, plain=False)
 
 
 def recompute_activations(model: Any) -> None:

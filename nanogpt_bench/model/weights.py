@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.model.packaged import put_back, taken_apart
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import replacing
 from nanogpt_bench.system.untrusted import check_header
@@ -35,7 +36,7 @@ def tensors_of(model: nn.Module, *, kept: bool = True) -> tuple[dict[str, Tensor
     """
     ties = _ties(model)
     state = {name: gathered(value, kept=kept) for name, value in model.state_dict().items() if name not in ties}
-    return fm.flatten_state_dict(state) if kept else ({}, {})
+    return fm.flatten_state_dict(taken_apart(state)) if kept else ({}, {})
 
 
 @torch.no_grad()
@@ -74,14 +75,16 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], metadata: Mapping[str,
     Raises:
         BenchError: tensors of a model of another size or other formats; the model is as it was.
     """
-    own = model.state_dict()
+    whole = model.state_dict()
+    own = taken_apart(whole)
     try:
         state = fm.unflatten_state_dict(tensors, metadata, like=own)
     except ValueError as error:
         raise BenchError(f"{source} can't be read: {one_line(error)}") from None
     state |= {name: state[first] for name, first in _ties(model).items() if first in state}
     _check(state, own, source, _measured(model))
-    model.load_state_dict({name: fm.distributed.rows_of(value, own[name]) for name, value in state.items()})
+    rows = {name: fm.distributed.rows_of(value, own[name]) for name, value in state.items()}
+    model.load_state_dict(put_back(rows, whole))
 
 
 def _measured(model: nn.Module) -> set[str]:

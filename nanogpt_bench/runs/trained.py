@@ -22,6 +22,7 @@ from nanogpt_bench.checkpoint.read import read_manifest
 from nanogpt_bench.config.schema import Config
 from nanogpt_bench.config.settings import build_config, flatten
 from nanogpt_bench.model.gpt import GPT, GPTShape
+from nanogpt_bench.model.packaged import PART
 from nanogpt_bench.runs.environment import latest
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.untrusted import check_header
@@ -231,6 +232,11 @@ def float_weights(trained: Trained) -> dict[str, Tensor]:
     Raises:
         BenchError: one-byte weights that can't be put together.
     """
+    if any(PART in name for name in trained.tensors):
+        raise BenchError(
+            f"checkpoint {str(trained.folder)!r} has the weights of another package (model.peer), which none but its "
+            "own run can use"
+        )
     try:
         state = fm.unflatten_state_dict(trained.tensors, trained.metadata)
     except ValueError as error:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8manifold as fm
+from nanogpt_bench.model.packaged import is_packaged
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -27,8 +28,8 @@ def held(tensor: Tensor) -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return a tensor's values without its subclass, detached; a copy only where codes have to be decoded."""
-    if isinstance(tensor, fm.FP8Tensor):
-        return tensor.dequantize()
+    if isinstance(tensor, fm.FP8Tensor) or is_packaged(tensor):
+        return tensor.detach().dequantize()
     return tensor.detach().as_subclass(Tensor)
 
 

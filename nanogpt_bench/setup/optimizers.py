@@ -126,7 +126,8 @@ def peak_lr(group: dict[str, Any], settings: OptimizerConfig) -> float:
     >>> peak_lr({"direction": "adam"}, OptimizerConfig(lr=2e-3, float_lr=4e-3)), peak_lr({}, OptimizerConfig(lr=2e-3))
     (0.004, 0.002)
     """
-    lr = settings.float_lr if group.get("direction") == "adam" else settings.lr
+    others = group.get("direction") == "adam" or group.get("use_muon") is False
+    lr = settings.float_lr if others else settings.lr
     return lr or 0.0
 
 
@@ -176,6 +177,43 @@ def _optimi(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return optimizer
 
 
+#: by how much SDNQ's Muon has to have a larger rate for a step of ours: it leaves a matrix (m, n) of orthogonal rows or
+#: columns as it is, of 1 / sqrt(max(m, n)), where ours has 0.2; so much are 0.86M parameters' matrices on average
+_SDNQ_RATE = 4.0
+
+
+def _sdnq_muon(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return SDNQ's Muon with averages of 8 bits; hidden matrices decay by as much a step as under ours."""
+    from sdnq.optim import Muon
+
+    settings = config.optimizer
+    groups = fm.optim.StiffnessMuon.for_model(model, weight_decay=settings.weight_decay or 0.0).param_groups
+    made = [_sdnq_group(group, settings) for group in groups]
+    optimizer: torch.optim.Optimizer = Muon(made, use_quantized_buffers=True)
+    return optimizer
+
+
+def _sdnq_group(group: dict[str, Any], settings: OptimizerConfig) -> dict[str, Any]:
+    hidden = group["direction"] == "muon"
+    return {
+        "params": group["params"],
+        "use_muon": hidden,
+        "lr": settings.lr if hidden else settings.float_lr,
+        "betas": (settings.momentum if hidden else settings.beta1, settings.beta2),
+        "weight_decay": group["weight_decay"] / (_SDNQ_RATE if hidden else 1.0),
+    }
+
+
+def _sdnq_adamw(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return SDNQ's AdamW with averages of 8 bits; it has no eps, and bounds an update by 1."""
+    from sdnq.optim import AdamW
+
+    options = {"lr": config.optimizer.lr, "betas": (config.optimizer.beta1, config.optimizer.beta2)}
+    made = [group | options for group in _adam_groups(model, config)]
+    optimizer: torch.optim.Optimizer = AdamW(made, use_quantized_buffers=True)
+    return optimizer
+
+
 #: options that the library calls what the bench calls them
 _AS_THEY_ARE = ("lr", "eps", "momentum", "float_lr")
 #: every other is an optimizer of the library that is made of groups and options
@@ -185,6 +223,8 @@ _BUILDERS: dict[str, Callable[[nn.Module, Config], torch.optim.Optimizer]] = {
     "torchao_adamw8bit": _torchao,
     "torchao_adamwfp8": _torchao,
     "optimi_adamw": _optimi,
+    "sdnq_muon": _sdnq_muon,
+    "sdnq_adamw": _sdnq_adamw,
     "stiffness_muon": _stiffness_muon,
 }
 

@@ -181,6 +181,8 @@ def _fill_rule(config: Config, preset: Rule) -> None:
         _check_agreement(config, preset)
     _fill(config.model, storage=preset.storage if config.rule else _default_storage(config))
     _fill(config.model, torchao_float8=preset.torchao_float8)
+    if config.model.storage == "peer":
+        _fill(config.model, peer=preset.peer)
     _fill(config.train, precision=preset.precision)
     _fill(optimizer, name=preset.optimizer)
     if config.model.storage in ROUNDED:
@@ -203,6 +205,8 @@ def _fill_rule(config: Config, preset: Rule) -> None:
 
 def _default_storage(config: Config) -> str:
     """Return the storage of a run without a rule: what its formats and its optimizer call for."""
+    if config.model.peer:
+        return "peer"
     if not config.model.formats:
         return "float32"
     return "fp8" if config.optimizer.name in OWN_OPTIMIZERS else "master"

@@ -17,6 +17,7 @@ from nanogpt_bench.model import pretrained
 from nanogpt_bench.model.causal import add_adapters, load_causal, outline, recompute_activations
 from nanogpt_bench.model.gpt import GPT, GPTShape, build_model
 from nanogpt_bench.runs.trained import Trained, choose, fill_floats, is_checkpoint, is_run, load, trained_shape
+from nanogpt_bench.setup.surgery import read_as_codes
 from nanogpt_bench.system.errors import BenchError, one_line
 
 KEY = "model.init_from"
@@ -153,15 +154,25 @@ def _pretrained(config: Config, corpus: Corpus) -> Any:
     name = config.model.pretrained or ""
     largest = max(int(corpus.train.max()), int(corpus.val.max()))
     check_tokens(str(corpus.meta["tokenizer"]), name, outline(name).vocab_size, str(corpus.folder), largest)
-    state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
-    weights = 4 if config.model.storage in ("float32", "master") else 1
-    gradients = 0 if config.train.step_in_backward else 4
-    model = load_causal(name, bytes_each=max(5, weights + state + gradients))
+    model = load_causal(name, bytes_each=_bytes_each(config), quantization=read_as_codes(config))
     if config.model.lora_rank:
         add_adapters(model, config.model.lora_rank, config.model.seed or 0)
     if config.train.recompute:
         recompute_activations(model)
     return model
+
+
+def _bytes_each(config: Config) -> float:
+    """Return what a parameter takes: its weight, gradient and averages, or while it is read its float and its codes."""
+    state = {"float32": 8, "bfloat16": 4, "8bit": 2}[config.optimizer.moments or "float32"]
+    gradients = 0 if config.train.step_in_backward else 4
+    asked = read_as_codes(config)
+    if asked is None:
+        weights = 4 if config.model.storage in ("float32", "master") else 1
+        return max(5, weights + state + gradients)
+    found = outline(config.model.pretrained or "")
+    in_codes = sum(rows * columns for name, (rows, columns) in found.layers.items() if name in asked["formats"])
+    return 4 - 3 * in_codes / found.parameters + state + gradients
 
 
 def _loaded(name: str) -> Trained:

@@ -29,31 +29,47 @@ def quantize(model: nn.Module, config: Resolved) -> nn.Module:
     settings = config.model
     if settings.outliers == "clip_sigma":
         clip_residual_outputs(model, settings.outlier_sigma or 0.0)
-    if config.layers:
+    if config.layers and not quantized_layers(model):  # of a pretrained model they may have been read so
         model = _in_formats(model, config)
     constrain(model, settings)
     return model
 
 
 def _in_formats(model: nn.Module, config: Resolved) -> nn.Module:
-    settings: Any = config.model
-    continuous = settings.storage == "continuous"
+    continuous = config.model.storage == "continuous"
     weights = _float_weights(model) if continuous else {}
     try:
-        model = fm.quantize_model(
-            model,
-            formats=dict(config.layers),
-            storage="grid" if continuous else settings.storage,
-            seed=config.seed,
-            tied=settings.tied or "refuse",
-            defer_weight_gradients=True,  # see nanogpt_bench.training.clipping
-            **_grid_options(config),
-        )
+        model = fm.quantize_model(model, **quantization(config))
     except (ValueError, TypeError) as error:
         raise BenchError(f"model.formats: {one_line(error)}") from None
     if continuous:
         _put_back(model, weights)
     return model
+
+
+def quantization(config: Resolved) -> dict[str, Any]:
+    """Return the arguments of `fm.quantize_model` that a resolved configuration means."""
+    settings: Any = config.model
+    return {
+        "formats": dict(config.layers),
+        "storage": "grid" if settings.storage == "continuous" else settings.storage,
+        "seed": config.seed,
+        "tied": settings.tied or "refuse",
+        "defer_weight_gradients": True,  # see nanogpt_bench.training.clipping
+        **_grid_options(config),
+    }
+
+
+def read_as_codes(config: Config) -> dict[str, Any] | None:
+    """Return `quantization` where a pretrained model can be read into it; None where its floats are needed first.
+
+    What quantises activations has scales that depend on all tokens, which hides whether a model looks ahead.
+    """
+    if not isinstance(config, Resolved) or config.model.storage != "fp8" or not config.layers:
+        return None
+    if any(spec.activation is not None for spec in config.layers.values()):
+        return None
+    return quantization(config)
 
 
 def _grid_options(config: Config) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from nanogpt_bench.compare.overrides import applies
 from nanogpt_bench.compare.plan import PlannedRun, check_count
 from nanogpt_bench.config.keys import get, keys_where
 from nanogpt_bench.config.rules import RULES, reference_settings
-from nanogpt_bench.config.schema import Config
+from nanogpt_bench.config.schema import WITHOUT_FORMATS, Config
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.report.rows import row_label
 from nanogpt_bench.setup.formats import format_summary, weight_format
@@ -167,6 +168,9 @@ def _idle(base: Mapping[str, Any], point: Mapping[str, Any]) -> frozenset[str]:
     if rule is None:
         return frozenset()
     found = keys_where("of_formats") if _keeps_floats(base, point) else ()
+    peer = point.get("model.peer")
+    if peer is not None and (peer == rule.peer or not applies("model.peer", peer, rule)):
+        found = (*found, "model.peer")
     return frozenset((*found, *((FLOAT_LR,) if rule.float_lr is None else ())))
 
 
@@ -188,7 +192,7 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
 
 def _keeps_floats(base: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
     rule = RULES.get(str(point.get("rule", base.get("rule"))))
-    return rule is not None and rule.storage == "float32"
+    return rule is not None and rule.storage in WITHOUT_FORMATS
 
 
 def describe(config: Config, axes: Mapping[str, Any]) -> str:

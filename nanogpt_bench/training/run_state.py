@@ -12,6 +12,7 @@ from nanogpt_bench.checkpoint import Contents
 from nanogpt_bench.checkpoint.tree import capture_tree, plain_copy, restore_tree
 from nanogpt_bench.model.weights import fill, gathered, tensors_of
 from nanogpt_bench.setup.layers import held
+from nanogpt_bench.setup.peer_weights import sdnq_state, sdnq_state_back
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.training.points import Observer
 
@@ -32,7 +33,7 @@ def capture(step: int, trainer: Trainer, observers: Sequence[Observer], facts: d
     """
     kept = trainer.ranks.first
     tensors, metadata = tensors_of(trainer.model, kept=kept)
-    optimizer = {"state": trainer.optimizer.state_dict(), "remainders": _remainders(trainer)}
+    optimizer = {"state": _saved(trainer), "remainders": _remainders(trainer)}
     if trainer.in_rows:
         optimizer = _gathered(optimizer, kept=kept)
     if not kept:
@@ -62,6 +63,15 @@ def restore(contents: Contents, trainer: Trainer, observers: Sequence[Observer])
     _attempt(f"{source} does not fit the optimizer", lambda: _restore_optimizer(contents, trainer, classes))
     _attempt(f"{source} does not fit the monitors", lambda: _restore_observers(contents, trainer, observers))
     _attempt(f"{source} has no random state", lambda: _restore_random(contents, trainer.device))
+
+
+def _of_sdnq(trainer: Trainer) -> bool:
+    return (trainer.config.optimizer.name or "").startswith("sdnq")
+
+
+def _saved(trainer: Trainer) -> dict[str, Any]:
+    state = trainer.optimizer.state_dict()
+    return sdnq_state(state) if _of_sdnq(trainer) else state
 
 
 def _gathered(tree: Any, *, kept: bool) -> Any:
@@ -103,7 +113,7 @@ def _restore_optimizer(contents: Contents, trainer: Trainer, classes: Sequence[t
             kept = tree["remainders"].get(name)
             rows = None if kept is None else held(fm.distributed.rows_of(kept, parameter))
             own.remainder = None if rows is None else rows.to(parameter.device)
-    state = tree["state"]
+    state = sdnq_state_back(tree["state"], trainer.optimizer) if _of_sdnq(trainer) else tree["state"]
     if trainer.in_rows:
         state = fm.optim.rows_of_state(state, trainer.optimizer)
     trainer.optimizer.load_state_dict(state)

@@ -24,6 +24,7 @@ from nanogpt_bench.setup.compiled import CompiledLoss
 from nanogpt_bench.setup.memory import GradientPeak
 from nanogpt_bench.setup.optimizers import build_optimizer, peak_lr, stiffness_at
 from nanogpt_bench.setup.parallel import Loss, joined_model, replicated
+from nanogpt_bench.setup.peer_weights import keep_peer_weights
 from nanogpt_bench.setup.schedule import decay_course, lr_factor
 from nanogpt_bench.setup.start import model_shape, start_model
 from nanogpt_bench.setup.surgery import quantize
@@ -77,6 +78,7 @@ class Trainer:
         model = initial_model(config, corpus) if start is None else start
         dtype = torch.bfloat16 if config.train.precision == "bf16-pure" else torch.float32
         model = quantize(train_in_float8(model, config, device), config).to(device, dtype)
+        model = keep_peer_weights(model, config)
         self.model: Any = joined_model(model, config, ranks, device)
         self.optimizer = build_optimizer(self.model, config, self._fresh_batches)
         self._decay = decay_course(config.optimizer, config.train.max_steps)

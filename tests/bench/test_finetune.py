@@ -28,6 +28,7 @@ from nanogpt_bench.report.rows import Row
 from nanogpt_bench.report.tables import to_csv, to_markdown
 from nanogpt_bench.runs.load import load_run
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.setup.surgery import quantize, read_as_codes
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.training.trainer import Trainer
 
@@ -88,6 +89,26 @@ def test_the_first_loss_is_that_of_the_model(settings: Settings, model: Path, la
     trainer = Trainer(resolve(settings(rule="fp32")), load_corpus(law, 16), torch.device("cpu"))
     tokens, targets = trainer.eval_batch()[0]
     assert trainer.validate() == load_causal(str(model)).loss(tokens, targets).item()
+
+
+@pytest.mark.parametrize("rule", ["stochastic-8bit", "muon-stochastic", "residual8"])
+def test_weights_are_read_as_codes(
+    settings: Settings, model: Path, law: Path, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = resolve(settings(rule=rule))
+    wanted, _ = fm.flatten_state_dict(quantize(load_causal(str(model)), config).state_dict())
+    monkeypatch.setattr(fm, "quantize_model", None)  # nothing is rounded after it was read
+    trainer = Trainer(config, load_corpus(law, 16), torch.device("cpu"))
+    found, _ = fm.flatten_state_dict(trainer.model.state_dict())
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(found[name].view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
+
+
+def test_activations_in_a_format_are_looked_at_in_floats_first(settings: Settings) -> None:
+    mlp = {"model__formats": "{mlp: {weight: E4M3, activation: E4M3}}"}
+    assert read_as_codes(resolve(settings(rule="stochastic-8bit"))) is not None
+    assert read_as_codes(resolve(settings(rule="stochastic-8bit", **mlp))) is None
 
 
 def test_steps_in_the_backward_pass_are_those_after_it(settings: Settings, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from optimizer_cases import normal
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from fp8manifold import amax_scale, fake_quantize
+from fp8manifold import amax_scale, fake_quantize, ops
 from fp8manifold.ops import fp8_mm
 
 granularities = pytest.mark.parametrize("granularity", ["tensor", "channel"])
@@ -161,18 +161,60 @@ def test_compiled_it_is_the_same() -> None:
     assert all(close(x, y) for x, y in zip(compiled, eager, strict=True))
 
 
-def test_the_hardwares_product_is_ours() -> None:
-    """Its operands' order and scales; the CPU has the same call."""
-    from fp8manifold import ops
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The device is taken for one with units of its own; what they are called with, beside the matrices' layouts."""
+    calls: list[dict[str, Any]] = []
 
-    a, b = normal(32, 64, seed=1), normal(48, 64, seed=2)
-    for granularity, formats in (("tensor", ("E4M3", "E5M2")), ("channel", ("E4M3", "E4M3"))):
-        scales = [amax_scale(x, f, granularity) for x, f in zip((a, b), formats, strict=True)]  # type: ignore[arg-type]
-        units = [fm.round_to_grid(x / s, f) for x, s, f in zip((a, b), scales, formats, strict=True)]
-        right = scales[1].t() if scales[1].dim() else scales[1]
-        product = ops._hardware_product(units[0], units[1].t(), scales[0], right, *formats, torch.float32)
-        names = {"a_format": formats[0], "b_format": formats[1], "granularity": granularity}
-        assert close(product, fp8_mm(a, b.t(), a_scale=scales[0], b_scale=right, **names))  # type: ignore[arg-type]
+    def scaled_mm(left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        assert left.is_contiguous()
+        assert right.t().is_contiguous()
+        assert left.dtype in ops._HARDWARE.values()
+        calls.append(options)
+        product = left.float() @ right.float()
+        return (product * options["scale_a"] * options["scale_b"]).to(options["out_dtype"])
+
+    monkeypatch.setattr(ops, "_has_units_for", lambda a, b, *formats: NONE not in formats)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    return calls
+
+
+NONE = "none"
+
+
+@granularities
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hardware_is_given_scales_and_dtype(granularity: Any, dtype: torch.dtype, products: Any) -> None:
+    """Nothing is left to multiply, but by the scales of rows of a result that is not bfloat16."""
+    a, b, g = normal(32, 64, seed=1).to(dtype), normal(48, 64, seed=2).to(dtype), normal(32, 48, seed=3).to(dtype)
+    got = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
+    assert len(products) == 3
+    taken = granularity == "tensor" or dtype is torch.bfloat16
+    for call in products:
+        assert call["out_dtype"] is (dtype if taken else torch.float32)
+        assert (call["scale_a"].dim() == 2) == (call["scale_b"].dim() == 2) == (taken and granularity == "channel")
+        assert taken == bool((call["scale_a"] != 1).any())
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(ops, "_has_units_for", lambda *_: False)
+        expected = both_gradients(a, b.t(), g, granularity=granularity, pow2=True)
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+def test_operands_for_the_hardware_are_made_by_one_kernel(products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of their memory: no float32 copy of what is bfloat16, and none transposed that need not be."""
+    made: list[tuple[torch.dtype, torch.Size]] = []
+
+    def encoded_units(x: Tensor, fmt: fm.FloatFormat, scale: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        made.append((x.dtype, x.shape))
+        return fm.encode(x.float() / scale, fmt)
+
+    monkeypatch.setattr(ops, "encoded_units", encoded_units)
+    a, b = normal(32, 64).bfloat16(), normal(48, 64, seed=2).bfloat16()
+    got = fp8_mm(a, b.t())
+    assert made == [(torch.bfloat16, a.shape), (torch.bfloat16, b.shape)]
+    monkeypatch.setattr(ops, "encoded_units", lambda *_: None)
+    assert torch.equal(got, fp8_mm(a, b.t()))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim import StiffnessAdamW, StiffnessLion, StiffnessSGD
-from fp8manifold.optim._step import MOMENT_FORMAT, _root_codes, _scale, _to_bfloat16
+from fp8manifold.optim._spec import MOMENT_FORMAT
+from fp8manifold.optim._step import _root_codes, _scale, _to_bfloat16
 from fp8manifold.random_bits import word_range
 
 WIDTH = 256

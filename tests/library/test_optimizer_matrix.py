@@ -141,7 +141,7 @@ def test_the_state_is_what_moments_and_write_back_say(name: str, writeback: str,
             continue
         state = dict(optimizer.state[p])
         large = {k: v for k, v in state.items() if isinstance(v, Tensor) and k not in ("step", "grid")}
-        bounds = [large.pop(k) for k in ("avg_bound", "sq_bound") if k in large]
+        bounds = [large.pop(k) for k in ("avg_bound", "sq_bound", "avg_largest") if k in large]
         metric = [large.pop(k) for k in list(large) if k.startswith(("inverse_", "fisher_"))]
         size, names = expected_bytes(name, p, writeback, moments)
         assert set(large) == names, kind

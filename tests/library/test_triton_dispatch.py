@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +51,9 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         inputs = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        if any(self._place(x) not in self.host for x in inputs) and name not in VIEWS:
+        if name == "lift_fresh":  # of NumPy's memory, or of numbers
+            self.host.add(self._place(result))
+        elif any(self._place(x) not in self.host for x in inputs) and name not in VIEWS:
             self.counts.update(["waits" if name in WAITS else "launches", name])
         if not inputs and name in ("zeros", "full", "ones"):
             self.counts.update(["launches", name])
@@ -70,7 +74,8 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts: Counter[str] = Counter()
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
     monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: True)
-    monkeypatch.setattr(launch, "_kernels", lambda: (Kernel("step", counts), Kernel("verdict", counts)))
+    names = ("step", "verdict", "widen")
+    monkeypatch.setattr(launch, "_kernels", lambda: tuple(Kernel(name, counts) for name in names))
     monkeypatch.setattr(launch, "options", dict)
     return counts
 
@@ -80,26 +85,147 @@ def parameters(count: int) -> list[fm.FP8Parameter]:
     return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i) for i in range(count)]
 
 
+def host_memory(optimizer: Any) -> set[int]:
+    """Where counts and formats lie, and what kernels have said of the step before."""
+    kept = [state[name] for state in optimizer.__dict__["state"].values() for name in ("step", "grid")]
+    kept += [pending.said.on_card for pending in optimizer._pending]
+    return {x.untyped_storage().data_ptr() for x in kept}
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[launch.Said]:
+    """Whose words the host has waited for."""
+    found: list[launch.Said] = []
+    original = launch.Said.read
+
+    def read(said: launch.Said) -> Any:
+        found.append(said)
+        return original(said)
+
+    monkeypatch.setattr(launch.Said, "read", read)
+    return found
+
+
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
 @pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
-def test_a_steady_step_is_a_few_launches_and_one_wait(moments: Any, writeback: Any, on_a_card: Counter[str]) -> None:
-    """Of 290 parameters; the host waits at the end, for the verdict and for weights at the end of their range."""
+def test_a_steady_step_is_a_few_launches_and_no_wait(
+    moments: Any, writeback: Any, on_a_card: Counter[str], reads: list[launch.Said]
+) -> None:
+    """Of 290 parameters; what the host reads is what was said of the step before."""
     weights = parameters(290)
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for p in weights:
         p.grad = torch.ones(p.shape)
     optimizer.step()
     optimizer.step()
+    (before,) = optimizer._pending
+    reads.clear()
     on_a_card.clear()
-    host = {state["step"].untyped_storage().data_ptr() for state in optimizer.state.values()}
-    host |= {state["grid"].untyped_storage().data_ptr() for state in optimizer.state.values()}
-    with Watch(host, on_a_card):
+    with Watch(host_memory(optimizer), on_a_card):
         optimizer.step()
-    assert on_a_card["step"] == 1
-    assert on_a_card["verdict"] == 1
+    assert on_a_card["step"] == on_a_card["verdict"] == on_a_card["widen"] == 1
     assert on_a_card["launches"] <= MOST_LAUNCHES, on_a_card
-    assert on_a_card["waits"] == 1, on_a_card
+    assert on_a_card["waits"] == 0, on_a_card
+    assert reads == [before.said]
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert len(reads) == 2
+
+
+def test_a_step_in_backward_waits_for_no_parameter(on_a_card: Counter[str], reads: list[launch.Said]) -> None:
+    """It reads what was said of the same parameter's last step, a whole pass ago."""
+    weights = parameters(5)
+    optimizer = optim.StiffnessAdamW(weights, 1e-3)
+    with optim.step_in_backward(optimizer):
+        for step in range(4):
+            said = [pending.said for pending in optimizer._pending]
+            reads.clear()
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in weights).backward()
+            assert set(reads) == set(said)
+            assert len(optimizer._pending) == (len(weights) if step else 0)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {4}
+
+
+SEEN = {
+    "state_dict": lambda o: o.state_dict(),
+    "state": lambda o: o.state,
+    "skipped_steps": lambda o: o.skipped_steps,
+    "skipped_in_row": lambda o: o.skipped_in_row,
+    "widened_scales": lambda o: o.widened_scales,
+    "bounded_share": lambda o: o.bounded_share,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("how", SEEN)
+def test_whoever_looks_sees_a_step_that_the_card_has_left_out(how: str, on_a_card: Counter[str]) -> None:
+    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
+    optimizer = optim.StiffnessAdamW([p], 1e-3)
+    p.grad = torch.ones(p.shape)
+    for _ in range(3):
+        optimizer.step()
+    optimizer._pending[0].said.on_card[0] = 1  # as the kernel of the verdict does
+    SEEN[how](optimizer)
+    assert not optimizer._pending
+    assert int(optimizer.__dict__["state"][p]["step"]) == 2
+    assert optimizer.skipped_steps == optimizer.skipped_in_row == 1
+    optimizer.step()
+    assert optimizer.skipped_in_row == 0
+
+
+def test_a_state_that_is_loaded_counts_as_it_was_saved(on_a_card: Counter[str]) -> None:
+    p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1)
+    optimizer = optim.StiffnessAdamW([p], 1e-3)
+    p.grad = torch.ones(p.shape)
+    optimizer.step()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    optimizer._pending[0].said.on_card[0] = 1
+    optimizer.load_state_dict(saved)
+    assert int(optimizer.state[p]["step"]) == 2
+    assert optimizer.skipped_steps == 0
+
+
+def test_parameters_at_fault_are_named_though_their_gradients_are_gone(on_a_card: Counter[str]) -> None:
+    weights = parameters(3)
+    optimizer = optim.StiffnessAdamW([("a", weights[0]), ("b", weights[1]), ("c", weights[2])], 1e-3)
+    optimizer.warn_after = 1
+    for p in weights:
+        p.grad = torch.ones(p.shape)
+    optimizer.step()
+    optimizer.step()
+    said = optimizer._pending[0].said.on_card
+    said[0] = said[1 + 2 * 3 - 1] = 1
+    optimizer.zero_grad()
+    with pytest.warns(RuntimeWarning, match=r"parameter 1 of group 0 \('b', shape \(4, 512\)\) is not finite"):
+        assert optimizer.skipped_steps == 1
+
+
+def test_what_would_be_known_too_late_is_waited_for(on_a_card: Counter[str], reads: list[launch.Said]) -> None:
+    """An error that is asked for, and S_ref under one scale for all."""
+    for options, granularity in (({"on_nonfinite": "raise"}, "channel"), ({}, "tensor")):
+        p = fm.FP8Parameter(normal(4, 256), "E4M3", seed=1, granularity=granularity)
+        optimizer = optim.StiffnessAdamW([p], 1e-3, **options)
+        p.grad = torch.ones(p.shape)
+        optimizer.step()
+        reads.clear()
+        optimizer.step()
+        assert reads
+        assert not optimizer._pending
+
+
+def test_parameters_of_every_storage_step_steadily(on_a_card: Counter[str]) -> None:
+    """Codes, the grid, free of it, and ordinary ones: biases, norms and embeddings are in nearly every model."""
+    layer = fm.quantize_model(torch.nn.Linear(32, 8), "E4M3", storage="grid")
+    everyone = [*layer.parameters(), fm.FP8Parameter(normal(4, 32), "E4M3", seed=1), torch.nn.Parameter(normal(7))]
+    optimizer = optim.StiffnessAdamW(everyone, 1e-3)
+    for p in everyone:
+        p.grad = torch.ones(p.shape)
+    optimizer.step()
+    optimizer.step()
+    assert len(optimizer._pending) == 1
 
 
 @pytest.mark.parametrize("due", ["first", "refresh", "remainder", "observer", "compile"])
@@ -210,6 +336,24 @@ def test_a_first_step_waits_once_for_the_word_of_its_values(monkeypatch: pytest.
 
 def test_no_cuda_graph_records_a_step() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.fp8manifold.optimizer_step.default.tags
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_to_record_a_step_is_refused_in_one_line(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = fm.FP8Parameter(normal(4, 8), "E4M3", seed=1)
+    optimizer, codes = optim.StiffnessAdamW([p], 1e-3), p.codes.clone()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if in_backward:
+        optim.step_in_backward(optimizer)
+        take = p.square().sum().backward
+    else:
+        p.square().sum().backward()
+        take = optimizer.step
+    with pytest.raises(RuntimeError, match="a CUDA graph can't record a step of StiffnessAdamW"):
+        take()
+    assert torch.equal(p.codes, codes)
+    assert not optimizer.state
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

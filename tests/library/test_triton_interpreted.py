@@ -49,6 +49,12 @@ def test_steps_have_the_bits_of_native_code_and_of_the_oracle() -> None:
     assert counts["launches"] > 0
 
 
+def test_the_fitted_momentum_has_the_bits_of_native_code_and_of_its_definition() -> None:
+    code, output, counts = run(str(HERE / "test_fitted_momentum.py"), "-k", "definition and native")
+    assert code == 0, output[-3000:]
+    assert counts["slots"] > 60
+
+
 def test_shapes_dtypes_and_whole_arrays() -> None:
     code, output, counts = run(str(HERE / "triton_cases.py"))
     assert code == 0, output[-3000:]
@@ -71,7 +77,9 @@ FAULTS = {
     "root": ("stages.py", "(twice + 1.0)", "twice"),
     "bound": ("stages.py", "- 125) >> 1) + 120", "- 125) >> 1) + 121"),
     "draw": ("format.py", "(0xFFFFFF - draw)", "draw"),
+    "fitted": ("stages.py", "- F.EMAX, 1) << 23", "- F.EMAX + 1, 1) << 23"),
 }
+CASES = {"phase": "test_arrays", "fitted": "test_momentum_of_matrices"}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +94,7 @@ def test_a_fault_in_one_constant_is_seen(fault: str, tmp_path: Path) -> None:
     text = source.read_text(encoding="utf-8")
     assert text.count(right) == 1
     source.write_text(text.replace(right, wrong), encoding="utf-8")
-    cases = "test_arrays" if fault == "phase" else "test_steps_of_every_shape"
+    cases = CASES.get(fault, "test_steps_of_every_shape")
     code, output, _ = run(str(HERE / "triton_cases.py"), "-k", cases, package=package)
     assert code == 1
     assert "AssertionError" in output

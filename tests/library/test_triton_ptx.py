@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from fp8manifold import _triton
-from fp8manifold._triton.kinds import KernelSpec, Tile, format_of
+from fp8manifold._triton import launch
+from fp8manifold._triton.kinds import KernelSpec, Tile, Widening, format_of, widest_scale
 from fp8manifold.formats import as_format
 from fp8manifold.optim._spec import spec_of
 from fp8manifold.optim._triton_step import kernel_spec
@@ -179,7 +180,7 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
     constants: dict[str, dict[str, Any]] = {
         "decode": {"F": fmt, "SPACING": False, "R": 1, "W": 2048},
         "round": {"F": fmt, "STOCHASTIC": True, "SCALED": True, "RESCALE": True, "R": 1, "W": 2048},
-        "encode": {"F": fmt, "STOCHASTIC": True, "FIXED": True, "W": 2048},
+        "encode": {"F": fmt, "STOCHASTIC": True, "FIXED": True, "SCALED": True, "R": 1, "W": 2048},
         "finite": {"KIND": "bfloat16", "W": 2048},
     }
     built = build(getattr(arrays, f"{kernel}_kernel"), signature, constants[kernel], architecture, tmp_path)
@@ -187,6 +188,19 @@ def test_whole_arrays(kernel: str, architecture: int, tmp_path: Path) -> None:
     if kernel == "decode":
         assert len(re.findall(r"ld\.global\S*\.v4\.b32", built.ptx)) == 1
         assert len(re.findall(r"st\.global\S*\.v4\.b32", built.ptx)) == 2
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "bits", "exponents"), [("E4M3", 0, False), ("E5M2", 8, True), ("E4M3FNUZ", 2, True)])
+def test_scales_that_double(name: str, bits: int, exponents: bool, architecture: int, tmp_path: Path) -> None:
+    from fp8manifold._triton.widen import widen_kernel
+
+    fmt = format_of(as_format(name))
+    widening = Widening(fmt, bits, fmt.fixed(bits), widest_scale(as_format(name)), exponents)
+    pointers = {"table": "*i32", "chunks": "*i32", "refused": "*i32"}
+    constants = {"S": widening, "T": launch._rows_of(widening)}
+    assert list(faults(build(widen_kernel, pointers, constants, architecture, tmp_path))) == []
 
 
 def test_contraction_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

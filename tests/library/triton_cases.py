@@ -31,7 +31,9 @@ FORMATS = (
 )
 SHAPES = (((16, 256), "channel"), ((5, 77), "channel"), ((1000,), "tensor"), ((7, 64), "block"), ((2, 1301), "channel"))
 WAYS = tuple(
-    (w, m) for w in ("nearest", "stochastic", "residual8", "residual4") for m in ("float32", "bfloat16", "8bit")
+    (w, m)
+    for w in ("nearest", "stochastic", "residual8", "residual4", "residual2")
+    for m in ("float32", "bfloat16", "8bit")
 )
 
 
@@ -70,6 +72,18 @@ def test_steps_of_every_shape(name: str, way: int, draws: Any) -> None:
     for step in range(2):
         for i, p in enumerate(parameters):
             p.grad = gradient(p.shape, (step + i + way) % 5, 7 * i + step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("moments", ["8bit", "bfloat16"])
+def test_momentum_of_matrices(moments: str) -> None:
+    """Rows in blocks, rows that no block divides, zeros, subnormals and all binades; compared by the plugin."""
+    shapes = ((16, 256), (5, 77), (3, 600), (2, 1301))
+    parameters = [fm.FP8Parameter(normal(*shape, seed=1), "E2M5", seed=2) for shape in shapes]
+    optimizer = optim.StiffnessMuon(parameters, lr=0.02, moments=moments)
+    for step in range(3):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(p.shape, (step + i) % 5, 7 * i + step)
         optimizer.step()
 
 
@@ -130,7 +144,9 @@ def test_arrays_against_native_code(name: str) -> None:
         at = offset if key_or_not else 0
         expected = _arrays.encoded(x, fmt, key_or_not, at)
         assert expected is not None
-        assert not different(encode_on_gpu(x, fmt, given), expected)
+        ours = encode_on_gpu(x, fmt, given)
+        assert ours is not None
+        assert not different(ours, expected)
         for s in (None, scale, scale[:1] * 0.3):
             for rescale in (True, False):
                 ours = round_on_gpu(x, fmt, given, s, rescale=rescale)
@@ -139,6 +155,12 @@ def test_arrays_against_native_code(name: str) -> None:
                 assert expected is not None
                 assert not different(ours, expected)
     codes = torch.randint(0, 2 * fmt.sign_bit, (3000,), dtype=torch.uint8)
+    for floats in (x, x.bfloat16()):
+        units = floats.float().view(30, 100) / scale.view(-1, 1)
+        ours, expected = encode_on_gpu(floats, fmt, None, scale), _arrays.encoded(units, fmt)
+        assert ours is not None
+        assert expected is not None
+        assert not different(ours, expected.view(-1))
     for s in (scale, scale[:1]):
         for dtype in (torch.float32, torch.bfloat16):
             ours = decode_on_gpu(codes, fmt, dtype, s, spacing=False)
@@ -167,7 +189,9 @@ def test_codes_against_their_definition(name: str) -> None:
     ]
     x = torch.tensor([*between, finite[-1] * 2] if finite[-1] < 1e38 else between)
     wanted = torch.tensor([own.code(own.round(v, None), False) for v in x.tolist()], dtype=torch.int32)
-    assert encode_on_gpu(x, fmt, None).int().tolist() == wanted.tolist()
+    codes = encode_on_gpu(x, fmt, None)
+    assert codes is not None
+    assert codes.int().tolist() == wanted.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- the way on a GPU
@@ -178,11 +202,12 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: True)
 
 
-def pair(**options: Any) -> tuple[Any, Any]:
+def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
     """Two optimizers over equal weights, some of which soon reach the end of their range."""
     made = []
     for _ in range(2):
-        weights = [fm.FP8Parameter(normal(4, 64, seed=s), "E4M3", seed=s, headroom=1.0) for s in (1, 2)]
+        how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
+        weights = [fm.FP8Parameter(normal(4, 64, seed=s), seed=s, **how) for s in (1, 2)]
         weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
         made.append(optim.StiffnessAdamW(weights, 1.0, **options))
     return made[0], made[1]
@@ -195,23 +220,68 @@ def put(optimizer: Any, step: int, bad: float | None = None) -> None:
             p.grad.view(-1)[-1] = bad
 
 
-@pytest.mark.parametrize("writeback", ["stochastic", "residual4"])
+WIDENED: dict[str, dict[str, Any]] = {
+    "stochastic": {},
+    "residual8": {"granularity": "block"},
+    "residual4": {},
+    "residual2": {"fmt": "E4M3FNUZ", "granularity": "block"},
+    "nearest": {"granularity": "tensor"},
+    "momentum": {"fmt": "E4M3IEEE"},
+}
+"""What scales are of, by write-back."""
+
+
+@pytest.mark.parametrize("writeback", WIDENED)
 def test_steady_steps_widen_and_are_refused_as_native_ones(
     writeback: Any, on_a_card: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit."""
-    ours, native = pair(writeback=writeback, moments="8bit")
+    """Gradients that are not finite, or whose squares are not; everything else of both is the same, bit for bit.
+
+    Weights and scales after every step, before the host has heard of it.
+    """
+    moments: Any = "bfloat16" if writeback == "momentum" else "8bit"
+    ours, native = pair(WIDENED[writeback], writeback=writeback, moments=moments)
+    parameters = [optimizer.param_groups[0]["params"] for optimizer in (ours, native)]
+    deferred = WIDENED[writeback].get("granularity") != "tensor"
     for step, bad in enumerate((None, None, math.nan, None, 2.0**64, math.inf, None)):
         for optimizer in (ours, native):
             put(optimizer, step, bad)
             monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is ours: gpu)
             optimizer.step()
+        assert len(ours._pending) == (deferred and step > 0)
+        assert all(same_bits([a], [b]) for a, b in zip(*parameters, strict=True))
+    assert ours.widened_scales == native.widened_scales > 0
     assert ours.skipped_steps == native.skipped_steps == 3
     assert ours.skipped_in_row == 0
-    assert ours.widened_scales == native.widened_scales > 0
     assert frozen(ours.state_dict()) == frozen(native.state_dict())
-    parameters = (optimizer.param_groups[0]["params"] for optimizer in (ours, native))
-    assert all(same_bits([a], [b]) for a, b in zip(*parameters, strict=True))
+
+
+def test_scales_of_codes_without_a_number_double_as_they_do_on_the_host(
+    on_a_card: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN, rows longer than a program's, some at their end and some not, and the widest scale there is."""
+    caplog.set_level("INFO", "fp8manifold")
+    made, said = [], []
+    for _ in range(2):
+        p = fm.FP8Parameter(normal(5, 1301, seed=4), "E5M2", seed=4, scale=2.0**-10, keep_remainder=False)
+        p.codes[0, 7], p.codes[2, 0], p.codes[3, 1300] = 0x7F, 0x7B, 0xFB
+        p.scale[3] = 2.0**112
+        made.append(optim.StiffnessAdamW([p], 1e-9, writeback="residual8", weight_decay=0.0))
+    for step in range(2):
+        for optimizer in made:
+            monkeypatch.setattr(_agreement, "on_gpu", lambda device, gpu=optimizer is made[0]: gpu)
+            (p,) = optimizer.param_groups[0]["params"]
+            p.grad = torch.zeros(p.shape)
+            if step:
+                p.codes[1, 5] = 0x7B
+            optimizer.step()
+            said.append([r.getMessage() for r in caplog.records] if optimizer.widened_scales >= 0 else [])
+            caplog.clear()
+        a, b = (optimizer.param_groups[0]["params"][0] for optimizer in made)
+        assert same_bits([a], [b])
+        assert torch.equal(a.scale, b.scale)
+    assert frozen(made[0].state_dict()) == frozen(made[1].state_dict())
+    assert said[2] == said[3] != []
 
 
 def test_a_refused_step_raises_where_it_is_asked_to(on_a_card: None) -> None:

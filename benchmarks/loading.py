@@ -1,0 +1,189 @@
+"""Main memory that reading a model into codes takes, at its peak, beside reading its floats and rounding them then.
+
+    python benchmarks/loading.py [--weights 277M] [--shards 5] [--folder PATH] [--markdown | --json] [--record]
+
+A Llama of random bfloat16 weights, tied, is written in shards of safetensors by a process of its own.  Each way of
+reading it runs in a fresh process, and so does one that has imported the same and built a small model.  What is shown
+is the largest resident set of the one (``VmHWM`` of Linux, pages of mapped files among them) less that of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from _forms import add_form_options, text_table
+from _record import Cell, add_option, record
+
+#: width, inner width, layers, tokens of a model of about as many weights
+SIZES: Final = {
+    "0.2M": (64, 192, 4, 64),
+    "277M": (1024, 4096, 16, 8192),
+    "1.2B": (2048, 8192, 16, 128256),
+}
+#: what is read, and how; in which dtype the weights appear
+WAYS: Final = {
+    "from_pretrained(quantization_config=...)": ("codes", "auto"),
+    "the same, dtype=torch.float32": ("codes", "float32"),
+    "load_quantized, transformers' model on meta": ("own", "bfloat16"),
+    "from_pretrained, bfloat16, then quantize_model": ("after", "auto"),
+    "from_pretrained, float32, then quantize_model": ("after", "float32"),
+}
+FORMATS: Final = {"*": "E4M3"}
+
+
+def config_of(size: str) -> Any:
+    """The settings of the model."""
+    import transformers
+
+    width, inner, layers, tokens = SIZES[size]
+    return transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=tokens,
+        tie_word_embeddings=True,
+    )
+
+
+def write(folder: Path, size: str, shards: int) -> None:
+    """Random weights in bfloat16, a shard at a time, as ``save_pretrained`` writes them."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    config = config_of(size)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in transformers.LlamaForCausalLM(config).named_parameters()}
+    names = list(shapes)
+    where = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        its = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        save_file(
+            {name: (torch.randn(shapes[name]) * 0.02).bfloat16() for name in its}, folder / file, {"format": "pt"}
+        )
+        where |= dict.fromkeys(its, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def read(folder: Path, way: str, dtype: str) -> Any:
+    """The model, read in one way."""
+    import torch
+    import transformers
+
+    import fp8manifold as fm
+
+    transformers.utils.logging.disable_progress_bar()
+    auto = transformers.AutoModelForCausalLM
+    asked = dtype if dtype == "auto" else getattr(torch, dtype)
+    if way == "codes":
+        config = fm.huggingface.quantization_config(FORMATS, tied="leave")
+        return auto.from_pretrained(folder, quantization_config=config, dtype=asked)
+    if way == "own":
+        with torch.device("meta"):
+            model = auto.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=asked)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are in no file
+        return fm.load_quantized(model, folder, FORMATS, tied="leave")
+    return fm.quantize_model(auto.from_pretrained(folder, dtype=asked), FORMATS, "fp8", tied="leave")
+
+
+def child(folder: Path, size: str, way: str, dtype: str) -> dict[str, int]:
+    """Read in this process; what its largest resident set was, and the sizes of what was read."""
+    import torch
+    import transformers
+
+    import fp8manifold as fm
+
+    fm.huggingface.register()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    small = fm.quantize_model(transformers.LlamaForCausalLM(config_of("0.2M")), FORMATS, "fp8", tied="leave")
+    if way == "empty":
+        return {"peak": highest(), "weights": 0, "largest": 0}
+    del small
+    model = read(folder, way, dtype)
+    sizes = [p.numel() for p in model.parameters()]
+    width = 4 if dtype == "float32" else 2
+    return {"peak": highest(), "weights": sum(sizes), "largest": width * max(sizes)}
+
+
+def highest() -> int:
+    """The largest resident set of this process so far, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
+def run_child(*words: str) -> Any:
+    """What a fresh process of this script prints, as JSON."""
+    command = [sys.executable, __file__, "--child", *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(folder: Path, size: str, shards: int) -> list[tuple[str, float, float, float]]:
+    """For each way: GB at the peak, bytes a weight, and the same beyond the largest tensor."""
+    run_child("write", str(folder), size, str(shards))
+    empty = run_child("read", str(folder), size, "empty", "auto")["peak"]
+    rows = []
+    for name, (way, dtype) in WAYS.items():
+        found = run_child("read", str(folder), size, way, dtype)
+        peak = found["peak"] - empty
+        rows.append((name, peak / 1e9, peak / found["weights"], (peak - found["largest"]) / found["weights"]))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--weights", choices=tuple(SIZES), default="277M", help="how many there are")
+    parser.add_argument("--shards", type=int, default=5, help="files that they are in")
+    parser.add_argument("--folder", type=Path, help="where the files are written meanwhile; by default a temporary one")
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    add_form_options(parser)
+    add_option(parser)
+    args = parser.parse_args()
+    if args.child:
+        task, folder, size, *rest = args.child
+        if task == "write":
+            write(Path(folder), size, int(rest[0]))
+            print("{}")
+        else:
+            print(json.dumps(child(Path(folder), size, rest[0], rest[1])))
+        return
+    if not Path("/proc/self/status").exists():
+        raise SystemExit("VmHWM is what Linux says of a process; there is nothing like it here")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        rows = measure(Path(folder), args.weights, args.shards)
+    if args.json:
+        print(json.dumps([dict(zip(("way", "gb", "bytes", "beyond"), row, strict=True)) for row in rows], indent=1))
+    else:
+        header = (f"{args.weights} bfloat16 weights", "GB at the peak", "bytes a weight", "beyond the largest tensor")
+        lines = [(name, *(f"{cell:.2f}" for cell in cells)) for name, *cells in rows]
+        print(text_table([header, *lines], ("---", "---:", "---:", "---:"), args.markdown))
+    if args.record:
+        cells: list[list[Cell]] = [[name, *(round(cell, 2) for cell in rest)] for name, *rest in rows]
+        columns = (
+            f"{args.weights} weights in bfloat16",
+            "GB at the peak",
+            "bytes a weight",
+            "beyond the largest tensor",
+        )
+        record("", columns, cells, packages=("transformers", "safetensors"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Small numbers that lie on a card: read once, and not again before they change, for to read is to wait."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["LaterMaximum", "advance", "is_read_at_once", "known"]
+
+_READ: Final = WeakIdKeyDictionary()
+"""By tensor: its version when it was read, and what was read of it."""
+
+
+def is_read_at_once(x: Tensor) -> bool:
+    """Whether nobody waits for a value."""
+    return not x.is_cuda
+
+
+def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """``read(x)``; of a tensor on a card it is kept until the tensor is written to, as autograd counts it.
+
+    Args:
+        x: a buffer, which is always read in the same way.
+        read: to a number.
+
+    Raises:
+        RuntimeError: a CUDA graph is being recorded, which would go on with the number as it is now.
+    """
+    if is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference():
+        return read(x)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph can't record a layer that draws random bits or keeps its first scale: what it reads would "
+            "stay as it is now; run it outside of the graph"
+        )
+    kept = _READ.get(x)
+    if kept is None or kept[0] != x._version:
+        kept = _READ[x] = (x._version, read(x))
+    return kept[1]
+
+
+def advance(x: Tensor, number: int) -> None:
+    """Count a tensor up by one whose number is known."""
+    x.add_(1)
+    if not (is_read_at_once(x) or torch.compiler.is_compiling() or type(x) is not Tensor or x.is_inference()):
+        _READ[x] = (x._version, number + 1)
+
+
+class LaterMaximum:
+    """The largest of numbers that a card computes, looked at when it is there: nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._on_card: Tensor | None = None
+        self._on_host: Tensor | None = None
+        self._there: torch.cuda.Event | None = None
+
+    def add(self, number: Tensor) -> float | None:
+        """The largest of the numbers before this one, if it is there by now; they are forgotten then."""
+        found = None
+        if self._on_host is not None and (self._there is None or self._there.query()):
+            found, self._on_card = float(self._on_host.numpy()), None
+        self._on_card = number if self._on_card is None else torch.maximum(self._on_card, number)
+        self._on_host = self._on_card
+        if number.is_cuda:
+            host = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._on_host, self._there = host.copy_(self._on_card, non_blocking=True), torch.cuda.Event()
+            self._there.record(torch.cuda.current_stream(number.device))
+        return found

@@ -1,0 +1,221 @@
+"""A model read into one byte a weight: no float of a weight that becomes codes outlives its own turn."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fp8manifold.nn._plan import Plan, plan
+from fp8manifold.nn._spec import Formats
+from fp8manifold.nn._surgery import carry_out, check_layers
+from fp8manifold.nn._tensor_files import FileTensors, GivenTensors, Source, Tensors, files_of, in_floats
+from fp8manifold.parameter import FP8Parameter
+
+__all__ = ["load_quantized"]
+
+_NAMED: Final = 3
+
+
+def load_quantized(
+    model: nn.Module,
+    source: Mapping[str, Any] | Source,
+    formats: Formats = "E4M3",
+    *,
+    device: torch.device | str = "cpu",
+    **options: Any,
+) -> nn.Module:
+    """Fill a model without values from float weights, each rounded to its codes as soon as it is read.
+
+    What comes out is, to the bit, what ``quantize_model(model, formats, "fp8", **options)`` makes of the model with all
+    its floats, which is never there: at its peak loading takes the bytes of the result and one float tensor.  A model
+    of transformers is read so by ``from_pretrained`` with :func:`fp8manifold.huggingface.quantization_config`.
+
+    Args:
+        model: all its parameters on ``torch.device("meta")``; changed in place, once everything has been read.  Weights
+            appear in the dtype that the model has them in, whatever that of the files.
+        source: a safetensors file, several, the folder they are in (of shards, with their index), or a mapping from
+            name to tensor, which may make each tensor when it is asked for.  Names are those of
+            ``model.state_dict()``; of a tied weight one is enough.
+        formats, options: of :func:`fp8manifold.quantize_model`, but ``storage``, which is ``fp8``.
+        device: where the weights go, one at a time.
+
+    Returns:
+        The model; a new layer if ``model`` is itself an ``nn.Linear``.
+
+    NaN and Inf in a weight that becomes codes are refused; -0 is kept where the layout has it.
+
+    Raises:
+        TypeError, ValueError: as :func:`fp8manifold.quantize_model`; a parameter that has values already, a buffer that
+            has none and is in no state dict; tensors that are missing, that the model does not have, of another shape,
+            or that are no floats; names of one weight with different values.  The model is then as it was.
+        FileNotFoundError: no such file.
+        ImportError: safetensors is missing.
+
+    Example:
+        >>> import fp8manifold as fm
+        >>> floats = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).state_dict()
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+        >>> load_quantized(model, floats, "E4M3")[0]
+        QuantizedLinear(in_features=8, out_features=4, bias=True, weight=E4M3, activation=none, storage=fp8)
+        >>> load_quantized(nn.Linear(8, 4), "model.safetensors")
+        Traceback (most recent call last):
+        ValueError: parameter 'weight' has values already: build the model under torch.device('meta')
+    """
+    if "storage" in options:
+        raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
+    planned = plan(model, formats, "fp8", **options)
+    _check_without_values(model)
+    check_layers(model, planned.layers(model))
+    planned.parameters(model)
+    with closing(_opened(source)) as tensors:
+        chosen = _check_names(model, tensors)
+        codes: dict[str, FP8Parameter] = {}
+        in_place: dict[str, FP8Parameter] = {}
+        floats: dict[str, Tensor] = {}
+        for names, entry, layer in _entries(model, planned):
+            value = _read(tensors, chosen[names[0]], entry)
+            if names[0] in planned.in_place and not planned.needs_floats(names):
+                placed = value.to(device=device, dtype=entry.dtype)
+                in_place[names[0]] = planned.encoded(names[0], placed, requires_grad=entry.requires_grad)
+                del placed
+            elif layer is None:
+                floats[names[0]] = value.to(device=device, dtype=entry.dtype, copy=True)
+            else:
+                codes[layer] = _codes(planned, model, layer, value.to(device=device, dtype=entry.dtype))
+            tensors.was_read(value.nbytes)
+            del value
+    _put(model, floats, planned, device)
+    made = carry_out(model, planned, codes, in_place)
+    return made if torch.device(device).type == "cpu" else made.to(device)
+
+
+def _opened(source: Mapping[str, Any] | Source) -> Tensors:
+    return GivenTensors(source) if isinstance(source, Mapping) else FileTensors(files_of(source))
+
+
+def _codes(planned: Plan, model: nn.Module, layer: str, value: Tensor) -> FP8Parameter:
+    try:
+        return planned.codes(layer, model.get_submodule(layer), value)
+    except ValueError as error:
+        raise ValueError(f"the weight of {layer!r}: {error}") from None
+
+
+def _check_without_values(model: nn.Module) -> None:
+    """Refuse a model that has values where some are to be read, or has none where there are none to be read."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise ValueError(f"parameter {name!r} has values already: build the model under torch.device('meta')")
+    for name, module in model.named_modules():
+        for entry in sorted(module._non_persistent_buffers_set):
+            if (buffer := module._buffers.get(entry)) is not None and buffer.is_meta:
+                raise ValueError(
+                    f"buffer {_joined(name, entry)!r} has no values and is in no state dict: give the model one that "
+                    "has, before"
+                )
+
+
+def _joined(module: str, entry: str) -> str:
+    return f"{module}.{entry}" if module else entry
+
+
+def _groups(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
+    """Every parameter and buffer that a state dict has, with all its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        kept = {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, value in (module._parameters | kept).items():
+            if value is not None:
+                found.setdefault(id(value), ([], value))[0].append(_joined(module_name, name))
+    return found
+
+
+def _entries(model: nn.Module, planned: Plan) -> Iterator[tuple[list[str], Tensor, str | None]]:
+    """What is to be read: its names, what it takes the place of, and the layer that wants it as codes."""
+    for names, entry in _groups(model).values():
+        layers = [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"]
+        wants = [layer for layer in layers if planned.takes(layer) and layer not in planned.shared]
+        yield names, entry, wants[0] if wants else None
+
+
+def _check_names(model: nn.Module, tensors: Tensors) -> dict[str, list[str]]:
+    """The names under which each entry is there, by the first it has in the model.
+
+    Raises:
+        ValueError: tensors that are missing, too many, or do not fit.
+    """
+    there = set(tensors.names())
+    chosen: dict[str, list[str]] = {}
+    known: set[str] = set()
+    missing, unfit = [], []
+    for names, entry in _groups(model).values():
+        known |= set(names)
+        chosen[names[0]] = [name for name in names if name in there]
+        if not chosen[names[0]]:
+            missing.append(names[0])
+        for name in chosen[names[0]]:
+            unfit += _unfit(name, entry, *tensors.described(name))
+    unexpected = [name for name in tensors.names() if name not in known]
+    if missing:
+        raise ValueError(f"the model has {_some(missing)}, which the source lacks{_hint(unexpected)}")
+    if unexpected:
+        raise ValueError(f"the source has {_some(unexpected)}, which the model lacks")
+    if unfit:
+        raise ValueError(unfit[0] + (f"; and {len(unfit) - 1} more like it" if unfit[1:] else ""))
+    return chosen
+
+
+def _unfit(name: str, entry: Tensor, shape: tuple[int, ...] | None, is_float: bool | None) -> list[str]:
+    if shape is not None and shape != tuple(entry.shape):
+        return [f"{name!r} has shape {shape} in the source, and {tuple(entry.shape)} in the model"]
+    if is_float is not None and is_float != entry.is_floating_point():
+        kinds = ("floats", "no floats")
+        return [f"{name!r} holds {kinds[not is_float]} in the source, and {kinds[is_float]} in the model"]
+    return []
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(map(repr, names[:_NAMED])) + more
+
+
+def _hint(unexpected: Sequence[str]) -> str:
+    return f" (it has {_some(unexpected)}, which the model lacks)" if unexpected else ""
+
+
+def _read(tensors: Tensors, names: Sequence[str], entry: Tensor) -> Tensor:
+    """The value of one entry."""
+    value = tensors.read(names[0])
+    for problem in _unfit(names[0], entry, tuple(value.shape), value.is_floating_point()):
+        raise ValueError(problem)
+    if entry.is_floating_point() and not in_floats(value):
+        raise ValueError(f"{names[0]!r} is of {value.dtype}: the source has to hold float weights")
+    for other in names[1:]:
+        if not torch.equal(tensors.read(other), value):
+            raise ValueError(f"{names[0]!r} and {other!r} differ in the source, and are one tensor in the model")
+    return value
+
+
+def _put(model: nn.Module, floats: Mapping[str, Tensor], planned: Plan, device: torch.device | str) -> None:
+    """Give the model what stays float, under all the names that each has, and move the buffers it had already."""
+    made: dict[int, Tensor] = {}
+    for names, entry in _groups(model).values():
+        if names[0] in floats:
+            made[id(entry)] = _like(entry, floats[names[0]])
+    for module in model.modules():
+        for place in (module._parameters, module._buffers):
+            entries: dict[str, Any] = place
+            entries.update({name: made[id(x)] for name, x in entries.items() if id(x) in made})
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def _like(entry: Tensor, value: Tensor) -> Tensor:
+    if not isinstance(entry, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, requires_grad=entry.requires_grad)
+    vars(parameter).update(vars(entry))
+    return parameter

@@ -1,0 +1,153 @@
+"""Tensors of a mapping or of safetensors files, one at a time: their shapes are known before one is read."""
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8manifold.nn._mapped_files import MappedFiles
+
+__all__ = ["FileTensors", "GivenTensors", "Tensors", "files_of", "in_floats"]
+
+_INDEX: Final = "model.safetensors.index.json"
+_FLOATS: Final = ("F64", "F32", "F16", "BF16")
+Source = str | Path | Iterable[str | Path]
+
+
+class GivenTensors:
+    """Those of a mapping, which may make each when it is asked for."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+
+    def names(self) -> list[str]:
+        """What there is."""
+        return list(self._given)
+
+    def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
+        """Shape and whether it holds floats; None of what is not known yet."""
+        value = self._given[name] if isinstance(self._given, dict) else None
+        if value is None:
+            return None, None
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
+        return tuple(value.shape), value.is_floating_point()
+
+    def read(self, name: str) -> Tensor:
+        """The tensor itself."""
+        value = self._given[name]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name!r} is of {type(value).__name__}: a state dict has tensors")
+        return value.detach()
+
+    def was_read(self, size: int) -> None:
+        """Whoever made the tensor has its memory."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class FileTensors:
+    """Those of safetensors files, mapped into memory; a tensor is the file's own pages."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._opened = ExitStack()
+        self._where: dict[str, tuple[Path, Any]] = {}
+        paths = list(paths)
+        self._pages = MappedFiles(path for path in paths if path.is_file())
+        try:
+            for path in paths:
+                self._open(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"{str(path)!r} does not exist: give safetensors files, or the folder they are in")
+        try:
+            file = self._opened.enter_context(_safe_open(path))
+            names = list(file.keys())
+        except ImportError:
+            raise
+        except Exception as error:  # a class of the package's own
+            raise ValueError(f"{str(path)!r} is no whole safetensors file: {error}") from None
+        for name in names:
+            if name in self._where:
+                raise ValueError(f"{name!r} is in {str(self._where[name][0])!r} and in {str(path)!r}: give one of them")
+            self._where[name] = path, file
+
+    def names(self) -> list[str]:
+        """What there is, in the files' order."""
+        return list(self._where)
+
+    def described(self, name: str) -> tuple[tuple[int, ...] | None, bool | None]:
+        """Shape and whether it holds floats."""
+        part = self._where[name][1].get_slice(name)
+        return tuple(part.get_shape()), part.get_dtype() in _FLOATS
+
+    def read(self, name: str) -> Tensor:
+        """The tensor itself."""
+        tensor: Tensor = self._where[name][1].get_tensor(name)
+        return tensor
+
+    def was_read(self, size: int) -> None:
+        """Count bytes of tensors that nobody needs any more."""
+        self._pages.was_read(size)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._opened.close()
+
+
+Tensors = GivenTensors | FileTensors
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise ImportError("load_quantized needs safetensors: pip install 'fp8manifold[hf]'") from error
+    return safe_open(path, framework="pt")
+
+
+def files_of(source: Source) -> list[Path]:
+    """The safetensors files that a path, a folder or several paths mean.
+
+    Raises:
+        FileNotFoundError: a folder without any.
+        ValueError: no path at all, or an index that can't be read.
+    """
+    if not isinstance(source, str | Path):
+        paths = [Path(each) for each in source]
+        if not paths:
+            raise ValueError("source names no file: give safetensors files, the folder they are in, or a state dict")
+        return paths
+    path = Path(source)
+    if not path.is_dir():
+        return _indexed(path) if path.name.endswith(".index.json") else [path]
+    if (path / _INDEX).is_file():
+        return _indexed(path / _INDEX)
+    if found := sorted(path.glob("*.safetensors")):
+        return found
+    raise FileNotFoundError(f"{str(path)!r} has no *.safetensors: give the folder that has them, or the files")
+
+
+def _indexed(index: Path) -> list[Path]:
+    """The files that an index names, which lie beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} can't be read as an index of safetensors files: {error!r}") from None
+    if wrong := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        raise ValueError(f"{str(index)!r} names {wrong[0]!r}, which is no file beside it")
+    return [index.parent / name for name in names]
+
+
+def in_floats(value: Tensor) -> bool:
+    """Whether a tensor holds numbers that weights can be."""
+    return value.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -1,0 +1,243 @@
+"""Muon's momentum in 8 bits: E2M5 on a grid that is fitted to each block, against its definition, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizer_cases import normal, stored_weight
+from scalar_grid import F32, Codes, exponent_of, f32
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold._numerics.codec import encode_finite
+from fp8manifold.optim import StiffnessMuon
+from fp8manifold.optim._spec import MOMENTUM_FORMAT
+from fp8manifold.optim._step import _fitted_scale, fit
+from fp8manifold.random_bits import word_range
+
+PATHS: dict[str, bool | None] = {"native": None, "eager": False}
+E2M5 = Codes(MOMENTUM_FORMAT)
+MU = 0.95
+
+
+def momentum_of(state: dict[str, Tensor]) -> Tensor:
+    """The momentum in float32."""
+    largest, codes = state["avg_largest"], state["momentum_buffer"]
+    blocks = codes.view(*largest.shape[:-1], -1) if largest.dim() > 1 else codes.view(len(largest), -1)
+    return (fm.decode(blocks, MOMENTUM_FORMAT) * _fitted_scale(largest).view(*largest.shape[:1], -1)).view(codes.shape)
+
+
+# ------------------------------------------------------------------------------------------------- the definition
+class Slow:
+    """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block.
+
+    Its draws are independent, whatever those of the weights are.
+    """
+
+    def __init__(self, count: int, block: int, momentum: float, words: tuple[int, int]) -> None:
+        self.codes, self.largest = [0] * count, [f32(0)] * (count // block)
+        self.block, self.words, self.steps = block, words, 0
+        self.decay, self.gain = f32(momentum), f32(1 - momentum)
+
+    def scale(self, block: int) -> float:
+        """The smallest power of two, and no subnormal, with which the largest is within 7.875."""
+        largest = float(self.largest[block])
+        exponent = exponent_of(largest) - 2 if largest >= 2.0**-126 else -126
+        return 2.0 ** max(exponent + (Fraction(largest) > Fraction(63, 8) * Fraction(2) ** exponent), -126)
+
+    def step(self, gradient: list[float]) -> None:
+        self.steps += 1
+        seed, stream = self.words
+        words = word_range(0, len(self.codes), (seed, self.steps, stream, 1), "cpu").tolist()
+        new: list[F32] = []
+        for i, (code, g) in enumerate(zip(self.codes, gradient, strict=True)):
+            value = f32(f32(E2M5.value(E2M5.signed(code))) * f32(self.scale(i // self.block)))
+            value = f32(-0.0) if code == MOMENTUM_FORMAT.sign_bit else value
+            new.append(f32(f32(value * self.decay) + f32(f32(g) * self.gain)))
+        for b in range(len(self.largest)):
+            self.largest[b] = max(abs(x) for x in new[b * self.block : (b + 1) * self.block])
+        for i, (x, word) in enumerate(zip(new, words, strict=True)):
+            scaled = Fraction(float(x)) / Fraction(self.scale(i // self.block))
+            self.codes[i] = E2M5.code(E2M5.round(float(scaled), word % 2**32 >> 8), bool(np.signbit(x)))
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    """Over some binades, with zeros of both signs; rows of nothing but zeros, of tiny and of huge values."""
+    g = normal(*shape, seed=100 + step) * torch.exp2(normal(*shape, seed=200 + step).mul(3).round())
+    g.view(-1)[step::7] = 0.0
+    g.view(-1)[step::11] = -0.0
+    g[1] = 0.0 if step != 2 else 1e-42
+    g[2] *= 1e15 if step == 1 else 1.0
+    return g
+
+
+SHAPES = ((3, 14, 14), (4, 300, 150), (3, 1301, 1301), (3, 512, 256))
+
+
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
+def test_codes_and_largest_are_those_of_the_definition(
+    rows: int, columns: int, block: int, path: str, draws: str
+) -> None:
+    weight = stored_weight(shape=(rows, columns))
+    optimizer = StiffnessMuon([weight], 0.01, momentum=MU, seed=5, moments="8bit", draws=draws, compile=PATHS[path])
+    slow = None
+    for t in range(4):
+        weight.grad = gradient((rows, columns), t)
+        optimizer.step()
+        state = optimizer.state[weight]
+        slow = slow or Slow(rows * columns, block, MU, (5, state["stream"]))
+        slow.step(weight.grad.view(-1).tolist())
+        assert state["momentum_buffer"].view(-1).tolist() == slow.codes, t
+        assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
+
+
+def test_the_compiled_step_has_the_same_bits() -> None:
+    """Codes, scales and weights, of a matrix in blocks and of a batch of matrices."""
+    found = []
+    for path in (None, True):
+        weights: list[Any] = [stored_weight(shape=(6, 300)), nn.Parameter(normal(3, 8, 14))]
+        options: dict[str, Any] = {"moments": "8bit", "draws": "dither", "matrix_shape": "batch", "compile": path}
+        optimizer = StiffnessMuon(weights, 0.01, **options)
+        for t in range(3):
+            for i, p in enumerate(weights):
+                p.grad = gradient(tuple(p.shape), t + i)
+            optimizer.step()
+        state = [tensor for p in weights for tensor in optimizer.state[p].values() if isinstance(tensor, Tensor)]
+        found.append([*state, weights[0].codes, weights[1].detach()])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------------------------------------------ the scale
+def test_the_scale_is_the_smallest_that_holds_the_largest() -> None:
+    """At every power of two, at the format's largest in each binade and one above it; none below 2^-126."""
+    for e in range(-149, 128):
+        for x in (2.0**e, 1.96875 * 2.0**e, float(np.nextafter(f32(1.96875 * 2.0**e), f32(np.inf)))):
+            if not 0 < x <= torch.finfo(torch.float32).max:
+                continue
+            scale = float(_fitted_scale(torch.tensor(float(f32(x)))))
+            assert float(f32(x)) / scale <= 7.875, x
+            assert scale == 2.0**-126 or float(f32(x)) / scale > 7.875 / 2, x
+
+
+def test_nothing_saturates_whatever_gradients_do() -> None:
+    """Jumps by a million, a thousand steps of zeros, subnormals: what is kept is within a spacing of the average."""
+    weight = nn.Parameter(torch.zeros(4, 64))
+    optimizer = StiffnessMuon([weight], 0.0, moments="8bit")
+    sizes = [1.0] * 20 + [1e6] * 20 + [1.0] * 20 + [0.0] * 1000 + [1e-40] * 5 + [1e-3] * 20 + [1e9, 1e-9] * 10
+    before = torch.zeros(4, 64)
+    for t, size in enumerate(sizes):
+        weight.grad = normal(4, 64, seed=t) * size
+        optimizer.step()
+        state = optimizer.state[weight]
+        exact = before * torch.tensor(MU) + weight.grad * torch.tensor(1 - MU)
+        before = momentum_of(state)
+        scale = _fitted_scale(state["avg_largest"])
+        assert torch.equal(state["avg_largest"], exact.abs().amax(1, keepdim=True)), t
+        assert ((before - exact).abs() <= scale * fm.ulp(exact / scale, MOMENTUM_FORMAT)).all(), t
+
+
+@pytest.mark.parametrize("x", [0.01, 0.51, 1.999, -2.03, 3.97, 7.8, -7.874])
+def test_every_value_is_right_in_the_mean(x: float) -> None:
+    """Beside a largest of 7.8: over 2^16 draws of 24 bits."""
+    average = torch.full((1, 2**16), x)
+    average[0, 0] = 7.874
+    inverse = fit(average)["avg_inverse"]
+    draws = word_range(0, 2**16, (1, 2, 3, 1), "cpu", 24).view(1, -1)
+    codes = encode_finite(average * inverse, MOMENTUM_FORMAT, draws).to(torch.uint8)
+    kept = fm.decode(codes, MOMENTUM_FORMAT)[0, 1:].double()
+    assert abs(float(kept.mean()) - float(f32(x))) <= 4 * float(kept.std()) / 2**8 + 1e-9
+
+
+# ---------------------------------------------------------------------------------- what rounding to nearest would do
+@pytest.mark.parametrize("draws", ["independent", "dither"])
+def test_small_gradients_beside_large_ones_arrive(draws: str) -> None:
+    """A hundredth of the block's largest, constant: the mean momentum is exact to 2% where nearest rounding leaves 0.
+
+    A step of nearest rounding changes nothing below half a spacing: with momentum 0.95, up to ten spacings are lost.
+    """
+    weight = nn.Parameter(torch.zeros(64, 256))
+    optimizer = StiffnessMuon([weight], 0.0, moments="8bit", draws=draws)
+    g = torch.full((64, 256), 0.01)
+    g[:, 0] = 1.0
+    small, nearest = [], torch.zeros(64, 256)
+    for t in range(300):
+        weight.grad = g.clone()
+        optimizer.step()
+        exact = nearest * MU + g * (1 - MU)
+        scale = _fitted_scale(exact.abs().amax(1, keepdim=True))
+        nearest = fm.round_to_grid(exact / scale, MOMENTUM_FORMAT) * scale
+        if t >= 100:
+            small.append(momentum_of(optimizer.state[weight])[:, 1:].double().mean().item())
+    assert abs(sum(small) / len(small) / 0.01 - 1) < 0.005  # dithered draws would be 0.011 above
+    assert (nearest[:, 1:] < 0.005).all()
+
+
+def recorded(steps: int, rows: int = 64, columns: int = 256) -> list[Tensor]:
+    """Gradients of a signal of low rank under noise, whose columns differ tenfold in size."""
+    signal = normal(rows, 4, seed=1) @ normal(4, columns, seed=2)
+    sizes = torch.logspace(-0.5, 0.5, columns)
+    return [(signal * 0.3 + normal(rows, columns, seed=10 + t)) * sizes for t in range(steps)]
+
+
+def test_the_error_is_a_third_of_e4m3s() -> None:
+    """E4M3 under the bound of the largest gradients has 0.11 on such gradients."""
+    weight = nn.Parameter(torch.zeros(64, 256))
+    optimizer = StiffnessMuon([weight], 0.0, moments="8bit")
+    exact = torch.zeros(64, 256)
+    for g in recorded(60):
+        weight.grad = g.clone()
+        optimizer.step()
+        exact = exact * MU + g * (1 - MU)
+    kept = momentum_of(optimizer.state[weight])
+    assert (kept - exact).norm() < 0.045 * exact.norm()
+
+
+# ------------------------------------------------------------------------------------------------------ the state
+def stepped() -> tuple[Any, StiffnessMuon]:
+    weight = stored_weight(shape=(4, 64))
+    optimizer = StiffnessMuon([weight], 0.01, moments="8bit")
+    weight.grad = normal(4, 64, seed=1)
+    optimizer.step()
+    return weight, optimizer
+
+
+def former(entry: dict[str, Any]) -> None:
+    """As it was when the momentum was E4M3 under a bound of the gradients."""
+    entry["avg_bound"] = entry.pop("avg_largest")
+
+
+@pytest.mark.parametrize("change", [former, lambda entry: entry.pop("avg_largest")], ids=["former", "lost"])
+def test_a_momentum_of_another_format_is_refused(change: Callable[[dict[str, Any]], None]) -> None:
+    """When it is loaded, and when it is found in a state that somebody has changed; nothing is stepped."""
+    _, optimizer = stepped()
+    saved = copy.deepcopy(optimizer.state_dict())
+    change(saved["state"][0])
+    weight, fresh = stepped()
+    with pytest.raises(ValueError, match="momentum_buffer in 8 bits without avg_largest"):
+        fresh.load_state_dict(saved)
+    change(fresh.state[weight])
+    before = weight.codes.clone()
+    weight.grad = normal(4, 64, seed=2)
+    with pytest.raises(ValueError, match="kept in another format"):
+        fresh.step()
+    assert torch.equal(weight.codes, before)
+
+
+def test_a_second_moment_without_its_bound_is_refused() -> None:
+    weight = stored_weight(shape=(4, 64))
+    optimizer = fm.optim.StiffnessAdamW([weight], 0.01, moments="8bit")
+    weight.grad = normal(4, 64, seed=1)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]["sq_bound"]
+    with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):
+        optimizer.load_state_dict(saved)

@@ -1,0 +1,203 @@
+"""``from_pretrained`` with a quantisation of floats: each tensor is encoded in its turn, and the bits are the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import huggingface, quantize_model
+from fp8manifold.nn import _hf_loading, _mapped_files
+
+transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what other libraries announce is their own business
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 48,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def seeded(kind: str, config: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(transformers, kind)(config)
+
+
+def llama(tied: bool) -> Any:
+    return seeded("LlamaForCausalLM", transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied))
+
+
+def gpt2(tied: bool) -> Any:
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 48}
+    return seeded("GPT2LMHeadModel", transformers.GPT2Config(**sizes, tie_word_embeddings=tied))
+
+
+def qwen(tied: bool) -> Any:
+    return seeded("Qwen2ForCausalLM", transformers.Qwen2Config(**SIZES, tie_word_embeddings=tied))
+
+
+MAKERS = {"llama": llama, "gpt2": gpt2, "qwen": qwen}
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    state = fm.use_plain_state(model).state_dict()
+    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
+    grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
+
+
+def read(folder: Path, formats: Any = "E4M3", *, dtype: Any = "auto", storage: str = "fp8", **options: Any) -> Any:
+    config = huggingface.quantization_config(formats, storage, **options)
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=dtype, output_loading_info=True
+    )
+    assert not any(said.values()), said
+    return model
+
+
+def floats(folder: Path, dtype: Any = "auto") -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
+@pytest.mark.parametrize(("saved", "asked"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
+def test_the_bits_of_quantising_the_float_model(kind: str, tied: str, saved: str, asked: str, tmp_path: Path) -> None:
+    options = {} if tied == "was not" else {"tied": tied}
+    dtype = "auto" if asked == "auto" else getattr(torch, asked)
+    formats = {"*": "E4M3", "mlp": {"weight": "E5M2", "activation": "E4M3", "granularity": "tensor"}}
+    model = MAKERS[kind](tied != "was not").to(getattr(torch, saved))
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    wanted = quantize_model(floats(tmp_path, dtype), formats, "fp8", seed=3, keep_remainder=True, **options)
+    other = read(tmp_path, formats, dtype=dtype, seed=3, keep_remainder=True, **options)
+    assert bits(other) == bits(wanted)
+    head, embedding = other.get_output_embeddings().weight, other.get_input_embeddings().weight
+    assert (head is embedding) == (tied == "leave")
+    other.save_pretrained(tmp_path / "again")
+    assert bits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=dtype)) == bits(other)
+
+
+@pytest.mark.parametrize("storage", ["grid", "master"])
+def test_other_storages_are_quantised_at_the_end(storage: Any, tmp_path: Path) -> None:
+    llama(False).save_pretrained(tmp_path)
+    assert bits(read(tmp_path, storage=storage)) == bits(quantize_model(floats(tmp_path), "E4M3", storage))
+
+
+def test_each_tensor_is_encoded_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama(True).save_pretrained(tmp_path)
+    before: list[Any] = []
+    most, own = 0, _hf_loading.Reader.encoded
+
+    def watched(self: Any, model: Any, name: str, value: Tensor) -> Tensor:
+        nonlocal most
+        gc.collect()
+        before.append(weakref.ref(value))
+        most = max(most, sum(ref() is not None for ref in before))
+        return own(self, model, name, value)
+
+    monkeypatch.setattr(_hf_loading.Reader, "encoded", watched)
+    model = read(tmp_path, {"*": "E4M3"}, tied="leave")
+    assert (most, len(before)) == (1, sum(isinstance(m, fm.QuantizedLinear) for m in model.modules()))
+
+
+def test_pages_are_given_back_unless_they_were_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not _mapped_files._MAPPINGS.exists():
+        pytest.skip("this system does not say what is mapped")
+    path = tmp_path / "some.bin"
+    path.write_bytes(bytes(range(256)) * 1024)
+
+    def resident() -> int:
+        lines = _mapped_files._MAPPINGS.read_text().splitlines()
+        at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+        return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])
+
+    def mapped() -> Tensor:
+        return torch.from_file(str(path), shared=False, size=2**18, dtype=torch.uint8)
+
+    monkeypatch.setattr(_mapped_files, "_EVERY", 2**10)
+    monkeypatch.setattr(_mapped_files, "_PARTS", 2**10)
+    files = _mapped_files.MappedFiles([path])
+    values = mapped()
+    assert int(values.sum()) > 0
+    assert resident() == 256
+    files.was_read(2**9)
+    assert resident() == 256
+    files.was_read(2**9)
+    assert resident() == 0
+    assert values[:3].tolist() == [0, 1, 2]
+    values[0] = 7  # a page of the process's own by now
+    files.was_read(2**10)
+    assert values[:3].tolist() == [7, 1, 2]
+    monkeypatch.setattr(_mapped_files, "_PARTS", 64)
+    before = _mapped_files.MappedFiles([path])
+    del values
+    kept = mapped()
+    other = _mapped_files.MappedFiles([path])
+    assert int(kept.sum()) > 0
+    other.give_back()  # not its own
+    assert resident() > 0
+    assert before._every == 2**12  # a 64th of the file
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = llama(True)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="pattern 'nothing' matches none"):
+        read(tmp_path, {"nothing": "E4M3"})
+    with pytest.raises(ValueError, match=r"the weight of 'lm_head' is shared"):
+        read(tmp_path)
+    config = huggingface.quantization_config(tied="leave")
+    with pytest.raises(ValueError, match="device_map has 'disk'"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=config, device_map={"": "disk"}, offload_folder=str(tmp_path)
+        )
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ValueError, match=r"a weight of shape \(96, 64\) holds NaN or Inf"):
+        read(tmp_path / "nan", tied="leave")
+
+
+def test_a_weight_of_another_shape_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    llama(False).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(8, 64)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        read(tmp_path)
+    config = huggingface.quantization_config()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=config, ignore_mismatched_sizes=True
+    )
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert (tuple(weight.shape), type(weight).__name__) == ((96, 64), "FP8Parameter")
+    assert float(weight.dequantize().std()) > 0  # drawn, as transformers does for what it could not read
+
+
+def test_a_missing_layer_is_drawn_and_quantised(tmp_path: Path) -> None:
+    llama(True).model.save_pretrained(tmp_path)
+    config = huggingface.quantization_config(tied="leave")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, quantization_config=config, num_labels=2
+    )
+    assert isinstance(model.score.weight, fm.FP8Parameter)
+    assert not any(p.is_meta for p in model.parameters())

@@ -1,0 +1,313 @@
+"""Parameters in one byte where they are: convolutions, embeddings, experts; the model's code knows nothing of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import FP8Parameter, QuantizedLinear, load_quantized, quantize_model
+from fp8manifold.tensor import FP8Tensor
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+class Language(nn.Module):
+    """An embedding, experts that one parameter holds, and a head that may share the embedding."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 32, padding_idx=0)
+        self.inner = nn.Linear(32, 32)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(3, 16, 32))
+        self.experts.bias = nn.Parameter(torch.randn(16))
+        self.head = nn.Linear(32, 12, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.inner(self.tokens(tokens))
+        up: Any = self.experts.up
+        mixed = [nn.functional.linear(x, up[index], self.experts.bias) @ up[index] for index in range(3)]  # type: ignore[arg-type]
+        return self.head(x + sum(mixed))  # type: ignore[no-any-return]
+
+
+def seeded(kind: Any, *args: Any, **options: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(*args, **options)
+
+
+def valued(model: nn.Module) -> nn.Module:
+    """The same model in floats, of the values that the codes have."""
+    return fm.dequantize_model(copy.deepcopy(model))
+
+
+def gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(*inputs).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+
+
+def same_as_its_values(model: nn.Module, *inputs: Tensor) -> None:
+    floats = valued(model)
+    assert torch.equal(model(*inputs), floats(*inputs))
+    ours, theirs = gradients(model, *inputs), gradients(floats, *inputs)
+    assert list(ours) == list(theirs)
+    for name, gradient in theirs.items():
+        assert torch.equal(ours[name], gradient), name
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    state = fm.use_plain_state(copy.deepcopy(model)).state_dict()
+    held = {name: (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist()) for name, x in state.items()}
+    kinds = {name: type(p).__name__ for name, p in model.named_parameters(remove_duplicate=False)}
+    return {"held": held, "kinds": kinds}
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_computes_with_the_values_of_its_codes(granularity: Any, tied: bool) -> None:
+    model = quantize_model(
+        seeded(Language, tied), "E4M3", "fp8", granularity=granularity, parameters="experts.*", embeddings="E4M3"
+    )
+    shares = {"tensor": "tensor", "block": "block"}
+    assert model.experts.up.granularity == shares.get(granularity, "row")
+    assert model.tokens.weight.granularity == shares.get(granularity, "channel")
+    assert (model.head.weight is model.tokens.weight) == tied
+    assert isinstance(model.head, QuantizedLinear) != tied
+    assert not isinstance(model.experts.bias, FP8Parameter)
+    assert len({p.seed for p in model.parameters() if isinstance(p, FP8Parameter)}) == (3 if tied else 4)
+    same_as_its_values(model, TOKENS)
+
+
+def test_experts_have_a_scale_a_row() -> None:
+    weight = torch.randn(3, 4, 32) * torch.tensor([1.0, 2.0**9, 2.0**-9])[:, None, None]
+    own = FP8Parameter(weight, "E4M3", granularity="row", seed=1)
+    flat = FP8Parameter(weight.view(12, 32), "E4M3", seed=1)
+    assert own.scale.shape == (3, 4, 1)
+    assert torch.equal(own.codes.view(12, 32), flat.codes)
+    assert torch.equal(own.scale.view(12, 1), flat.scale)
+    assert FP8Parameter(weight[0], "E4M3", granularity="row").granularity == "channel"
+    assert FP8Parameter(weight[0, 0], "E4M3", granularity="row").granularity == "tensor"
+    assert FP8Parameter(weight[:0], "E4M3", granularity="row").scale.shape == (0, 4, 1)
+    back = FP8Tensor.from_codes(own.codes, own.scale, "E4M3")
+    assert (back.granularity, torch.equal(back.dequantize(), own.dequantize())) == ("row", True)
+    state = fm.unflatten_state_dict(*fm.flatten_state_dict({"w": own}))
+    assert state["w"].granularity == "row"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "row", "block"])
+def test_of_a_view_of_some_experts_no_others_are_decoded(granularity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FP8Parameter(seeded(torch.randn, 3, 4, 64), "E4M3", granularity=granularity, seed=1)
+    values = own.dequantize()
+    takes = [
+        lambda x: x[1],
+        lambda x: x[-1],
+        lambda x: x[torch.tensor(2)],
+        lambda x: x[1:],
+        lambda x: x[::2],
+        lambda x: x[1:][0],
+        lambda x: x[1].t(),
+        lambda x: x[1][2:3],
+        lambda x: x.unbind()[2],
+        lambda x: x.split(2)[1],
+    ]
+    monkeypatch.setattr(FP8Tensor, "dequantize", None)
+    for take in takes:
+        assert torch.equal(take(own.detach()) * 1, take(values))
+    x = torch.randn(2, 64)
+    nn.functional.linear(x, own[1]).sum().backward()  # in the backward pass, too
+    assert torch.equal(own.grad[1], x.sum(0).expand(4, 64))  # type: ignore[index]
+    assert not own.grad[0].any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("options", [{}, {"moments": "8bit"}, {"moments": "8bit", "writeback": "residual8"}])
+def test_experts_step_as_the_rows_that_they_are(options: Any) -> None:
+    weight = seeded(torch.randn, 3, 4, 32)
+    own, flat = (FP8Parameter(weight.view(s), "E4M3", granularity="row", seed=1) for s in ((3, 4, 32), (12, 32)))
+    steppers = [fm.optim.StiffnessAdamW([p], lr=3e-2, compile=False, **options) for p in (own, flat)]
+    for step in range(4):
+        gradient = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(step))
+        for parameter, optimizer in zip((own, flat), steppers, strict=True):
+            parameter.grad = gradient.view(parameter.shape)
+            optimizer.step()
+    assert torch.equal(own.codes.view(12, 32), flat.codes)
+    assert torch.equal(own.scale.view(12, 1), flat.scale)
+    assert not torch.equal(own.dequantize(), weight)
+
+
+def test_muon_takes_each_expert_as_a_matrix_of_its_own() -> None:
+    weight, gradient = seeded(torch.randn, 2, 3, 16, 32).unbind()
+    holder = nn.Module()
+    holder.up = FP8Parameter(weight, "E2M5", granularity="row", seed=1)  # type: ignore[assignment]
+    values = holder.up.dequantize()
+    optimizer = fm.optim.StiffnessMuon.for_model(holder, 0.5, moments="8bit", weight_decay=0.0)
+    apart = nn.ParameterList([nn.Parameter(each.clone()) for each in values])
+    other = fm.optim.StiffnessMuon.for_model(apart, 0.5, weight_decay=0.0)
+    holder.up.grad = gradient
+    for parameter, its in zip(apart, gradient, strict=True):
+        parameter.grad = its
+    optimizer.step()
+    other.step()
+    moved = torch.stack([p.detach() for p in apart])
+    assert (moved - values).abs().mean() > 0.05
+    assert (holder.up.dequantize() - moved).abs().mean() < 0.25 * (moved - values).abs().mean()
+
+
+CONVOLUTIONS = {
+    "conv1d": (nn.Conv1d(4, 6, 3), (2, 4, 8)),
+    "conv2d": (nn.Conv2d(4, 6, (3, 2), padding=1, groups=2), (2, 4, 5, 5)),
+    "conv3d": (nn.Conv3d(2, 3, 2), (1, 2, 4, 4, 4)),
+    "transposed": (nn.ConvTranspose2d(4, 6, 3), (2, 4, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(CONVOLUTIONS))
+def test_convolutions(kind: str) -> None:
+    layer, shape = CONVOLUTIONS[kind]
+    model = quantize_model(nn.Sequential(copy.deepcopy(layer), nn.Linear(1, 1)), "E4M3", "fp8", parameters="0.weight")
+    weight = model[0].weight
+    assert weight.scale.shape == (layer.weight.shape[0], *(1 for _ in layer.weight.shape[1:]))
+    x = seeded(torch.randn, *shape)
+    same_as_its_values(model[0], x)
+    optimizer = fm.optim.StiffnessMuon.for_model(model[0], 1e-1, moments="8bit")
+    before = weight.codes.clone()
+    model[0](x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight.codes, before)
+
+
+def test_only_the_rows_that_are_looked_up_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantize_model(nn.Sequential(nn.Embedding(12, 32), nn.Linear(32, 2)), "E4M3", "fp8", embeddings="E5M2")
+    values = model[0].weight.dequantize()
+    monkeypatch.setattr(FP8Tensor, "dequantize", None)
+    found = model[0](TOKENS)
+    assert torch.equal(found, values[TOKENS])
+    found.sum().backward()
+    assert model[0].weight.grad.sum() == TOKENS.numel() * 32
+
+
+def test_a_tied_embedding_is_one_tensor_of_three_bytes_under_muon() -> None:
+    model = quantize_model(seeded(Language), "E4M3", "fp8", parameters="*.up", embeddings="E4M3", tied="leave")
+    ours, theirs = gradients(model, TOKENS), gradients(valued(model), TOKENS)
+    assert torch.equal(ours["tokens.weight"], theirs["tokens.weight"])  # of both places, summed
+    optimizer = fm.optim.StiffnessMuon.for_model(model, 1e-2, moments="8bit")
+    group = next(g for g in optimizer.param_groups if any(p is model.tokens.weight for p in g["params"]))
+    assert group["direction"] == "adam"
+    before = model.head.weight.codes.clone()
+    optimizer.step()
+    assert model.head.weight is model.tokens.weight
+    assert not torch.equal(model.head.weight.codes, before)
+    state = optimizer.state[model.tokens.weight]
+    held = [x for x in state.values() if isinstance(x, Tensor) and x.shape == model.tokens.weight.shape]
+    assert [x.dtype for x in held] == [torch.uint8, torch.uint8]
+
+
+def test_states_are_saved_and_loaded() -> None:
+    options: dict[str, Any] = {"parameters": {"*.up": "E3M4"}, "embeddings": "E5M2"}
+    model = quantize_model(seeded(Language, False), "E4M3", "fp8", **options)
+    optimizer = fm.optim.StiffnessAdamW(model.parameters(), lr=1e-2, compile=False)
+    model(TOKENS).square().sum().backward()
+    optimizer.step()
+    for plain in (False, True):
+        file = io.BytesIO()
+        torch.save(fm.use_plain_state(model, plain=plain).state_dict(), file)
+        file.seek(0)
+        with torch.random.fork_rng():
+            other = quantize_model(Language(False), "E4M3", "fp8", seed=5, **options)
+        other.load_state_dict(torch.load(file))
+        assert bits(other) == bits(model)
+    names = list(model.state_dict())
+    assert {"experts.up", "experts.up_scale", "tokens.weight_traits"} <= set(names)
+    assert bits(copy.deepcopy(model)) == bits(model)
+    state = {name: x.clone() for name, x in valued(model).state_dict().items()}
+    state["experts.up"] *= 2.0**20
+    other.load_state_dict(state)  # floats are rounded at scales of their own
+    assert torch.equal(other.experts.up.dequantize(), state["experts.up"])
+    wrong = fm.use_plain_state(quantize_model(Language(False), "E4M3", "fp8", parameters="*.up", embeddings="E5M2"))
+    with pytest.raises(RuntimeError, match=r"experts\.up is of E4M3, but this parameter is of E3M4"):
+        model.load_state_dict(wrong.state_dict())
+
+
+@pytest.mark.parametrize("tied", ["refuse", "leave", "untie"])
+def test_models_are_read_into_codes_where_they_are(tied: Any) -> None:
+    with torch.device("meta"):
+        model = Language()
+    options: dict[str, Any] = {"parameters": "*.up", "embeddings": "E4M3", "tied": tied, "seed": 3}
+    floats = seeded(Language)
+    state = {name: x.clone() for name, x in floats.state_dict().items()}
+    wanted = quantize_model(floats, "E4M3", "fp8", **options)
+    read = load_quantized(model, state, "E4M3", **options)
+    assert bits(read) == bits(wanted)
+    assert (read.head.weight is read.tokens.weight) == (tied != "untie")
+    state["experts.up"][0, 0, 0] = float("inf")
+    with torch.device("meta"):
+        model = Language()
+    with pytest.raises(ValueError, match=r"parameter 'experts\.up': weights of shape \(3, 16, 32\) hold NaN or Inf"):
+        load_quantized(model, state, "E4M3", **options)
+    assert model.inner.weight.is_meta
+
+
+def test_the_report_and_the_way_back() -> None:
+    model = seeded(Language)
+    quantize_model(model, "E4M3", "fp8", parameters=["*.up"], embeddings="E5M2", tied="leave")
+    report = fm.quantization_report(model)
+    details = {layer.name: layer.detail for layer in report.quantized}
+    assert details["experts"] == "up=E4M3, storage=fp8"
+    assert details["tokens"] == details["head"] == "weight=E5M2, storage=fp8"
+    assert report.quantized_parameters == 12 * 32 + 32 * 32 + 3 * 16 * 32
+    assert report.left == ()
+    values, tensors = valued(model), dict(fm.exported_state_dict(model)[0])
+    assert torch.equal(tensors["experts.up"], values.experts.up)
+    assert torch.equal(tensors["tokens.weight"], values.tokens.weight)
+    assert tensors["inner.weight"].dtype == torch.float8_e4m3fn
+    plain, _ = fm.exported_state_dict(fm.use_plain_state(model))
+    assert sorted(plain) == sorted(tensors)
+    fm.dequantize_model(model)
+    assert not any(isinstance(p, FP8Tensor) for p in model.parameters())
+    assert model.head.weight is model.tokens.weight
+
+
+def test_attributes_gradients_and_what_is_not_trained_go_over() -> None:
+    model = seeded(Language)
+    model.experts.up.requires_grad_(False)
+    model.tokens.weight.mark = "mine"
+    seen: list[str] = []
+    model.tokens.weight.register_hook(lambda gradient: seen.append("seen"))
+    quantize_model(model, {"*": "none"}, "fp8", parameters={"*.up": "E4M3"}, embeddings={"tokens": "E4M3"})
+    assert (model.experts.up.requires_grad, model.tokens.weight.mark) == (False, "mine")
+    model(TOKENS).sum().backward()
+    assert seen == ["seen"]
+    assert model.experts.up.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"parameters": "expert"}, "pattern 'expert' matches none of the 2 parameters .* did you mean 'experts'"),
+        ({"parameters": {"inner": "E4M3"}}, "pattern 'inner' matches none"),
+        ({"parameters": {3: "E4M3"}}, "parameters has 3: a pattern must be a string"),
+        ({"parameters": {"*": "E9M9"}}, "E9M9"),
+        ({"embeddings": {"inner": "E4M3"}}, "embeddings: pattern 'inner' matches none"),
+        ({"parameters": "*", "storage": "grid"}, "become codes with storage='fp8', not with storage='grid'"),
+        ({"embeddings": "E5M2"}, "the weight of 'head' is shared"),
+        ({"parameters": "*.up", "formats": {"inner": "E4M3"}}, r"give parameters=\{'\*\.up': 'E4M3'\}"),
+        ({"embeddings": "E4M3", "granularity": "block", "formats": {"*": "E4M3"}, "tied": "never"}, "tied"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], line: str) -> None:
+    given = {"formats": "E4M3", "storage": "fp8", **options}
+    with pytest.raises((ValueError, TypeError), match=line):
+        quantize_model(seeded(Language), **given)
+    with pytest.raises(ValueError, match=r"has no nn\.Embedding"):
+        quantize_model(nn.Linear(2, 2), "E4M3", "fp8", embeddings="E4M3")
+    model = quantize_model(seeded(Language), "E4M3", "fp8", parameters="*.up", tied="leave")
+    with pytest.raises(ValueError, match=r"parameter 'experts\.up' is in E4M3 already"):
+        quantize_model(model, {"*": "none"}, "fp8", parameters={"*.up": "E5M2"})

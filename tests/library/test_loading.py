@@ -1,0 +1,249 @@
+"""Models read into codes one tensor at a time: the bits of quantising the float model, and one float tensor alive."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8manifold as fm
+from fp8manifold import load_quantized, quantize_model
+
+safetensors = pytest.importorskip("safetensors.torch", reason="needs the package safetensors")
+
+
+class Small(nn.Module):
+    """Linear layers, an embedding that is the head's, a norm, a buffer, one weight that two parameters are."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, tied: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 32, dtype=dtype)
+        self.one = nn.Linear(32, 64, dtype=dtype)
+        self.two = nn.Linear(64, 32, bias=False, dtype=dtype)
+        self.norm = nn.LayerNorm(32, dtype=dtype)
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.head = nn.Linear(32, 12, bias=False, dtype=dtype)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.two(self.one(self.tokens(tokens)))))  # type: ignore[no-any-return]
+
+
+def made(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Small(dtype, tied)
+    model.count.copy_(torch.tensor([1, 2, 3]))
+    model.norm.weight.requires_grad_(False)
+    return model
+
+
+def bare(dtype: torch.dtype = torch.float32, tied: bool = True) -> Small:
+    with torch.device("meta"):
+        model = Small(dtype, tied)
+    model.norm.weight.requires_grad_(False)
+    return model
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def bits(model: nn.Module) -> dict[str, Any]:
+    held = {}
+    for name, x in fm.use_plain_state(model).state_dict().items():
+        held[name] = (str(x.dtype), x.contiguous().view(-1).view(torch.uint8).tolist())
+    grads = {name: (p.requires_grad, type(p).__name__) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {"held": held, "parameters": grads, "modules": [repr(m) for m in model.modules()]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", ["leave", "untie", "was not"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_the_bits_of_quantising_the_float_model(dtype: Any, tied: Any, granularity: Any, tmp_path: Path) -> None:
+    options = {"granularity": granularity, "seed": 3, "keep_remainder": True, "headroom": 4.0}
+    if tied != "was not":
+        options["tied"] = tied
+    formats = {"*": "E4M3", "two": {"weight": "E5M2", "activation": "E4M3"}}
+    model = made(dtype, tied != "was not")
+    state = state_of(model)
+    kept = {name: x for name, x in state.items() if name != "head.weight" or tied == "was not"}
+    safetensors.save_file(kept, tmp_path / "model.safetensors")
+    wanted = quantize_model(model, formats, "fp8", **options)
+    for source in (state, tmp_path, tmp_path / "model.safetensors"):
+        read = load_quantized(bare(dtype, tied != "was not"), source, formats, **options)
+        assert bits(read) == bits(wanted)
+        assert (read.head.weight is read.tokens.weight) == (tied == "leave")
+        assert not any(p.is_meta for p in read.parameters())
+    state["norm.bias"].fill_(7.0)
+    assert bits(read) == bits(wanted)  # nothing is shared with what was given
+
+
+def test_shards_of_another_dtype(tmp_path: Path) -> None:
+    state = {name: x.bfloat16() if x.is_floating_point() else x for name, x in state_of(made(tied=False)).items()}
+    names = sorted(state)
+    parts = {"a.safetensors": names[:3], "b.safetensors": names[3:]}
+    for file, its in parts.items():
+        safetensors.save_file({name: state[name] for name in its}, tmp_path / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, its in parts.items() for name in its}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = made(tied=False)
+    model.load_state_dict(state)
+    wanted = bits(quantize_model(model, "E4M3", "fp8"))
+    for source in (tmp_path, [tmp_path / file for file in parts], tmp_path / "model.safetensors.index.json"):
+        assert bits(load_quantized(bare(tied=False), source)) == wanted
+
+
+def test_conv1d_of_transformers() -> None:
+    utils = pytest.importorskip("transformers.pytorch_utils", reason="needs the package transformers")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(utils.Conv1D(32, 32), utils.Conv1D(8, 32))
+    with torch.device("meta"):
+        other = nn.Sequential(utils.Conv1D(32, 32), utils.Conv1D(8, 32))
+    state = state_of(model)
+    assert bits(load_quantized(other, state)) == bits(quantize_model(model, "E4M3", "fp8"))
+
+
+class Watched(Mapping[str, Tensor]):
+    """Makes each tensor when it is asked for, and counts how many floats of those are alive then."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state, self.alive, self.most = state, [], 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        gc.collect()
+        self.alive = [ref for ref in self.alive if ref() is not None]
+        value = self.state[name].clone()
+        self.alive.append(weakref.ref(value))
+        self.most = max(self.most, len(self.alive))
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+def test_no_more_than_one_float_tensor_is_alive() -> None:
+    layers = [nn.Linear(16, 16) for _ in range(6)]
+    state = state_of(nn.Sequential(*layers))
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    watched = Watched(state)
+    read = load_quantized(model, watched)
+    assert watched.most == 1
+    assert bits(read) == bits(quantize_model(nn.Sequential(*layers), "E4M3", "fp8"))
+
+
+def spoilt(**changes: Tensor | None) -> dict[str, Tensor]:
+    state = state_of(made())
+    del state["head.weight"]
+    for name, value in changes.items():
+        key = name.replace("__", ".")
+        if value is None:
+            del state[key]
+        else:
+            state[key] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"two__weight": None}, "the model has 'two.weight', which the source lacks"),
+        (
+            {"two__weight": None, "tow__weight": torch.zeros(1)},
+            "the model has 'two.weight', which the source lacks (it has 'tow.weight', which the model lacks)",
+        ),
+        ({"extra": torch.zeros(1)}, "the source has 'extra', which the model lacks"),
+        (
+            {"one__weight": torch.zeros(64, 31)},
+            "'one.weight' has shape (64, 31) in the source, and (64, 32) in the model",
+        ),
+        (
+            {"one__weight": torch.zeros(64, 32, dtype=torch.int8)},
+            "'one.weight' holds no floats in the source, and floats in the model",
+        ),
+        (
+            {"one__weight": torch.zeros(64, 32).to(torch.float8_e4m3fn)},
+            "'one.weight' is of torch.float8_e4m3fn: the source has to hold float weights",
+        ),
+        ({"count": torch.zeros(3)}, "'count' holds floats in the source, and no floats in the model"),
+        (
+            {"two__weight": torch.full((32, 64), float("nan"))},
+            "the weight of 'two': weights of shape (32, 64) hold NaN or Inf: they can't be stored in E4M3",
+        ),
+        (
+            {"head__weight": torch.zeros(12, 32)},
+            "'tokens.weight' and 'head.weight' differ in the source, and are one tensor in the model",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_nothing_is_loaded(changes: Any, line: str, tmp_path: Path) -> None:
+    state = spoilt(**changes)
+    sources: list[Any] = [state, Watched(state)]
+    if "float8" not in line:
+        safetensors.save_file(state, tmp_path / "model.safetensors")
+        sources.append(tmp_path)
+    for source in sources:
+        model = bare()
+        before = [(name, id(p)) for name, p in model.named_parameters()]
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+            load_quantized(model, source, tied="leave")
+        assert [(name, id(p)) for name, p in model.named_parameters()] == before
+        assert type(model.one) is nn.Linear
+
+
+def test_what_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"parameter 'tokens\.weight' has values already"):
+        load_quantized(made(), {}, tied="leave")
+    with pytest.raises(ValueError, match=r"the weight of 'head' is shared"):
+        load_quantized(bare(), {})
+    with pytest.raises(TypeError, match="has no storage"):
+        load_quantized(bare(), {}, storage="grid")
+    model = bare()
+    model.register_buffer("angles", torch.zeros(2, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="buffer 'angles' has no values and is in no state dict"):
+        load_quantized(model, state_of(made()), tied="leave")
+    model.angles = torch.zeros(2)
+    assert load_quantized(model, state_of(made()), tied="leave").angles.tolist() == [0, 0]
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
+        load_quantized(bare(), tmp_path, tied="leave")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_quantized(bare(), tmp_path / "none.safetensors", tied="leave")
+    (tmp_path / "bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(ValueError, match="is no whole safetensors file"):
+        load_quantized(bare(), tmp_path, tied="leave")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    with pytest.raises(ValueError, match="is no file beside it"):
+        load_quantized(bare(), tmp_path, tied="leave")
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="can't be read as an index"):
+        load_quantized(bare(), tmp_path, tied="leave")
+    for name in ("a", "b"):
+        safetensors.save_file({"w": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ValueError, match="give one of them"):
+        load_quantized(bare(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tied="leave")
+
+
+def test_a_layer_alone_and_a_model_of_several_pieces() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        linear = nn.Linear(1100, 2000)  # rounded some rows at a time
+    with torch.device("meta"):
+        model = nn.Linear(1100, 2000)
+    state = state_of(linear)
+    read = load_quantized(model, state, "E4M3", keep_remainder=True)
+    assert bits(read) == bits(quantize_model(linear, "E4M3", "fp8", keep_remainder=True))
+    assert isinstance(read, fm.QuantizedLinear)
