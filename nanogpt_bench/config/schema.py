@@ -304,8 +304,7 @@ class OptimizerConfig:
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: draws of stochastic rounding, anew in every step or spread evenly over the steps; null: "
-        "independent",
+        "grid and fp8 storage: draws of rounding, anew in every step or spread evenly over them; null: independent",
         choices=DRAWS,
         of_formats=True,
         storages=ROUNDED,
