@@ -80,8 +80,8 @@ def on_card(session: Session) -> Iterator[None]:
         return
     kept = _agreement.on_gpu, _agreement.is_triton, _backends.is_native, _backends.is_triton
     _agreement.on_gpu = lambda device: True  # type: ignore[assignment]
-    _agreement.is_triton = _backends.is_triton = lambda slot, dtype: True  # type: ignore[assignment]
-    _backends.is_native = lambda slot, dtype: False  # type: ignore[assignment]
+    _agreement.is_triton = _backends.is_triton = lambda slot: True  # type: ignore[assignment]
+    _backends.is_native = lambda slot: False  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-/* The stages of a step, element by element: what fp8manifold/optim/_weights.py, _directions.py, _geometry.py,
+/* The stages of a step, element by element: what fp8manifold/optim/_step.py, _directions.py, _numerics/stiffness.py,
  * _moments.py and _injection.py say of whole tensors. */
 #ifndef FP8MANIFOLD_ELEMENTS_H
 #define FP8MANIFOLD_ELEMENTS_H

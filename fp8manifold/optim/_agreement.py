@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
-from fp8manifold.optim._backends import note_changes, tables_of
+from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
 from fp8manifold.optim._pending import pending_of
-from fp8manifold.optim._slot import Member, Slot
-from fp8manifold.optim._state import unpacked
+from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._state import gathered
 from fp8manifold.optim._triton_step import Launched, is_triton, run_triton
 from fp8manifold.tensor import FP8Tensor
 
@@ -26,7 +26,7 @@ _NONE: Final[Mapping[Tensor, Any]] = MappingProxyType({})
 
 
 def ranks_elsewhere() -> tuple[list[Ranks], torch.device] | None:
-    """Those of all parameters of a ``ZeroRedundancyOptimizer`` that makes the optimizer of this process' part.
+    """The processes of all parameters of a ``ZeroRedundancyOptimizer`` that makes the optimizer of this process' part.
 
     A process may have none of them, and no other way to know who waits for its verdict.
     """
@@ -51,7 +51,7 @@ def ranks_together(optimizer: Optimizer) -> tuple[list[Ranks], torch.device]:
 
 
 def described(group: dict[str, Any], i: int, k: int) -> str:
-    """By name where the groups have names (``model.named_parameters()``), by position and shape always."""
+    """A parameter in words: its name where the groups have names, its position and shape always."""
     names = group.get("param_names")
     name = f"{names[k]!r}, " if names else ""
     return f"parameter {k} of group {i} ({name}shape {tuple(group['params'][k].shape)})"
@@ -121,14 +121,15 @@ _DOT = 2**30
 _BETWEEN: Final = ("fp8manifold", "torch", "contextlib")
 
 
-def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any], Tensor]]) -> bool:
-    """One sum of squares a tensor, and an exact check only where the sum of those is not finite.
+def all_finite(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> bool:
+    """Check gradients by one sum of squares a tensor, and exactly only where the sum of those is not finite.
 
     Raises:
         ValueError: a sparse or complex gradient.
         FloatingPointError: a gradient is not finite and its group has ``on_nonfinite="raise"``.
     """
-    for _, parameter in pairs:
+    for slot in slots:
+        parameter = slot.parameter
         assert parameter.grad is not None
         if parameter.grad.is_sparse or parameter.grad.is_complex():
             kind = "sparse" if parameter.grad.is_sparse else str(parameter.grad.dtype)
@@ -136,15 +137,15 @@ def all_finite(optimizer: torch.optim.Optimizer, pairs: list[tuple[dict[str, Any
                 f"{type(optimizer).__name__} takes dense real gradients only: that of a parameter of shape "
                 f"{tuple(parameter.shape)} is {kind}"
             )
-    if _squares_sum_up([parameter for _, parameter in pairs]):
+    if _squares_sum_up(slots):
         return True
-    each = [squares_are_finite(group, parameter) for group, parameter in pairs]  # any of them may raise
+    each = [squares_are_finite(slot) for slot in slots]  # any of them may raise
     return all(each)
 
 
-def _squares_sum_up(parameters: Sequence[Tensor]) -> bool:
-    """Whether the squares of all gradients have a finite sum: then all of them are finite."""
-    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+def _squares_sum_up(slots: Sequence[Slot]) -> bool:
+    """True where the squares of all gradients have a finite sum: then all of them are finite."""
+    gradients = [local_of(slot.parameter.grad) for slot in slots]
     native = [g for g in gradients if type(g) is Tensor and g.dtype is torch.float32 and g.is_cpu and g.is_contiguous()]
     if len(native) == len(gradients) and (total := sum_of_squares(native)) is not None:
         return math.isfinite(total)
@@ -162,27 +163,24 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
 
 
 def _squares_hold(gradient: Tensor, factor: float = 1.0) -> bool:
-    """Whether every ``(factor g)^2`` is finite in the dtype that is computed in."""
+    """True where every ``(factor g)^2`` is finite in the dtype that is computed in."""
     wide = gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
     wide = wide * factor
     return bool((wide * wide).isfinite().all())
 
 
-def squares_are_finite(group: dict[str, Any], parameter: Tensor, factor: float = 1.0) -> bool:
-    """Whether every ``(factor g)^2`` is finite; only looked at where ``factor`` is at least 1.
+def squares_are_finite(slot: Slot, factor: float = 1.0) -> bool:
+    """True where every ``(factor g)^2`` is finite; not checked for a factor below 1.
 
     Raises:
         FloatingPointError: one is not and the group has ``on_nonfinite="raise"``.
     """
-    assert parameter.grad is not None
-    if factor < 1:
+    if factor < 1 or _squares_hold(local_of(slot.parameter.grad), factor):
         return True
-    if _squares_hold(local_of(parameter.grad), factor):
-        return True
-    if group["on_nonfinite"] == "raise":
+    if slot.group["on_nonfinite"] == "raise":
         raise FloatingPointError(
-            f"a gradient of shape {tuple(parameter.shape)} is not finite, or its square is not: on_nonfinite='skip' "
-            "leaves such steps out"
+            f"a gradient of shape {tuple(slot.parameter.shape)} is not finite, or its square is not: "
+            "on_nonfinite='skip' leaves such steps out"
         )
     return False
 
@@ -214,7 +212,7 @@ def warn_of_skips(optimizer: Any, culprits: Sequence[Tensor] | None) -> None:
 
 
 def _level_of_the_caller() -> int:
-    """How far up the first frame is that is neither this package's nor torch's, counted from :func:`warn_of_skips`."""
+    """The level of the first frame that is neither this package's nor torch's, counted from :func:`warn_of_skips`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
@@ -222,7 +220,7 @@ def _level_of_the_caller() -> int:
 
 
 def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
-    """Say that a parameter's own step, in a backward pass, was left out.
+    """Warn that a parameter's own step, in a backward pass, was left out.
 
     Warns:
         RuntimeWarning: always.
@@ -236,7 +234,7 @@ def warn_of_one(optimizer: Any, parameter: Tensor) -> None:
 
 
 def names_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[str]:
-    """Those of an optimizer's that are among some, as :func:`described` has them."""
+    """Parameters in words, as :func:`described` has them, in the optimizer's order."""
     wanted = {id(parameter) for parameter in parameters}
     return [
         described(group, i, k)
@@ -247,24 +245,19 @@ def names_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[str]:
 
 
 def _culprits(optimizer: Any) -> list[str]:
-    found = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-        and not _squares_hold(local_of(parameter.grad), optimizer._gradient_factor(group, parameter))
-    ]
-    return names_of(optimizer, found)
+    factor = optimizer._gradient_factor
+    slots = [slot for slot in optimizer._slots() if not _squares_hold(local_of(slot.parameter.grad), factor(slot))]
+    return names_of(optimizer, [slot.parameter for slot in slots])
 
 
 # ------------------------------------------------------------------------------------------------------------ agreement
 
 
 _APART: Final = ("params", "param_names", "compile")
-"""What of a group may differ: names, and how a step is run, which has the same bits."""
+"""Entries of a group that may differ: names, and the backend of a step, which has the same bits."""
 
 Fact = tuple[tuple[Any, ...], Any]
-"""Where something is that has to be the same in all processes (its kind, group and place), and what it is here."""
+"""A fact that has to be the same in all processes: its kind, group and place, and its value here."""
 
 
 def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
@@ -283,6 +276,8 @@ def in_every_process(optimizer: Any, may_step: Callable[[], bool]) -> bool:
         FloatingPointError: another process raises it.
         Exception: what ``may_step`` raises.
     """
+    if not _are_several():
+        return may_step()
     together, device = ranks_together(optimizer)
     if not together:
         return may_step()
@@ -325,7 +320,7 @@ def _severity(error: Exception | None) -> int:
 
 
 def _facts(optimizer: Optimizer, ranks: Ranks, held: dict[int, Any]) -> list[Fact]:
-    """What must not differ over some processes; of an optimizer that ZeRO makes for a part, the options alone.
+    """Facts that must not differ over some processes; of an optimizer that ZeRO makes for a part, the options alone.
 
     ``held`` has the process group of each parameter, by its identity.
     """
@@ -372,24 +367,28 @@ def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], devic
 # -------------------------------------------------------------------------------------------------------------- verdict
 
 
-_OWN: Final = ("_gradient", "_plan", "_planned", "_ready", "_take", "_take_many", "_take_together", "_widen")
-_BASES: Final = ("fp8manifold.optim._optimizer", "fp8manifold.optim._grid_optimizer")
+_OWN: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")
+_BASE: Final = "fp8manifold.optim._optimizer"
 _GRADIENTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_steady(optimizer: Any, members: list[Member]) -> bool:
+def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
     """Whether planning a step changes nothing but the counts of steps: these are counted back if it is refused.
 
     On one GPU with kernels, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
     """
-    parameters = [p for _, p in members]
-    if not parameters or not on_gpu(parameters[0].device):
+    if not slots or not on_gpu(slots[0].device) or _are_several():
         return False
+    parameters = [slot.parameter for slot in slots]
     devices = {p.device for p in parameters} | {p.grad.device for p in parameters if p.grad is not None}
     if len(devices) != 1 or optimizer.observer is not None:
         return False
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return alone and _is_ordinary(type(optimizer)) and all(_is_even(optimizer, *member) for member in members)
+    return _is_ordinary(type(optimizer)) and all(map(_is_even, slots))
+
+
+def _are_several() -> bool:
+    """Whether processes may step together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def on_gpu(device: torch.device) -> bool:
@@ -400,13 +399,13 @@ def on_gpu(device: torch.device) -> bool:
 def _is_ordinary(kind: type) -> bool:
     """Whether an optimizer plans and takes steps as the base does: Muon, Fisher and Riemannian steps do more."""
     owners = (next(base for base in kind.__mro__ if name in vars(base)) for name in _OWN)
-    return all(owner.__module__ in _BASES for owner in owners)
+    return all(owner.__module__ == _BASE for owner in owners)
 
 
-def _is_even(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> bool:
-    state, gradient = optimizer.state.get(parameter, {}), parameter.grad
+def _is_even(slot: Slot) -> bool:
+    group, parameter, state, gradient = slot.group, slot.parameter, slot.state, slot.parameter.grad
     step = state.get("step")
-    if not isinstance(step, Tensor) or not step.is_cpu or "stream" not in state or share_of(parameter) is not None:
+    if not isinstance(step, Tensor) or not step.is_cpu or "stream" not in state or slot.share is not None:
         return False
     if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.dtype not in _GRADIENTS:
         return False
@@ -414,12 +413,11 @@ def _is_even(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> bool:
         return False
     if isinstance(parameter, FP8Tensor) and parameter.remainder is not None:
         return False
-    done = int(step)
     due = [group[name] for name in ("refresh_every", "stabilize_every", "reset_every") if group[name]]
-    return bool(done) and all(done % every for every in due)
+    return bool(slot.done) and all(slot.done % every for every in due)
 
 
-def take_steady(optimizer: Any, members: list[Member], *, alone: bool = False) -> bool | None:
+def take_steady(optimizer: Any, slots: list[Slot], *, alone: bool = False) -> bool | None:
     """Take the step of all, or of none where a gradient or its square is not finite, as the result says.
 
     None: the card decides, and the host hears of it later (:mod:`fp8manifold.optim._pending`).  It waits where that
@@ -428,33 +426,33 @@ def take_steady(optimizer: Any, members: list[Member], *, alone: bool = False) -
 
     Args:
         optimizer: with a steady step.
-        members: groups and parameters.
+        slots: its parameters.
         alone: whether it is one parameter's, in a backward pass.
 
     Raises:
         FloatingPointError: one is not, and its group has ``on_nonfinite="raise"``.
     """
     optimizer._check_options()
-    optimizer._check_schedules(optimizer._taken(members))
-    slots = optimizer._planned(members)
-    waits = any(group["on_nonfinite"] == "raise" for group, _ in members) or any(map(_has_one_scale, slots))
-    launched = _on_card(optimizer, slots, widens=not waits)
+    optimizer._check_schedules(slots)
+    optimizer._begin(slots)
+    waits = any(slot.group["on_nonfinite"] == "raise" for slot in slots) or any(map(_has_one_scale, slots))
+    launched = _on_card(slots, widens=not waits)
     if launched is None:
-        if taken := _all_finite_or_back(optimizer, members):
+        if taken := _all_finite_or_back(optimizer, slots):
             optimizer._take(slots)
         return taken
     if not waits:
-        optimizer._pending += (pending_of(optimizer, members, slots, launched.said, alone=alone),)
+        optimizer._pending += (pending_of(slots, launched.said, alone=alone),)
     elif launched.refused:
-        _count_back(optimizer, members)
-        for group, parameter in members:
-            squares_are_finite(group, parameter)  # which raises where it is asked to
+        _count_back(slots)
+        for slot in slots:
+            squares_are_finite(slot)  # which raises where it is asked to
         return False
     note_changes([tensor for slot in slots for tensor in slot.changed])
     if waits:
         optimizer._widen(slots)
     else:
-        note_changes([slot.parameter.kept_scale for slot in slots if slot.spec.storage == "codes"])
+        note_changes([slot.parameter.kept_scale for slot in slots if isinstance(slot.parameter, FP8Tensor)])
     note_changes([slot.parameter for slot in slots])
     return None if not waits else True
 
@@ -463,27 +461,25 @@ def _has_one_scale(slot: Slot) -> bool:
     return isinstance(slot.parameter, FP8Tensor) and not slot.parameter.kept_scale.dim()
 
 
-def _all_finite_or_back(optimizer: Any, members: list[Member]) -> bool:
+def _all_finite_or_back(optimizer: Any, slots: list[Slot]) -> bool:
     """The verdict after planning, without which all counts are what they were."""
     try:
-        verdict = all_finite(optimizer, members)
+        verdict = all_finite(optimizer, slots)
     except (FloatingPointError, ValueError):
-        _count_back(optimizer, members)
+        _count_back(slots)
         raise
     if not verdict:
-        _count_back(optimizer, members)
+        _count_back(slots)
     return verdict
 
 
-def _on_card(optimizer: Any, slots: list[Slot], *, widens: bool) -> Launched | None:
+def _on_card(slots: list[Slot], *, widens: bool) -> Launched | None:
     """The step's launches; None, with nothing changed, where kernels don't take all of it."""
-    tables = tables_of(slots)
-    if len(tables) != 1 or not all(slot.in_place and is_triton(slot, tables[0][1].dtype) for slot in slots):
+    if not all(slot.in_place and is_triton(slot) for slot in slots):
         return None
-    _, numbers, keys = tables[0]
-    with unpacked(slots, optimizer.state):
-        return run_triton(slots, numbers.numpy(), keys.numpy(), check=True, widens=widens)
+    with gathered(slots):
+        return run_triton(slots, check=True, widens=widens)
 
 
-def _count_back(optimizer: Any, members: list[Member]) -> None:
-    torch._foreach_add_([optimizer.state[parameter]["step"] for _, parameter in members], -1)
+def _count_back(slots: list[Slot]) -> None:
+    torch._foreach_add_([slot.state["step"] for slot in slots], -1)

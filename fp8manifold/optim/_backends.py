@@ -1,42 +1,116 @@
-"""Running what is planned: in native code, by kernels, compiled or eagerly, with the same bits."""
+"""The backends of a step, with the same bits: native code, a GPU's kernels, compiled or eager PyTorch.
 
+A whole step as one node of a graph that ``torch.compile`` makes is here too.
+"""
+
+import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import count
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fp8manifold._encoded.dispatch import EncodedTensor, implements
 from fp8manifold._encoded.storage import void_remainder
 from fp8manifold._numerics.blocks import block_on
+from fp8manifold._numerics.charts import chart_of
 from fp8manifold._numerics.eager import eager_only
-from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import local_of
-from fp8manifold.optim._compiled_step import can_compile, run_compiled
-from fp8manifold.optim._directions import row
 from fp8manifold.optim._native_step import is_native, run_native
-from fp8manifold.optim._slot import Slot, key_rows
-from fp8manifold.optim._step import Outcome, step
-from fp8manifold.optim._triton_step import is_triton, run_triton
-from fp8manifold.random_bits import word_range
+from fp8manifold.optim._slot import Slot, index_in, key_rows, row_of
+from fp8manifold.optim._spec import Spec
+from fp8manifold.optim._step import Outcome, load_weights, step
+from fp8manifold.optim._triton_step import CompileUnavailableWarning, is_triton, run_triton
+from fp8manifold.random_bits import mix, word_range
 from fp8manifold.tensor import FP8Tensor
 
 
-def run_eager(slot: Slot, numbers: Tensor, *, observed: bool = False) -> list[Outcome]:
-    """Take the step in place; what each part of it asked for, where it is observed.
+@eager_only  # compiled code is called as it is
+def run_all(slots: Sequence[Slot]) -> None:
+    """Take steps in place, each by the first backend that has it; those of native code, or of a GPU, in one call."""
+    places: dict[torch.device, list[Slot]] = {}
+    for slot in slots:
+        if slot.weight.numel():
+            places.setdefault(slot.device, []).append(slot)
+    for together in places.values():
+        native, others = _split(together, is_native)
+        if native:
+            run_native(native)
+        on_gpu, rest = _split(others, is_triton)
+        rest = rest if on_gpu and run_triton(on_gpu) is not None else others
+        upload(rest)
+        for slot in rest:
+            _run_alone(slot)
+        note_changes([tensor for slot in together for tensor in slot.changed])
 
-    Args:
-        slot: what to step.
-        numbers: a row of hyperparameters in the dtype that is computed in.
-        observed: whether to keep what was asked for.
+
+def _split(slots: Sequence[Slot], takes: Callable[[Slot], bool]) -> tuple[list[Slot], list[Slot]]:
+    """Split slots into those that a backend takes, unless their group asks for PyTorch, and the others."""
+    taken: list[Slot] = []
+    others: list[Slot] = []
+    for slot in slots:
+        (taken if slot.group["compile"] is None and takes(slot) else others).append(slot)
+    return taken, others
+
+
+_ALIGNED: Final = 16
+"""Bytes at whose multiples compiled code wants its arguments to begin: it copies the others."""
+
+
+def upload(slots: Sequence[Slot]) -> None:
+    """Put the numbers and keys of slots on their GPU, by one copy each from pinned memory that nobody waits for."""
+    kinds: dict[torch.dtype, list[Slot]] = {}
+    for slot in slots if slots and slots[0].device.type != "cpu" else ():
+        kinds.setdefault(slot.dtype, []).append(slot)
+    for dtype, some in kinds.items():
+        numbers = torch.tensor([row_of(slot.numbers, dtype) for slot in some], dtype=dtype)
+        keys = torch.from_numpy(key_rows(some))
+        rows = zip(some, uploaded(numbers, some[0].device), uploaded(keys, some[0].device), strict=True)
+        for slot, row, key in rows:
+            slot.row, slot.keys = row, key
+
+
+def uploaded(rows: Tensor, device: torch.device) -> Tensor:
+    """Rows on a device, each of which begins at a multiple of 16 bytes."""
+    if device.type == "cpu":
+        return rows
+    each, width = _ALIGNED // rows.itemsize, rows.shape[1]
+    shape = (len(rows), -(-width // each) * each)
+    table = torch.zeros(shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
+    table[:, :width] = rows
+    return table.to(device, non_blocking=True)[:, :width]
+
+
+def _run_alone(slot: Slot) -> None:
+    """Take a step compiled, where that is asked for or usual on its device, or eagerly."""
+    wanted = slot.group["compile"]
+    compiles = wanted or (wanted is None and slot.device.type != "cpu")
+    if not (compiles and can_compile(slot) and run_compiled(slot)):
+        run_eager(slot)
+
+
+def note_changes(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd of changes by native and compiled code, so that it refuses tensors that it had saved.
+
+    The remainder of the first rounding, where no residual has begun with it, is void.
     """
+    torch.autograd.graph.increment_version(tensors)
+    for held in map(local_of, tensors):
+        if isinstance(held, FP8Tensor) and held.remainder is not None:
+            void_remainder(held)
+
+
+def run_eager(slot: Slot, *, observed: bool = False) -> list[Outcome]:
+    """Take the step in place, and return the outcome of each part of it where it is observed."""
     outcomes = []
     for arrays, start in blocks_of(slot):
-        outcome = step(slot.spec, arrays, numbers, block_noise(slot, arrays["gradient"], start))
+        outcome = step(slot.spec, arrays, slot.row, block_noise(slot, arrays["gradient"], start))
         for name, value in outcome.stored.items():
             arrays[name].copy_(value)
         if observed:
@@ -47,8 +121,8 @@ def run_eager(slot: Slot, numbers: Tensor, *, observed: bool = False) -> list[Ou
 def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
     """The arrays some rows at a time, and the position of their first element in the slot."""
     first, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
-    rows = max(1, block_on(slot.tensors["weight"].device) // inner)
-    if len(slot.view.dims) == 1 and slot.blockwise:
+    rows = max(1, block_on(slot.device) // inner)
+    if len(slot.view.dims) == 1 and slot.spec.blockwise:
         rows = first  # its one block is not cut up
     for start in range(0, first, rows):
         yield {name: _rows(a, start, rows, first) for name, a in slot.arrays.items()}, start * inner
@@ -56,100 +130,140 @@ def blocks_of(slot: Slot) -> Iterator[tuple[dict[str, Tensor], int]]:
 
 def block_noise(slot: Slot, part: Tensor, start: int) -> dict[str, Tensor]:
     """The random words of a part of a slot, by what draws them."""
+    wanted = {"weight": slot.spec.draws_for_weight, "moments": slot.spec.draws_for_moments}
+    keys = {"weight": slot.rounding_key, "moments": slot.moments_key}
     noise = {}
-    if slot.spec.draws_for_weight:
-        key = slot.rounding_key
-        words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
-        noise["weight"] = words.view(part.shape)
-    if slot.spec.draws_for_moments:
-        key = slot.moments_key
-        words = word_range(slot.offset + start, part.numel(), key.words, part.device, phase=key.phase)
-        noise["moments"] = words.view(part.shape)
+    for name in (name for name, draws in wanted.items() if draws):
+        words, phase = keys[name]
+        noise[name] = word_range(slot.offset + start, part.numel(), words, part.device, phase=phase).view(part.shape)
     return noise
 
 
 def _rows(array: Tensor, start: int, rows: int, total: int) -> Tensor:
-    """The rows of an array that has them; what there is one of is for all."""
+    """The rows of an array that has them; an array of one value is for all."""
     return array[start : start + rows] if array.dim() and array.shape[0] == total else array
 
 
-# ------------------------------------------------------------------------------------------------------------------ run
+@dataclass(frozen=True)
+class StepView:
+    """What an observer sees of one quantised parameter in one step; the tensors are detached and not to be changed."""
+
+    parameter: Tensor
+    """The parameter itself, after the step."""
+    before: Tensor
+    """Its values before the step; as those below of its shape, in float32 (float64 for float64 parameters)."""
+    target: Tensor
+    """The value requested, before the write-back rounds it."""
+    after: Tensor
+    """The value after the write-back."""
+    stiffness: Tensor
+    """One step of the metric at ``before``: an ULP, where that is ``ulp``."""
 
 
-@eager_only  # compiled code is called as it is
-def run_all(slots: Sequence[Slot], numbers: Tensor, keys: Tensor, wanted: Sequence[bool | None]) -> None:
-    """Take many steps in place, those that native code takes in one call.
+def observed_step(slot: Slot) -> StepView:
+    """Take the step eagerly and show it: the values it started from, asked for and left.
 
-    Args:
-        slots: what to step, on one device.
-        numbers: a row of hyperparameters each, on the host.
-        keys: a row of round keys each, on the host.
-        wanted: each one's ``compile``.
+    With an ULP residual these are the values that the residual stands for, not those of the codes alone.
     """
-    dtype = numbers.dtype
-    native = [i for i, (slot, c) in enumerate(zip(slots, wanted, strict=True)) if c is None and is_native(slot, dtype)]
-    if len(native) == len(slots):
-        run_native(slots, numbers.numpy(), keys.numpy())
-    elif native:
-        run_native([slots[i] for i in native], numbers[native].numpy(), keys[native].numpy())
-    others = sorted(set(range(len(slots))) - set(native))
-    on_gpu = [i for i in others if wanted[i] is None and is_triton(slots[i], dtype)]
-    if on_gpu and run_triton([slots[i] for i in on_gpu], numbers[on_gpu].numpy(), keys[on_gpu].numpy()) is None:
-        on_gpu = []
-    if rest := sorted(set(others) - set(on_gpu)):
-        device = slots[rest[0]].tensors["weight"].device
-        rows = zip(uploaded(numbers[rest], device), uploaded(keys[rest], device), strict=True)
-        for i, (own_numbers, own_keys) in zip(rest, rows, strict=True):
-            _run_without_native(slots[i], own_numbers, own_keys, wanted[i])
-    note_changes([tensor for slot in slots for tensor in slot.changed])
+    return viewed(slot, lambda: run_eager(slot, observed=True))
 
 
-def tables_of(slots: Sequence[Slot]) -> list[tuple[list[Slot], Tensor, Tensor]]:
-    """The slots of each device and dtype, with a row of numbers and of round keys each, on the host."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Slot]] = {}
-    for slot in slots:
-        kinds.setdefault((slot.tensors["weight"].device, working_dtype(slot.parameter)), []).append(slot)
-    tables = []
-    for (_, dtype), together in kinds.items():
-        numbers = np.array([row(slot.numbers, dtype) for slot in together], dtype=np.float64)
-        tables.append((together, torch.from_numpy(numbers).to(dtype), torch.from_numpy(key_rows(together))))
-    return tables
+def viewed(slot: Slot, take: Callable[[], list[Outcome]]) -> StepView:
+    """Show the step of a slot that ``take`` takes, part by part."""
+    shape, scale = slot.weight.shape, slot.arrays["scale"]
+    before = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
+    outcomes = take()
+    target = torch.cat([outcome.target for outcome in outcomes]) * scale
+    x = torch.cat([outcome.before.x for outcome in outcomes])
+    assert slot.spec.fmt is not None
+    stiffness = chart_of(slot.spec.fmt, slot.spec.metric).stiffness(x) * scale
+    after = load_weights(slot.spec, slot.arrays, slot.dtype).x * scale
+    return StepView(slot.parameter, *(x.reshape(shape) for x in (before, target, after, stiffness)))
 
 
-def note_changes(tensors: Sequence[Tensor]) -> None:
-    """Native and compiled code, and codes, change behind autograd's back: say so, for it refuses what it had saved.
+_functions: Final[dict[tuple[object, ...], Callable[..., None]]] = {}
+"""Compiled functions by their keys."""
 
-    What the rounding of the codes before has left, where no residual has begun with it, is void.
-    """
-    torch.autograd.graph.increment_version(tensors)
-    for held in map(local_of, tensors):
-        if isinstance(held, FP8Tensor):
-            void_remainder(held)
+_failed: Final[set[tuple[object, ...]]] = set()
+"""Keys of functions that could not be compiled, after a warning."""
 
 
-_ALIGNED: Final = 16
-"""Bytes at whose multiples compiled code wants its arguments to begin: it copies the others."""
+def can_compile(slot: Slot) -> bool:
+    """True for a step that has the same bits compiled, and has not failed to compile."""
+    fits = slot.spec.compiles and slot.view.compiles and slot.dtype is torch.float32
+    small = slot.view.numel < 2**31 and slot.offset % 2**32 + slot.view.numel <= 2**32
+    return fits and small and _key(slot) not in _failed
 
 
-def uploaded(rows: Tensor, device: torch.device) -> Tensor:
-    """Rows on a device, by one copy from pinned memory that nobody waits for; each begins at a multiple of 16 bytes."""
-    if device.type == "cpu":
-        return rows
-    each, width = _ALIGNED // rows.itemsize, rows.shape[1]
-    shape = (len(rows), -(-width // each) * each)
-    table = torch.zeros(shape, dtype=rows.dtype, pin_memory=device.type == "cuda")
-    table[:, :width] = rows
-    return table.to(device, non_blocking=True)[:, :width]
+def run_compiled(slot: Slot) -> bool:
+    """Take the step in place; False, with nothing changed and one warning ever, where compiling fails."""
+    key, arrays = _key(slot), slot.arrays
+    if key not in _functions:
+        _functions[key] = _compiled(slot.spec, tuple(arrays), slot.device.type)
+    try:
+        _functions[key](slot.row, slot.keys, *arrays.values())
+    except torch.OutOfMemoryError:
+        raise  # no failure of the compiler's: eager, it would need more
+    except Exception as error:  # whatever a compiler's absence or failure raises
+        if not _failed:
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            warnings.warn(
+                f"optimizer steps are not compiled: torch.compile failed with {type(error).__name__}: {first_line} "
+                "(compile=False silences this)",
+                CompileUnavailableWarning,
+                stacklevel=2,
+            )
+        _failed.add(key)
+        return False
+    return True
 
 
-def _run_without_native(slot: Slot, numbers: Tensor, keys: Tensor, wanted: bool | None) -> None:
-    device = slot.tensors["weight"].device
-    compiles = wanted or (wanted is None and device.type != "cpu")
-    if not (compiles and can_compile(slot, numbers.dtype) and run_compiled(slot, numbers, keys)):
-        run_eager(slot, numbers)
+def _key(slot: Slot) -> tuple[object, ...]:
+    return (slot.spec, len(slot.view.dims), slot.device.type, tuple(slot.tensors))
 
 
-# ----------------------------------------------------------------------------------------------------------------- node
+def _compiled(spec: Spec, names: tuple[str, ...], device: str) -> Callable[..., None]:
+    """The pure step with a code object of its own: specifications that share one would exhaust its cache."""
+    for name, fact in vars(Spec).items():
+        if isinstance(fact, cached_property):
+            getattr(spec, name)  # known before: no compiler goes through the lock that guards it
+
+    def take_step(row: Tensor, keys: Tensor, *tensors: Tensor) -> None:
+        arrays = dict(zip(names, tensors, strict=True))
+        noise = _noise(spec, arrays["gradient"], keys)
+        for name, value in step(spec, arrays, row, noise).stored.items():
+            arrays[name].copy_(value)
+
+    code = take_step.__code__.replace(co_name=f"take_step_{len(_functions)}")
+    own = types.FunctionType(code, take_step.__globals__, code.co_name, None, take_step.__closure__)
+    function: Callable[..., None] = torch.compile(own, fullgraph=True, options=exact_options(device))
+    return function
+
+
+_EXACT: Final = ("emulate_precision_casts", "eager_numerics.division_rounding", "eager_numerics.disable_ftz")
+"""Options of Inductor's without which a GPU's code contracts products and sums, and divides approximately."""
+
+
+@cache
+def exact_options(device: str) -> dict[str, str | int | bool | Callable[..., Any]] | None:
+    """Compile a step on a device to the bits of an eager one, with the options that the release of torch has."""
+    if device == "cpu":
+        return None
+    from torch._inductor import config
+
+    known = getattr(config, "get_config_copy", None) or config.to_dict  # older releases have the latter alone
+    return {name: True for name in _EXACT if name in known()}
+
+
+def _noise(spec: Spec, gradient: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    if not (spec.draws_for_weight or spec.draws_for_moments):
+        return {}
+    index = index_in(gradient.shape, gradient.device)
+    noise = {}
+    for name, wanted, k in (("weight", spec.draws_for_weight, 0), ("moments", spec.draws_for_moments, 4)):
+        if wanted:
+            noise[name] = mix(index + keys[k], keys[k + 1], keys[k + 2]) + keys[k + 3]
+    return noise
 
 
 _optimizers: Final[WeakValueDictionary[int, Any]] = WeakValueDictionary()
@@ -178,7 +292,7 @@ def step_as_a_node(number: int, parameters: Sequence[Tensor]) -> None:
 
 
 _TAGS: Final = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
-"""It plans on the host, and waits for the verdict on gradients: no CUDA graph may record it."""
+"""No CUDA graph may record a step: it runs on the host, and waits for the verdict on gradients."""
 
 
 @torch.library.custom_op("fp8manifold::optimizer_step", mutates_args=("memory",), tags=_TAGS)
@@ -206,13 +320,13 @@ def _(number: int, members: list[int], memory: list[Tensor], gradients: list[Ten
 
 @implements(torch.ops.fp8manifold.optimizer_step.default)
 def _with_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Encoded parameters as their parts."""
+    """Pass encoded parameters on as their parts."""
     number, members, memory, gradients = args
     return func(number, members, _memory_of(memory), gradients)
 
 
 def _memory_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that hold them: of an encoded one all of its parts."""
+    """The tensors that hold parameters: of an encoded one all of its parts."""
     parts = [p._held() if isinstance(p, EncodedTensor) else [p] for p in parameters]
     return [part for each in parts for part in each]
 

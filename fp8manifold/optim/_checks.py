@@ -15,12 +15,12 @@ from fp8manifold._encoded.storage import packed_width
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
-from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
+from fp8manifold.optim._slot import own_manifold, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES, MOMENTS, bounds_of
-from fp8manifold.optim._state import STORED, described, grid_of, own_manifold
+from fp8manifold.optim._state import STORED, described
 from fp8manifold.optim._writeback import WRITEBACKS, rule_of
 from fp8manifold.random_bits import Draws
 from fp8manifold.tensor import FP8Tensor
@@ -74,9 +74,6 @@ def scheduled(name: str, value: Schedule, step: int, low: float, high: float) ->
     return current
 
 
-# -------------------------------------------------------------------------------------------------------------- options
-
-
 UNSUPPORTED_FLAGS: Final = ("foreach", "fused", "capturable", "differentiable")
 DEFAULTS: Final[dict[str, Any]] = {
     "stiffness": 0.0,
@@ -97,7 +94,7 @@ DEFAULTS: Final[dict[str, Any]] = {
 """Of the options below, where an optimizer does not say otherwise, in the order of signatures and groups."""
 
 FUNCTIONS: Final = ("stiffness", "metric")
-"""Those that may be functions, in whose place a state has None."""
+"""Options that may be functions, in whose place a state has None."""
 
 P = ParamSpec("P")
 Self = TypeVar("Self")
@@ -122,7 +119,7 @@ class Shared(TypedDict, total=False):
 
 
 class Charted(Shared, total=False):
-    """Those of an optimizer that steps in the chart, where a manifold may have a rounding of its own."""
+    """Options of an optimizer that steps in the chart, where a manifold may have a rounding of its own."""
 
     damping: float
     writeback: str | None
@@ -130,27 +127,27 @@ class Charted(Shared, total=False):
 
 
 class Written(Shared, total=False):
-    """Those of an optimizer with a write-back of its own."""
+    """Options of an optimizer with a write-back of its own."""
 
     writeback: str
     draws: Draws
 
 
 class Bounded(Written, total=False):
-    """Those of one whose bound from below is called so."""
+    """Options of an optimizer whose lower bound of S / S_ref is called damping."""
 
     damping: float
 
 
 class Stiffness(Written, total=False):
-    """Those of one whose step has a power of the stiffness."""
+    """Options of an optimizer whose step has a power of the stiffness."""
 
     stiffness: Schedule
     metric: Metric
 
 
 class Family(Bounded, Stiffness, total=False):
-    """Those of the stiffness family."""
+    """Options of the stiffness family."""
 
 
 def spelt_out(
@@ -213,19 +210,40 @@ def reject_flags(optimizer: str, flags: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} is not supported by {optimizer}: leave it out")
 
 
-def options_of(group: dict[str, Any]) -> tuple[Any, ...]:
-    """What a group's steps depend on, but for the learning rate and a norm, which change all the time."""
-    apart = ("params", "lr", "initial_lr", "previous_norm")
-    return tuple([value for name, value in group.items() if name not in apart])
+CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
+"""Entries of a group that change all the time: all others are checked when they have."""
 
 
 def check_lr(group: dict[str, Any]) -> None:
-    """A schedule may have set it since the group was made."""
+    """Check the learning rate, which a schedule may have set since the group was made."""
     lr = group["lr"]
-    check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+    if type(lr) is not float or not 0 <= lr < math.inf:
+        check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
 
 
-# ------------------------------------------------------------------------------------------------------------- accepted
+def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:
+    """Raise unless the options that every optimizer has are valid; ``damping`` is what its lower bound is called."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
+    check_lr(group)
+    check_finite("weight_decay", group["weight_decay"])
+    check_int("seed", group["seed"], 0, 2**64 - 1)
+    check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
+    if not isinstance(maximize := group["maximize"], bool):
+        raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
+    if group["compile"] is not None and not isinstance(group["compile"], bool):
+        raise TypeError(f"compile={group['compile']!r} must be None, True or False")
+    if group.get("previous_norm") is not None:
+        check_finite("previous_norm", group["previous_norm"])
+    for name in ("stabilize_every", "reset_every"):
+        if group[name] is not None:
+            check_int(name, group[name], 1, 2**62)
+    reject_flags(optimizer, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
+    group.setdefault("start_lr", float(lr))
+    check_number(damping, group[damping], 0.0, 1.0)
+    check_number("clip", group["clip"], 1.0)
+    check_int("refresh_every", group["refresh_every"], 1, 2**62)
 
 
 def check_combination(optimizer: str, direction: str, group: dict[str, Any]) -> None:
@@ -302,7 +320,7 @@ def check_unshared(name: str, parameters: Iterable[Tensor]) -> None:
 
 
 def _is_in_pieces(parameter: Tensor) -> bool:
-    """Whether it is a flat piece of a weight on a grid, or the flat parameter that FSDP's first version makes."""
+    """True for a flat piece of a weight on a grid, and for the flat parameter that FSDP's first version makes."""
     manifold = None if isinstance(parameter, FP8Tensor) else own_manifold(parameter)
     if manifold is not None:
         return not broadcasts_to(manifold.scale.shape, parameter.shape)
@@ -333,7 +351,7 @@ def check_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
 
 
 def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any], *, stores_moments: bool) -> None:
-    """Raise ValueError unless what somebody may have put into a state can be stepped; asked before anything changes.
+    """Raise ValueError unless a state that may have been edited can be stepped; called before anything changes.
 
     Args:
         state: the parameter's.
@@ -341,9 +359,11 @@ def check_arrays(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]
         group: the options.
         stores_moments: whether ``moments`` is for this parameter.
     """
-    kept = [name for name in _KEPT if name in state]
-    for name in kept:
-        value = state[name]
+    kept = False
+    for name in _KEPT:
+        if name not in state:
+            continue
+        kept, value = True, state[name]
         if not isinstance(value, Tensor):
             raise ValueError(f"{_state_of(parameter)} has {name}={value!r}: a tensor is needed")
         if name in AVERAGES and value.shape != parameter.shape:
@@ -373,21 +393,21 @@ def check_entry(entry: dict[str, Any], parameter: Tensor, group: dict[str, Any],
         stores_moments: whether ``moments`` is for this parameter.
     """
     moments = group["moments"] if stores_moments else "float32"
-    dtype, bounds = STORED[moments] or working_dtype(parameter), bounds_of(group.get("direction"))
+    dtype = STORED[moments] or (torch.float64 if parameter.dtype is torch.float64 else torch.float32)
+    bounds = bounds_of(group.get("direction")) if moments == "8bit" else {}
     for name in AVERAGES:
         if name in entry and entry[name].dtype != dtype:
             raise ValueError(
                 f"{_state_of(parameter)} has {name} in {entry[name].dtype}, but "
                 f"moments={moments!r} keeps it in {dtype}: moments can't change over a run"
             )
-        if name in entry and moments == "8bit" and bounds.get(name, name) not in entry:
+        if name in entry and bounds.get(name, name) not in entry:
             raise ValueError(
                 f"{_state_of(parameter)} has {name} in 8 bits without {bounds[name]}, which says how its blocks are "
                 "scaled: it was kept in another format, which is not read; begin with a new state"
             )
-    bits = rule_of(group).residual_bits
-    if bits and "residual" in entry and (found := _width_of(entry["residual"], parameter)) != bits:
-        kept = entry["residual"]
+    kept = entry.get("residual")
+    if kept is not None and (bits := rule_of(group).residual_bits) and (found := _width_of(kept, parameter)) != bits:
         width = f"of {found} bits" if found else f"of shape {tuple(kept.shape)} in {kept.dtype}"
         raise ValueError(
             f"{_state_of(parameter)} has a residual {width}, but writeback={group['writeback']!r} keeps one of "
@@ -404,7 +424,7 @@ def _width_of(residual: Tensor, parameter: Tensor) -> int | None:
 
 
 def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
-    """One parameter's state: its averages have the parameter's shape, and are of its format."""
+    """Check one parameter's state: its moments have the parameter's shape, and are of its format."""
     if entry and "step" in entry and "stream" not in entry:
         raise ValueError(f"the state of parameter {index} lacks its stream: it is not one of this library's optimizers")
     for name in AVERAGES:
@@ -416,8 +436,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
                 f"the parameter's is {tuple(parameter.shape)}"
             )
     if entry:
-        grid = grid_of(parameter)
-        here = None if grid.fmt is None else grid.fields
+        here = slot_of({}, parameter, {}).fields
         made_for = tuple(int(field) for field in entry["grid"]) if "grid" in entry else None
         if made_for != here:
             raise ValueError(
@@ -426,7 +445,7 @@ def _check_entry(entry: dict[str, Any], parameter: Tensor, index: int) -> None:
 
 
 def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """torch casts loaded state to the parameter's dtype; ours is wider than a bfloat16 parameter, or codes.
+    """Restore the dtypes of a loaded state, which torch casts to the parameter's: ours may be wider, or codes.
 
     Counts and the grid's fields are read on the host: they go there, wherever they were loaded to.
     """

@@ -6,6 +6,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8manifold._numerics.stiffness import sqrt_exact
+
 NUMBERS: Final = (
     "beta1",  # decay of the first average
     "gain1",  # what the gradient adds to it
@@ -27,8 +29,6 @@ NUMBERS: Final = (
     "floor",  # magnitude below which a multiplicative step becomes additive
     "per_unit",  # what gradients with respect to codes are multiplied by, a power of two
 )
-_POSITION: Final = {name: i for i, name in enumerate(NUMBERS)}
-_EPS: Final = _POSITION["eps"]
 
 KEYS: Final = 8
 """int32 words a row of keys holds: three round keys and a phase for the weights' draws, as many for the averages'."""
@@ -43,21 +43,6 @@ def named(row: Tensor) -> Numbers:
     return dict(zip(NUMBERS, row.unbind(), strict=True))
 
 
-def row(values: Mapping[str, float], dtype: torch.dtype) -> list[float]:
-    """The values in their order, 0 where none is given; eps is kept from 0.
-
-    A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
-    """
-    numbers = [0.0] * len(NUMBERS)
-    for name, value in values.items():
-        numbers[_POSITION[name]] = value
-    numbers[_EPS] = max(numbers[_EPS], torch.finfo(dtype).tiny)
-    return numbers
-
-
-# ----------------------------------------------------------------------------------------------------------- directions
-
-
 class Descent(NamedTuple):
     """A direction, the averages after the step by name, and what a first average is divided by to give it."""
 
@@ -66,13 +51,6 @@ class Descent(NamedTuple):
     denominator: Tensor | None = None
     root: Tensor | None = None
     """The square root of the second average, where it has been computed."""
-
-
-def sqrt_exact(x: Tensor) -> Tensor:
-    """The correctly rounded square root: eager float32 ``torch.sqrt`` on the CPU is off by one ULP now and then."""
-    if x.dtype == torch.float64 or torch.compiler.is_compiling():
-        return x.sqrt()
-    return x.double().sqrt_().to(x.dtype)
 
 
 def adam(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
@@ -113,7 +91,7 @@ def sgd(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers, *, nest
 
 
 def muon(gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers, *, nesterov: bool = False) -> Descent:
-    """What Muon takes the orthogonal factor of: the gradient, or its momentum.
+    """The matrix that Muon takes the orthogonal factor of: the gradient, or its momentum.
 
     .. math:: m = \\mu m + (1 - \\mu) g, \\qquad u = m \\text{ or, with Nesterov, } (1 - \\mu) g + \\mu m
 
@@ -159,9 +137,9 @@ class Direction(NamedTuple):
     descend: Callable[..., Descent]
     averages: tuple[str, ...]
     takes_no_error: str | None = None
-    """Why what rounding took can't be put into its first average; None where it can."""
+    """The reason why no rounding error can be injected into its first moment; None where it can."""
     fitted: bool = False
-    """Whether its average is, in 8 bits, on a grid fitted to each block's largest value: :data:`MOMENTUM_FORMAT`."""
+    """Whether its moment is, in 8 bits, on a grid fitted to each block's largest value: :data:`MOMENTUM_FORMAT`."""
 
 
 DIRECTIONS: Final = {

@@ -1,74 +1,82 @@
-"""Steps of whole matrices, by one process or by several."""
+"""Muon's steps of whole matrices: momentum, orthogonal factor, weights; by one process or by several."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fp8manifold._ranks import Share, share_of
-from fp8manifold.optim._backends import block_noise, blocks_of, run_all, run_eager, tables_of
-from fp8manifold.optim._directions import NUMBERS, named
-from fp8manifold.optim._geometry import load_weights, reciprocal_scale, stiffness_factor
+from fp8manifold.optim._backends import StepView, block_noise, blocks_of, run_all, run_eager, viewed
+from fp8manifold.optim._directions import named
 from fp8manifold.optim._slot import Slot
-from fp8manifold.optim._spec import LARGEST, Spec
-from fp8manifold.optim._step import Outcome, store_averages
-from fp8manifold.optim._views import StepView, viewed
+from fp8manifold.optim._spec import LARGEST
+from fp8manifold.optim._step import Outcome, load_weights, reciprocal_scale, stiffness_factor, store_averages
 from fp8manifold.random_bits import mixed_word
-
-FactorOf = Callable[[dict[str, Any], Tensor, Tensor], Tensor]
-"""Of group, parameter and what has the layout of its step: the orthogonal factor, in that layout."""
 
 COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 """Of the quintic that takes singular values of 0 .. 1 to about 1 (Jordan et al. 2024)."""
 
 ADJUSTMENTS: Final = ("original", "match_rms_adamw", "spectral_unclamped")
-"""How a step's size follows from the shape of a matrix, as ``torch.optim.Muon`` spells it; None is ``original``."""
+"""Rules for the size of a step by the shape of a matrix, as ``torch.optim.Muon`` spells them; None is ``original``."""
 
 SHAPES: Final = ("auto", "flatten", "batch")
-"""What a parameter of more than two dimensions is: nothing that can be known, one matrix, or one matrix an entry."""
+"""Readings of a parameter of more than two dimensions: refused, one matrix, or one matrix an entry."""
 
 ALL_TAKEN_IN: Final = {"beta1": 1.0, "gain1": 0.0}
 """The numbers of a step whose momentum is complete, along a gradient of zeros."""
 
 _BUFFER = "momentum_buffer"
 _STATE: Final = (_BUFFER, LARGEST)
-_RATE: Final = NUMBERS.index("rate")
 _TOGETHER: Final = 2**20  # weights
 
 
-def take_muon_steps(slots: Sequence[Slot], numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> None:
-    """Take steps in place.
+def take_muon_steps(slots: Sequence[Slot], observed: Set[Slot]) -> list[StepView]:
+    """Take steps in place, each in two halves, and show those that are observed.
 
     .. math:: m \\leftarrow \\mu m + (1 - \\mu) g, \\quad u = (1 - \\mu) g + \\mu m, \\quad
               d = F \\, \\mathrm{factor}(F u), \\quad F = (S / S_{ref})^k
 
-    where ``u = m`` without Nesterov, and all that follows is that of any other direction ``d``.
+    where ``u = m`` without Nesterov, and the second half is that of any other direction ``d``.
 
     Args:
-        slots: what to step, their specs' direction ``muon``; none injects errors.
-        numbers: a row of hyperparameters each, in the dtype that is computed in.
-        keys: a row of round keys each.
-        factor_of: from ``F u``, in the dims of a slot's layout, to its orthogonal factor in the same.
+        slots: of every process the same parameters in the same order, with its rows, or none; their direction is
+            ``muon``.
+        observed: some of them.
     """
-    for some in _in_turn(slots):
-        part, rows, words = slots[some], numbers[some], keys[some]
-        mixed = [mixed for _, mixed in mixed_of(part, rows, words)]
-        steps = [
-            along(slot, _as_gradient(factor_of(slot.group, slot.parameter, each), numbers))
-            for slot, each in zip(part, mixed, strict=True)
-        ]
-        run_all(steps, rows, words, [slot.group["compile"] for slot in part])
+    views = []
+    sharded = [slot for slot in slots if slot.share is not None]
+    for some in [sharded, *_in_turn([slot for slot in slots if slot.share is None])]:
+        averaged = average(some)
+        factors = _sharded_factors(some, averaged) if some is sharded else _factors(some, averaged)
+        views += _write(some, [momentum for momentum, _ in averaged], factors, observed)
+    return views
 
 
-def take_muon_step(slot: Slot, numbers: Tensor, keys: Tensor, factor_of: FactorOf) -> list[Outcome]:
-    """Take one such step eagerly, injecting errors or not: what each part of it asked for."""
-    ((average, mixed),) = mixed_of([slot], numbers[None], keys[None])
-    factor = factor_of(slot.group, slot.parameter, mixed)
-    return take_along(slot, numbers, average, factor, ratio_of(mixed, factor) if slot.spec.injects else 1.0)
+def _in_turn(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Some slots at a time: small ones together, for calls cost more than they do, and large ones alone for memory."""
+    some: list[Slot] = []
+    weights = 0
+    for slot in slots:
+        if some and weights + slot.view.numel > _TOGETHER:
+            yield some
+            some, weights = [], 0
+        some.append(slot)
+        weights += slot.view.numel
+    if some:
+        yield some
+
+
+# The first half: momentum
+
+
+def average(slots: Sequence[Slot]) -> list[tuple[Tensor, Tensor]]:
+    """Advance each momentum; it, as floats where it is kept beside the state, and ``F u``."""
+    halves = {slot: first_half(slot) for slot in slots if slot.weight.numel() and not _is_as_torch(slot)}
+    run_all(list(halves.values()))
+    return [_averaged(slot, halves.get(slot)) for slot in slots]
 
 
 def take_in(slot: Slot, before: int) -> None:
@@ -80,145 +88,168 @@ def take_in(slot: Slot, before: int) -> None:
         slot: of a step with the gradient; its numbers are those of one.
         before: how many gradients of the step there were; each rounding of the momentum has draws of its own.
     """
-    slot.numbers |= {"beta1": 1.0 if before else slot.group["momentum"], "gain1": 1 - slot.group["momentum"]}
+    momentum = slot.group["momentum"]
+    slot.numbers |= {"beta1": 1.0 if before else momentum, "gain1": 1 - momentum}
     slot.key = slot.key._replace(stream=mixed_word(slot.key.stream, before)) if before else slot.key
     if slot.spec.injects:
         slot.spec = replace(slot.spec, writeback=slot.spec.rule.rounding)
-    ((_, numbers, keys),) = tables_of([slot])
-    mixed_of([slot], numbers, keys)
+    average([slot])
 
 
-def mixed_of(slots: Sequence[Slot], numbers: Tensor, keys: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Advance each momentum; it, as floats where it is to be kept beside the state, and what is orthogonalised.
+def first_half(slot: Slot) -> Slot:
+    """The step of a slot as far as its direction, in place of its weight.
 
-    It is a step of a float weight of 0 by -1 along ``u``.
+    A momentum that an error is injected into later is kept as floats beside the state.
     """
-    averaging = [None if _is_as_torch(slot) else _averaging(slot, numbers.dtype) for slot in slots]
-    steps = [i for i, step in enumerate(averaging) if step is not None]
-    if steps:
-        rows = numbers[steps]
-        rows[:, _RATE] = -1
-        run_all(
-            [step for step in averaging if step is not None],
-            rows,
-            keys[steps],
-            [slots[i].group["compile"] for i in steps],
-        )
-    found = []
-    for slot, step, on_host in zip(slots, averaging, numbers, strict=True):
-        row = on_host.to(slot.tensors["weight"].device, non_blocking=True)
-        if step is None:
-            average, mixed = _averaged_as_torch(slot, row)
-        else:
-            mixed = step.tensors["weight"]
-            average = step.tensors.get(_BUFFER, mixed).view(slot.view.dims)
-        if slot.spec.stiffness != "none":
-            mixed = torch.cat([part * _stiffness(slot, arrays, row) for arrays, part, _ in _parts(slot, mixed)])
-        found.append((average, mixed))
-    return found
-
-
-def take_along(slot: Slot, numbers: Tensor, average: Tensor, factor: Tensor, ratio: float) -> list[Outcome]:
-    """Take the weights along an orthogonal factor, eagerly, and give the momentum what the rounding took.
-
-    Args:
-        slot, numbers: as in :func:`take_muon_step`.
-        average: what :func:`mixed_of` gave.
-        factor: in the dims of the slot's layout.
-        ratio: :func:`ratio_of` the whole matrix, where an error is injected.
-    """
-    numbers = numbers.to(slot.tensors["weight"].device, non_blocking=True)
-    outcomes = run_eager(along(slot, _as_gradient(factor, numbers)), numbers, observed=True)
-    if slot.spec.injects:
-        _inject(slot, average, torch.cat([outcome.target for outcome in outcomes]), ratio, numbers)
-    return outcomes
-
-
-def _in_turn(slots: Sequence[Slot]) -> Iterator[slice]:
-    """Some slots at a time: small ones together, for calls cost more than they do, and large ones alone for memory."""
-    first, weights = 0, 0
-    for i, slot in enumerate(slots):
-        if i > first and weights + slot.view.numel > _TOGETHER:
-            yield slice(first, i)
-            first, weights = i, 0
-        weights += slot.view.numel
-    if len(slots) > first:
-        yield slice(first, len(slots))
-
-
-def _as_gradient(factor: Tensor, numbers: Tensor) -> Tensor:
-    return factor.to(numbers.dtype, memory_format=torch.contiguous_format)
+    tensors = {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
+    if slot.spec.injects and slot.spec.averages:
+        tensors[_BUFFER] = tensors[_BUFFER].to(slot.dtype, copy=True)
+    direction = torch.zeros(slot.view.dims, dtype=slot.dtype, device=slot.device)
+    tensors |= {"weight": direction, "gradient": slot.tensors["gradient"]}
+    return slot.replaced(spec=slot.spec.first_half, tensors=tensors, scale=None)
 
 
 def _is_as_torch(slot: Slot) -> bool:
-    return slot.spec.storage == "plain" and slot.spec.moments == "float32"
+    return slot.storage == "plain" and slot.spec.moments == "float32"
 
 
-def _averaging(slot: Slot, dtype: torch.dtype) -> Slot:
-    """The slot of the momentum alone; where errors are injected it is kept as floats beside the state."""
-    spec, tensors = slot.spec, {name: slot.tensors[name] for name in _STATE if name in slot.tensors}
-    if spec.injects and spec.averages:
-        tensors[_BUFFER] = slot.tensors[_BUFFER].to(dtype, copy=True)
-    alone = _of_the_average(replace(spec, moments="float32") if spec.injects else spec)
-    weight = torch.zeros(slot.view.dims, dtype=dtype, device=slot.tensors["weight"].device)
-    tensors |= {"weight": weight, "gradient": slot.tensors["gradient"]}
-    return Slot(alone, slot.view, tensors, slot.key, offset=slot.offset)
+def _averaged(slot: Slot, half: Slot | None) -> tuple[Tensor, Tensor]:
+    if half is not None:
+        mixed = half.weight
+        momentum = half.tensors.get(_BUFFER, mixed).view(slot.view.dims)
+    elif slot.weight.numel():
+        momentum, mixed = _averaged_as_torch(slot)
+    else:
+        momentum = mixed = slot.weight.new_zeros((0, *slot.parameter.shape[1:]), dtype=slot.dtype)
+    if slot.spec.stiffness != "none" and slot.weight.numel():
+        mixed = torch.cat([part * _stiffness(slot, arrays) for arrays, part, _ in _parts(slot, mixed)])
+    return momentum, mixed
 
 
-def _averaged_as_torch(slot: Slot, row: Tensor) -> tuple[Tensor, Tensor]:
-    """With the roundings of ``torch.optim.Muon``: products in bfloat16 magnify a difference in the last bit."""
-    gradient = slot.arrays["gradient"].to(row.dtype)
+def _averaged_as_torch(slot: Slot) -> tuple[Tensor, Tensor]:
+    """Advance the momentum with torch's roundings: products in bfloat16 magnify a difference in the last bit."""
+    numbers, gradient = named(slot.row), slot.arrays["gradient"].to(slot.dtype)
     gradient = -gradient if slot.spec.maximize else gradient
     if not slot.spec.averages:
         return gradient, gradient
-    numbers, average = named(row), slot.arrays[_BUFFER]
+    momentum = slot.arrays[_BUFFER]
     if slot.numbers.get("beta1") == 1:  # one more gradient of a step, or none that is left
-        average.add_(gradient * numbers["gain1"])
+        momentum.add_(gradient * numbers["gain1"])
     else:
-        average.lerp_(gradient, numbers["gain1"])
-    return average, torch.lerp(gradient, average, numbers["beta1"]) if slot.spec.nesterov else average
+        momentum.lerp_(gradient, numbers["gain1"])
+    return momentum, torch.lerp(gradient, momentum, numbers["beta1"]) if slot.spec.nesterov else momentum
 
 
-def along(slot: Slot, direction: Tensor) -> Slot:
-    """The slot of a step along a direction that is given: SGD's of that gradient, without an average."""
-    tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE} | {
-        "gradient": direction.contiguous()
-    }
-    return replace(slot, spec=_of_the_weights(slot.spec), tensors=tensors)
+# Between them: the orthogonal factor, and what a small change of the momentum is divided by in the step
 
 
-@cache
-def _of_the_average(spec: Spec) -> Spec:
-    return replace(spec, storage="plain", writeback="nearest", fmt=None, stiffness="none", decays=False)
+def _factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
+    factors = [_orthogonal(slot, mixed) for slot, (_, mixed) in zip(slots, averaged, strict=True)]
+    return [
+        (factor, _ratio(mixed, factor) if slot.spec.injects else 1.0)
+        for slot, (_, mixed), factor in zip(slots, averaged, factors, strict=True)
+    ]
 
 
-@cache
-def _of_the_weights(spec: Spec) -> Spec:
-    writeback = spec.rule.rounding if spec.rule.injects else spec.writeback
-    plain = replace(spec, averages=False, nesterov=False, maximize=False, moments="float32")
-    return replace(plain, direction="sgd", writeback=writeback)
+def _sharded_factors(slots: Sequence[Slot], averaged: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, float]]:
+    """Send each matrix to its owner in the dtype of products, and receive the own rows of its factor.
+
+    Owners work at the same time, each on its own matrices.
+    """
+    owners, parts, wholes = _owners(slots), [], []
+    for slot, (_, mixed), owner in zip(slots, averaged, owners, strict=True):
+        assert slot.share is not None
+        part = mixed.reshape(-1, slot.share.shape[1:].numel())
+        parts.append(part if slot.spec.injects else part.to(_product_dtype(slot)))
+        wholes.append(slot.share.collected(parts[-1], owner))
+    factors = [
+        None if whole is None else _orthogonal(slot, whole).to(whole.dtype).contiguous()
+        for slot, whole in zip(slots, wholes, strict=True)
+    ]
+    found = []
+    for slot, owner, part, whole, factor in zip(slots, owners, parts, wholes, factors, strict=True):
+        assert slot.share is not None
+        ratio = torch.ones((), dtype=torch.float64, device=part.device)
+        if slot.spec.injects:
+            if whole is not None and factor is not None:
+                ratio.fill_(_ratio(whole, factor))
+            slot.ranks.sent(ratio, owner)
+        found.append((slot.share.handed_out(factor, owner, part), float(ratio)))
+    return found
 
 
-def _stiffness(slot: Slot, arrays: dict[str, Tensor], numbers: Tensor) -> Tensor:
-    return stiffness_factor(slot.spec, load_weights(slot.spec, arrays, numbers.dtype), arrays, named(numbers))
+def _owners(slots: Sequence[Slot]) -> list[int]:
+    """Ranks in turn, the largest matrices first."""
+    owners = [0] * len(slots)
+    by_size = sorted(range(len(slots)), key=lambda i: -slots[i].parameter.numel())
+    for turn, i in enumerate(by_size):
+        owners[i] = turn % slots[i].ranks.size
+    return owners
 
 
-def ratio_of(mixed: Tensor, factor: Tensor) -> float:
-    """What a small change of the momentum is divided by in the step: the factor is a matrix of another size."""
+def _orthogonal(slot: Slot, mixed: Tensor) -> Tensor:
+    """The orthogonal factor of each matrix of a whole parameter, in the shape that it is given in."""
+    group = slot.group
+    matrices = as_matrices(mixed.view(slot.parameter.shape), group["matrix_shape"])
+    coefficients = tuple(group["ns_coefficients"])
+    factor = orthogonal_factor(matrices, coefficients, group["ns_steps"], group["eps"], _product_dtype(slot))
+    return factor.reshape(mixed.shape)
+
+
+def _product_dtype(slot: Slot) -> torch.dtype:
+    dtype: torch.dtype = slot.group["ns_dtype"] or product_dtype(slot.device)
+    return dtype
+
+
+def _ratio(mixed: Tensor, factor: Tensor) -> float:
+    """The size of a matrix over that of its factor."""
     return float(mixed.double().norm() / factor.double().norm().clamp(min=1e-30))
 
 
-def _inject(slot: Slot, average: Tensor, target: Tensor, ratio: float, numbers: Tensor) -> None:
-    """Give what the rounding took from the weights to their momentum, as if the step were linear in it."""
-    inject = ratio * named(numbers)["inject"]
-    for (arrays, part, start), (_, asked, _) in zip(_parts(slot, average), _parts(slot, target), strict=True):
-        weights = load_weights(slot.spec, arrays, numbers.dtype)
+# The second half: weights
+
+
+def second_half(slot: Slot, direction: Tensor) -> Slot:
+    """The step of a slot along a direction."""
+    tensors = {name: tensor for name, tensor in slot.tensors.items() if name not in _STATE}
+    direction = direction.to(slot.dtype, memory_format=torch.contiguous_format).reshape(slot.view.dims)
+    return slot.replaced(spec=slot.spec.second_half, tensors=tensors | {"gradient": direction})
+
+
+def _write(
+    slots: Sequence[Slot], momenta: Sequence[Tensor], factors: Sequence[tuple[Tensor, float]], observed: Set[Slot]
+) -> list[StepView]:
+    """Write weights along their factors; those of injected errors and observed ones eagerly, one by one."""
+    halves = {slot: second_half(slot, f) for slot, (f, _) in zip(slots, factors, strict=True) if slot.weight.numel()}
+    run_all([half for slot, half in halves.items() if not (slot.spec.injects or slot in observed)])
+    views: list[StepView] = []
+    for slot, momentum, (_, ratio) in zip(slots, momenta, factors, strict=True):
+        if slot in observed:
+            views.append(viewed(halves[slot], partial(_write_alone, slot, halves[slot], momentum, ratio)))
+        elif slot.spec.injects and slot in halves:
+            _write_alone(slot, halves[slot], momentum, ratio)
+    return views
+
+
+def _write_alone(slot: Slot, half: Slot, momentum: Tensor, ratio: float) -> list[Outcome]:
+    """Write weights eagerly, and give the momentum the rounding error, as if the step were linear in it."""
+    outcomes = run_eager(half, observed=True)
+    if not slot.spec.injects:
+        return outcomes
+    inject, target = ratio * named(slot.row)["inject"], torch.cat([outcome.target for outcome in outcomes])
+    for (arrays, part, start), (_, asked, _) in zip(_parts(slot, momentum), _parts(slot, target), strict=True):
+        weights = load_weights(slot.spec, arrays, slot.dtype)
         error = (asked - weights.x) / reciprocal_scale(slot.spec, arrays)
         if slot.spec.stiffness != "none":
-            error = error / _stiffness(slot, arrays, numbers).square()
+            error = error / _stiffness(slot, arrays).square()
         noise = block_noise(slot, arrays["gradient"], start).get("moments")
         stored = store_averages(slot.spec, {_BUFFER: part - error * inject}, arrays, noise, None)
         arrays[_BUFFER].copy_(stored[_BUFFER])
+    return outcomes
+
+
+def _stiffness(slot: Slot, arrays: dict[str, Tensor]) -> Tensor:
+    return stiffness_factor(slot.spec, load_weights(slot.spec, arrays, slot.dtype), arrays, named(slot.row))
 
 
 def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tensor, int]]:
@@ -228,6 +259,9 @@ def _parts(slot: Slot, whole: Tensor) -> Iterator[tuple[dict[str, Tensor], Tenso
         count = arrays["gradient"].shape[0]
         yield arrays, whole[row : row + count], start
         row += count
+
+
+# The pure functions
 
 
 def orthogonal_factor(
@@ -283,91 +317,9 @@ def as_matrices(x: Tensor, shape: str) -> Tensor:
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """What products are computed in where nobody says: bfloat16 where the device has it, float32 elsewhere."""
+    """The default dtype of products: bfloat16 where the device has it, float32 elsewhere."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "cpu":
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     return torch.bfloat16
-
-
-# ---------------------------------------------------------------------------------------------------------- shared muon
-
-
-def take_shared_steps(
-    slots: Sequence[Slot],
-    factor_of: FactorOf,
-    is_observed: Callable[[Slot], bool],
-) -> list[StepView]:
-    """Take the steps of the own rows.
-
-    What is orthogonalised is sent to the matrix' owner in the dtype of its products, and the factor comes back in it;
-    owners work at the same time, each on its own matrices.
-
-    Args:
-        slots: of every process the same parameters in the same order, with its rows, or none.
-        factor_of: function of group, parameter and whole matrix to its orthogonal factor.
-        is_observed: whether somebody looks on.
-
-    Returns:
-        What those who look on see of the own rows.
-    """
-    rows = {id(slot): (n[i], k[i]) for together, n, k in tables_of(slots) for i, slot in enumerate(together)}
-    shares, owners = [_share(slot) for slot in slots], _owners(slots)
-    averages, parts, wholes = [], [], []
-    for slot, share, owner in zip(slots, shares, owners, strict=True):
-        average, part = _mixed(slot, share, *rows[id(slot)])
-        averages.append(average)
-        parts.append(part)
-        wholes.append(share.collected(part, owner))
-    factors: list[Tensor | None] = []
-    for slot, whole in zip(slots, wholes, strict=True):
-        factor = None if whole is None else factor_of(slot.group, slot.parameter, whole)
-        factors.append(None if whole is None or factor is None else factor.to(whole.dtype).contiguous())
-    views = []
-    for i, (slot, share, owner) in enumerate(zip(slots, shares, owners, strict=True)):
-        ratio, whole, factor = torch.ones((), dtype=torch.float64, device=parts[i].device), wholes[i], factors[i]
-        if slot.spec.injects:
-            if whole is not None and factor is not None:
-                ratio.fill_(ratio_of(whole, factor))
-            share.ranks.sent(ratio, owner)
-        own = share.handed_out(factor, owner, parts[i])
-        if not slot.tensors["weight"].numel():
-            continue
-        numbers, keys = rows[id(slot)]
-        factor = own.reshape(slot.view.dims)
-        if not (slot.spec.injects or is_observed(slot)):
-            run_all([along(slot, factor.to(numbers.dtype))], numbers[None], keys[None], [slot.group["compile"]])
-            continue
-        take = partial(take_along, slot, numbers, averages[i], factor, float(ratio))
-        if is_observed(slot):
-            views.append(viewed(slot.parameter, along(slot, slot.tensors["gradient"]), numbers, take))
-        else:
-            take()
-    return views
-
-
-def _share(slot: Slot) -> Share:
-    share = share_of(slot.parameter)
-    assert share is not None
-    return share
-
-
-def _owners(slots: Sequence[Slot]) -> list[int]:
-    """Ranks in turn, the largest matrices first."""
-    owners = [0] * len(slots)
-    by_size = sorted(range(len(slots)), key=lambda i: -slots[i].parameter.numel())
-    for turn, i in enumerate(by_size):
-        owners[i] = turn % _share(slots[i]).ranks.size
-    return owners
-
-
-def _mixed(slot: Slot, share: Share, numbers: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The own rows of what is orthogonalised, as a matrix in what it is sent in."""
-    columns = share.shape[1:].numel()
-    if slot.tensors["weight"].numel():
-        ((average, mixed),) = mixed_of([slot], numbers[None], keys[None])
-    else:
-        average = mixed = torch.zeros(0, columns, dtype=numbers.dtype, device=slot.tensors["weight"].device)
-    dtype = slot.group["ns_dtype"] or product_dtype(mixed.device)
-    return average, mixed.reshape(-1, columns).to(mixed.dtype if slot.spec.injects else dtype)

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Final, get_args
 
@@ -14,57 +13,57 @@ from torch import Tensor
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._slot import Slot, row_view
-from fp8manifold.optim._spec import MOMENTS, Geometry, Spec, Storage
+from fp8manifold.optim._slot import Slot, key_rows, number_rows, row_view
+from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
 from fp8manifold.random_bits import draw_range
 
 #: what there is native code for, in its order; all else takes its steps in PyTorch
 _DIRECTIONS: Final = ("adam", "sgd", "lion", "madam", "muon")
 _WRITEBACKS: Final = ("nearest", "stochastic", "residual8", "residual4", "residual2", "momentum")
+_STORAGES: Final = ("codes", "grid", "free", "plain")
 _STIFFNESSES: Final = ("none", "linear", "sqrt", "square", "power")
 _METRICS: Final = ("ulp", "euclidean")
 _ONE, _A_ROW, _AN_ELEMENT = range(3)
-_FIRST: Final = ("exp_avg", "momentum_buffer")
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
-_WEIGHTS: Final = {"codes": (torch.uint8,), "grid": (torch.float32,), "free": _FLOATS, "plain": _FLOATS}
+_WEIGHTS: Final = {
+    "codes": (torch.uint8,),
+    "grid": (torch.float32,),
+    "free": _FLOATS,
+    "plain": _FLOATS,
+    "direction": _FLOATS,
+}
 _AVERAGES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
 
 
-def is_native(slot: Slot, dtype: torch.dtype) -> bool:
-    """Whether native code takes this step; every known step in float32 on the CPU but those that need a logarithm."""
-    return slot.tensors["weight"].device.type == "cpu" and has_code(slot, dtype) and library() is not None
+def is_native(slot: Slot) -> bool:
+    """True for a step of native code: every known one in float32 on the CPU but those that need a logarithm."""
+    return slot.weight.device.type == "cpu" and has_code(slot) and library() is not None
 
 
-def has_code(slot: Slot, dtype: torch.dtype) -> bool:
-    """Whether there is code for this step, native or of a GPU."""
-    spec, weight = slot.spec, slot.tensors["weight"]
+def has_code(slot: Slot) -> bool:
+    """True for a step that there is code for, native or of a GPU."""
+    spec = slot.spec
     return (
         spec.direction in _DIRECTIONS
         and spec.writeback in _WRITEBACKS
-        and dtype is torch.float32
-        and weight.dtype in _WEIGHTS[spec.storage]
+        and slot.dtype is torch.float32
+        and slot.weight.dtype in _WEIGHTS[spec.storage]
         and spec.compiles
         and slot.offset % 2**32 + slot.view.numel <= 2**32
     )
 
 
-def run_native(slots: Sequence[Slot], numbers: NDArray[np.float32], keys: NDArray[np.int32]) -> None:
-    """Take the steps in place.
-
-    Args:
-        slots: what to step; none of them shares memory with another.
-        numbers: a row of hyperparameters each.
-        keys: a row of round keys each.
-    """
+def run_native(slots: Sequence[Slot]) -> None:
+    """Take the steps in place; no two of them share memory."""
     kernels = library()
     assert kernels is not None
     records = np.zeros(len(slots), dtype=JOB)
     kept: list[object] = []
     pointers, sizes, facts = [], [], []
-    wide = [_in_float32(slot) for slot in slots]
-    reached = np.zeros(len(slots), dtype=np.int32)
-    for slot in wide:
+    wide, reached = [], np.zeros(len(slots), dtype=np.int32)
+    for slot in slots:
+        wide.append(slot := _in_float32(slot))
         rows, length, kind, scale = _matrix(slot)
         spec, gradient = _specification(slot.spec), slot.tensors["gradient"].to(torch.float32)
         kept += [spec, gradient, scale]
@@ -73,26 +72,27 @@ def run_native(slots: Sequence[Slot], numbers: NDArray[np.float32], keys: NDArra
         facts.append((kind, slot.view.repeats, *slot.ends))
     places = reached.ctypes.data + reached.itemsize * np.arange(len(slots), dtype=np.uint64)
     records["pointers"] = np.column_stack([np.array(pointers, dtype=np.uint64), places])
-    records["facts"], records["keys"], records["hyper"] = facts, keys, numbers
+    records["facts"], records["keys"], records["hyper"] = facts, key_rows(slots), number_rows(slots)
     records["rows"], records["length"] = zip(*sizes, strict=True)
-    threads = threads_for(sum(slot.view.numel for slot in slots))
+    threads = threads_for(int(records["rows"] @ records["length"]))
     kernels.fp8manifold_step(ctypes.c_void_p(records.ctypes.data), len(slots), threads)
     for slot, stepped, found in zip(slots, wide, reached.tolist(), strict=True):
         if slot.spec.storage == "codes":
             slot.reached.append(bool(found))
         if stepped is not slot:
-            _store_halves(slot, stepped.tensors["weight"])
+            _store_halves(slot, stepped.weight)
 
 
 def _in_float32(slot: Slot) -> Slot:
-    """The slot itself, or that of a copy of weights that are stored in half as many bits."""
-    weight = slot.tensors["weight"]
-    return slot if weight.dtype not in _FLOATS[1:] else replace(slot, tensors=slot.tensors | {"weight": weight.float()})
+    """The slot itself, or one with a copy of weights that are stored in half as many bits."""
+    if slot.weight.dtype not in _FLOATS[1:]:
+        return slot
+    return slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
 
 
 def _store_halves(slot: Slot, stepped: Tensor) -> None:
-    """Round what has been stepped in float32, once."""
-    weight = slot.tensors["weight"]
+    """Round weights that were stepped in float32, once."""
+    weight = slot.weight
     if slot.spec.draws_for_weight:
         draws = draw_range(slot.offset, weight.numel(), slot.rounding_key, weight.device).view(weight.shape)
         stepped = to_half(stepped, weight.dtype, draws)
@@ -100,13 +100,14 @@ def _store_halves(slot: Slot, stepped: Tensor) -> None:
 
 
 def sum_of_squares(gradients: Sequence[Tensor]) -> float | None:
-    """Of all elements of contiguous float32 tensors on the CPU, in float32; None where there is no native code."""
+    """The sum of squares over contiguous float32 tensors on the CPU, in float32; None without native code."""
     kernels = library()
     if kernels is None:
         return None
     places = np.array([(g.data_ptr(), g.numel()) for g in gradients], dtype=np.uint64).reshape(-1, 2).T.copy()
-    addresses, sizes = (ctypes.c_void_p(row.ctypes.data) for row in places)
-    return float(kernels.fp8manifold_squares(addresses, sizes, len(gradients)))
+    addresses, sizes = places
+    squares = kernels.fp8manifold_squares
+    return float(squares(ctypes.c_void_p(addresses.ctypes.data), ctypes.c_void_p(sizes.ctypes.data), len(gradients)))
 
 
 def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
@@ -114,20 +115,20 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
     view, scale = slot.view, slot.scale
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     if scale is None or not view.row_dims:
-        return (rows, length, _ONE, scale) if slot.blockwise else (1, rows * length, _ONE, scale)
+        return (rows, length, _ONE, scale) if slot.spec.blockwise else (1, rows * length, _ONE, scale)
     if view.row_dims == view.dims:
-        return rows, length, _AN_ELEMENT, row_view(scale, slot.shape, view).contiguous()
+        return rows, length, _AN_ELEMENT, row_view(scale, slot.weight.shape, view).contiguous()
     return rows, length, _A_ROW, scale.contiguous()
 
 
 def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
-    """Where everything lies, 0 for what there is not; of the right dtype, size and layout, or nothing is stepped."""
+    """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout."""
     tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
-    device = tensors["weight"].device
+    device = slot.device
     blocks = numel // slot.view.dims[-1]
     average = _AVERAGES[spec.moments]
     stores = spec.stores
-    first = next((name for name in _FIRST if name in stores), None)
+    first = spec.first
     second = "exp_avg_sq" if "exp_avg_sq" in stores else None
     wanted = [
         (tensors["weight"], torch.uint8 if spec.storage == "codes" else _own(tensors["weight"]), numel),
@@ -137,8 +138,8 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
         (None if first is None else tensors[first], average, numel),
         (None if second is None else tensors[second], average, numel),
         (tensors["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),
-        (None if first is None or not slot.blockwise else tensors[spec.bounds[first]], torch.float32, blocks),
-        (None if second is None or not slot.blockwise else tensors[spec.bounds[second]], torch.float32, blocks),
+        (None if first is None or not slot.spec.blockwise else tensors[spec.bounds[first]], torch.float32, blocks),
+        (None if second is None or not slot.spec.blockwise else tensors[spec.bounds[second]], torch.float32, blocks),
     ]
     return [0 if tensor is None else _address(tensor, dtype, size, device) for tensor, dtype, size in wanted]
 
@@ -160,11 +161,11 @@ def _address(tensor: Tensor, dtype: torch.dtype, numel: int | None, device: torc
 
 @lru_cache(maxsize=1024)
 def _specification(spec: Spec) -> NDArray[np.void]:
-    """A spec as C knows it: one record."""
+    """A spec as a record of C."""
     record = np.zeros(1, dtype=SPEC)
     record[0] = (
         _DIRECTIONS.index(spec.direction),
-        get_args(Storage).index(spec.storage),
+        _STORAGES.index("plain" if spec.storage == "direction" else spec.storage),
         _WRITEBACKS.index(spec.writeback),
         MOMENTS.index(spec.moments),
         get_args(Geometry).index(spec.geometry),

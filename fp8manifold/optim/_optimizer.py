@@ -1,14 +1,13 @@
-"""What our optimizers share: checks, skipped steps, the state that resumes bit for bit, and running what is planned."""
+"""ManifoldOptimizer, the base of the library's optimizers: a step from checks to write-back, and the state."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import void_remainder
-from fp8manifold._numerics.checks import check_choice, check_int
 from fp8manifold._numerics.eager import eager_only
+from fp8manifold._numerics.stiffness import bounded_share, end_exponents, reference_stiffness
 from fp8manifold._ranks import local_of, share_of
 from fp8manifold.optim._agreement import (
     all_finite,
@@ -19,38 +18,57 @@ from fp8manifold.optim._agreement import (
     warn_of_one,
     warn_of_skips,
 )
-from fp8manifold.optim._backends import new_number, note_changes, run_all, step_as_a_node, tables_of
+from fp8manifold.optim._backends import StepView, new_number, note_changes, observed_step, run_all, step_as_a_node
 from fp8manifold.optim._checks import (
-    UNSUPPORTED_FLAGS,
+    CHANGING,
     check_arrays,
+    check_combination,
     check_entry,
-    check_finite,
     check_lr,
     check_parameters,
+    check_shared,
     check_state,
-    options_of,
-    reject_flags,
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
 from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
-from fp8manifold.optim._slot import Member, Slot
-from fp8manifold.optim._spec import BOUND_NAMES
-from fp8manifold.optim._state import first_residual, grid_of, new_stream, stabilize, twins, unpacked
-from fp8manifold.optim._views import Hooks, StepView, observed_step
-from fp8manifold.optim._writeback import rounds_at_random, rule_of
-from fp8manifold.tensor import FP8Tensor
-
-__all__ = ["ManifoldOptimizer"]
-
+from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
+from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
+from fp8manifold.optim._state import (
+    at_an_end,
+    gathered,
+    make_state,
+    new_stream,
+    stiffness_field,
+    take_remainder,
+    twins,
+    widen,
+)
+from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
-"""What ``reset_every`` clears."""
+"""Entries of the state that ``reset_every`` clears."""
 _COUNTS: Final = ("skipped_steps", "skipped_in_row", "widened_scales", "streams_begun")
 
 
+class Hooks(Protocol):
+    """The hooks that take steps in the backward pass, where there are such."""
+
+    def watch(self, group: dict[str, Any]) -> None:
+        """Take the steps of a group's parameters from now on."""
+
+    def loaded(self, groups: list[dict[str, Any]]) -> None:
+        """Go on with the groups of a state that was loaded."""
+
+    def check_whole(self) -> None:
+        """Raise in the middle of a step."""
+
+    def finish(self) -> None:
+        """Do what is left for :meth:`ManifoldOptimizer.step`."""
+
+
 class ManifoldOptimizer(torch.optim.Optimizer):
-    """Base of the library's optimizers: subclasses say what a step of one parameter is.
+    """Base of the library's optimizers: subclasses name a direction, fields of the spec and the numbers of a step.
 
     Attributes:
         observer: called with a :class:`StepView` for every quantised parameter in every step; None costs nothing.
@@ -76,6 +94,9 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     _pending: tuple[Pending, ...] = ()
     _in_backward: Hooks | None = None
     _has_started: bool = False
+    direction: str
+    damping_option = "damping"  # the lower bound of S / S_ref
+    stores_all_moments = True  # ``moments`` is for ordinary parameters too
     steps_alone = True  # a step of one parameter depends on nothing of the others
     steps_in_graphs = True  # a step goes through no backward pass, which an operator has no part in
 
@@ -115,12 +136,13 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         return self._step(closure)
 
     def _is_a_node(self) -> bool:
-        """Whether a graph has all that a step reads: gradients that are still there, and no tensor but these."""
+        """True where a graph has everything a step reads: gradients that are still there, and no tensor but these."""
         rated = any(isinstance(group["lr"], Tensor) for group in self.param_groups)
-        shared = any(share_of(p) is not None for _, p in self._everyone())  # processes agree on steps outside of graphs
-        return self.steps_in_graphs and self._in_backward is None and not rated and not shared
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        sharded = any(share_of(p) is not None for p in everyone)  # processes agree on steps outside of graphs
+        return self.steps_in_graphs and self._in_backward is None and not rated and not sharded
 
-    @eager_only  # it plans, counts and calls code that is compiled already
+    @eager_only  # it counts, and calls code that is compiled already
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
@@ -131,17 +153,18 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             return loss
         refuse_recording(self)
         self._settle()
-        members = self._members()
-        taken: bool | None
-        if is_steady(self, members):
-            taken = take_steady(self, members)
-        elif taken := self._ready(members):
+        slots, taken = self._slots(), None
+        if is_steady(self, slots):
+            taken = take_steady(self, slots)
+        elif taken := self._may_step(slots):
             for group in self.param_groups:
-                for parameter in group["params"] if rule_of(group).residual_bits else ():
-                    self._take_remainder(group, parameter)
-            self._take(self._planned(members))
+                for parameter in group["params"]:
+                    if getattr(local_of(parameter), "remainder", None) is not None:
+                        take_remainder(group, parameter, self.state)
+            self._take(self._begin(slots))
         if taken:
-            self.skipped_in_row = 0
+            if self.__dict__.get("skipped_in_row"):
+                self.skipped_in_row = 0
         elif taken is not None:
             self._count_skipped()
         return loss
@@ -149,19 +172,18 @@ class ManifoldOptimizer(torch.optim.Optimizer):
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
         """Take the step of one parameter; where its gradient is not finite, warn and count it in ``skipped_steps``.
 
-        The numbers are those of a :meth:`step` of all.  For :func:`step_in_backward`, whose doing it is.
+        The numbers are those of a :meth:`step` of all.  :func:`step_in_backward` calls it.
         """
         refuse_recording(self)
         self._settle(parameter)
         others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
         try:
-            members = [(group, parameter)]
-            taken: bool | None
-            if is_steady(self, members):
-                taken = take_steady(self, members, alone=True)
-            elif taken := self._ready(members):
-                self._take_remainder(group, parameter)
-                self._take(self._planned(members))
+            slots, taken = [self._slot(group, parameter)], None
+            if is_steady(self, slots):
+                taken = take_steady(self, slots, alone=True)
+            elif taken := self._may_step(slots):
+                take_remainder(group, parameter, self.state)
+                self._take(self._begin(slots))
         finally:
             self._pending = (*others, *self._pending)
         if taken is False:
@@ -198,40 +220,161 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             warn_of_skips(self, culprits)
 
     def takes_in(self, group: dict[str, Any]) -> bool:
-        """Whether an average of a group's parameters is linear in the gradient, so that it takes in one after another.
+        """True where a moment of a group's parameters is linear in the gradient, so that it takes in one after another.
 
         Raises:
-            ValueError: it is, but a step needs more than the average.
+            ValueError: it is, but a step needs more than the moment.
         """
         return False
 
     def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take a gradient into the average of a parameter, and no step; False where it is not finite."""
+        """Take a gradient into the moment of a parameter, and no step; False where it is not finite."""
         raise NotImplementedError
 
-    def _everyone(self) -> list[Member]:
-        return [(group, p) for group in self.param_groups for p in group["params"]]
+    def _slots(self) -> list[Slot]:
+        """The slots of the parameters that have a gradient."""
+        return [self._slot(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
-    def _members(self) -> list[Member]:
-        """The parameters that have a gradient, each with its group."""
-        return [(group, p) for group, p in self._everyone() if p.grad is not None]
+    def _slot(self, group: dict[str, Any], parameter: Tensor) -> Slot:
+        return slot_of(group, parameter, self.state.get(parameter, {}))
 
-    def _taken(self, members: list[Member]) -> list[tuple[dict[str, Any], int]]:
-        """The steps that have been taken for each parameter, with its group."""
-        return [(group, int(self.state[p].get("step", 0)) if p in self.state else 0) for group, p in members]
+    def _may_step(self, slots: list[Slot]) -> bool:
+        """Check everything that can refuse the step, in all processes that take it, before anything changes."""
 
-    def _planned(self, members: list[Member]) -> list[Slot]:
-        """What a step of these parameters is, with every step count advanced."""
-        stepped = [(group, p) for group, p in members if p.numel()]
-        for group, p in stepped:
-            check_arrays(self.state.get(p, {}), p, group, stores_moments=self._stores_moments(p))
-        is_new = any("stream" not in self.state.get(p, {}) for _, p in stepped)
-        numbers = twins(p for _, p in self._everyone()) if is_new else {}
-        states = [self._begin(group, p, numbers.get(p, 0)) for group, p in stepped]
-        if states:
-            torch._foreach_add_([state["step"] for state in states], 1)
-        slots = [self._plan(group, p, state) for (group, p), state in zip(stepped, states, strict=True)]
-        return [slot for slot in slots if slot is not None]
+        def here() -> bool:
+            self._check_options()
+            self._check_schedules(slots)
+            return all_finite(self, slots)
+
+        return in_every_process(self, here)
+
+    def _check_schedules(self, slots: list[Slot]) -> None:
+        """Raise before anything has changed if a schedule has left its range."""
+
+    def _gradient_factor(self, slot: Slot) -> float:
+        """The number that a gradient is multiplied by before its square has to be finite."""
+        return 1.0
+
+    def _begin(self, slots: list[Slot]) -> list[Slot]:
+        """Begin the step of each slot with elements: state, count, spec, view, tensors and numbers."""
+        slots, begins = [slot for slot in slots if slot.parameter.numel()], False
+        for slot in slots:
+            stores_moments = self.stores_all_moments or slot.fmt is not None
+            check_arrays(slot.state, slot.parameter, slot.group, stores_moments=stores_moments)
+            begins = begins or "stream" not in slot.state
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        earlier = twins(everyone) if begins else {}
+        for slot in slots:
+            self._begin_state(slot, earlier.get(slot.parameter, 0), alone=len(everyone) == 1)
+        if slots:
+            torch._foreach_add_([slot.state["step"] for slot in slots], 1)
+        for slot in slots:
+            self._prepare(slot)
+        return slots
+
+    def _begin_state(self, slot: Slot, twin: int, *, alone: bool) -> None:
+        """Give a parameter its state; stabilise and reset it when that is due."""
+        group, parameter = slot.group, slot.parameter
+        state = slot.state = self.state.setdefault(parameter, slot.state)  # somebody may have put a plain dict there
+        if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
+            state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
+        if "stream" not in state:
+            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
+            state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
+            self.streams_begun += 1
+        done = slot.done
+        if "micro_batches" in state:
+            return  # what was due is done: this step has begun
+        if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
+            stabilize(slot)
+        if done and group["reset_every"] and done % group["reset_every"] == 0:
+            for name in _RESET & state.keys():
+                local_of(state[name]).zero_()
+            state["since"] = done
+
+    def _prepare(self, slot: Slot) -> None:
+        """Fill a slot: its spec, S_ref when it is due, its view, the tensors that the step changes, and its numbers."""
+        slot.spec = self._spec(slot)
+        if slot.storage != "plain" and (slot.done % slot.group["refresh_every"] == 0 or "reference" not in slot.state):
+            self._refresh(slot)
+        # the blocks of a vector's moments are cut by other processes' rows: each of them steps all of it
+        slot.whole = slot.share is not None and slot.spec.blockwise and slot.parameter.dim() == 1
+        slot.view = slot.view_in(blocks=slot.spec.moments == "8bit")
+        make_state(slot)
+        slot.tensors |= {name: local_of(slot.state[name]) for name in slot.spec.keeps}
+        if "gradient" not in slot.tensors:
+            slot.tensors["gradient"] = local_of(slot.parameter.grad).contiguous().resolve_neg()  # compilers see memory
+        if slot.fmt is not None and slot.spec.bounds_chart:
+            bounds = (slot.state["reference"], slot.group["damping"], slot.group["clip"])
+            slot.ends = end_exponents(*bounds, slot.fmt.mantissa_bits)
+        slot.numbers = self._numbers(slot)
+
+    def _spec(self, slot: Slot) -> Spec:
+        group, writeback = slot.group, slot.group["writeback"] or slot.rounding
+        if slot.storage in ("free", "plain"):
+            writeback = "stochastic" if rounds_at_random(slot.weight, group) else "nearest"
+        fields = {
+            "writeback": writeback,
+            "moments": group["moments"],
+            "decays": bool(group["weight_decay"]),
+            "maximize": group["maximize"],
+            **self._fields(slot),
+        }
+        exact = slot.scale_is_power_of_two
+        return spec_of(storage=slot.storage, fmt=slot.fmt, scale_is_power_of_two=exact, **fields)
+
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        """Fields of the spec that follow neither from storage nor from shared options: direction, geometry, ..."""
+        raise NotImplementedError
+
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        """The numbers of this step, by their names in :data:`NUMBERS`."""
+        raise NotImplementedError
+
+    def _refresh(self, slot: Slot) -> None:
+        """Compute S_ref and the bounded share."""
+        stiffness = stiffness_field(slot, slot.spec.metric)
+        slot.state["reference"] = reference_stiffness(stiffness, slot.ranks)
+        slot.state["bounded"] = self._bounded(slot, stiffness, slot.state["reference"])
+
+    def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+        """The share of a field that lies outside the bounds."""
+        low, high = slot.group[self.damping_option], slot.group["clip"]
+        return bounded_share(stiffness, reference, low, high, slot.ranks)
+
+    def _take(self, slots: list[Slot]) -> None:
+        """Take the steps that have begun: gather, run, put back; show them; double scales that are full."""
+        with gathered(slots):
+            views = self._run(slots)
+        for view in views:
+            if self.observer is not None:
+                self.observer(view)
+        self._widen(slots)
+        note_changes([slot.parameter for slot in slots])
+
+    def _run(self, slots: list[Slot]) -> list[StepView]:
+        """Run the steps, each by the backend that has it; observed ones eagerly, one by one."""
+        if self.observer is None:
+            run_all(slots)
+            return []
+        observed = dict.fromkeys(slot for slot in slots if self._is_observed(slot))
+        run_all([slot for slot in slots if slot not in observed])
+        return [observed_step(slot) for slot in observed]
+
+    def _is_observed(self, slot: Slot) -> bool:
+        if self.observer is None or slot.storage == "plain" or not slot.weight.numel():
+            return False
+        return self.observes is None or self.observes(slot.parameter)
+
+    def _widen(self, slots: list[Slot]) -> None:
+        """Double the scales that the step has left a weight at the end of."""
+        for slot in at_an_end(slots):
+            changed = widen(slot)
+            assert slot.scale is not None
+            one = not slot.scale.dim()
+            self.widened_scales += 0 if one and slot.ranks.rank else changed  # of one that all share, the first counts
+            if changed and one:
+                self._refresh(slot)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its options and parameters like the constructor's."""
@@ -243,7 +386,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._checked[id(group)] = options_of(group)
+        self.__dict__.setdefault("_checked_options", {})[id(group)] = group | CHANGING
         self._has_started = False
         if self._in_backward is not None:
             self._in_backward.watch(group)
@@ -325,149 +468,24 @@ class ManifoldOptimizer(torch.optim.Optimizer):
             merged["params"] = group["params"]
             self._check_group(merged)
             for index, parameter in zip(saved["params"], group["params"], strict=True):
-                stores = self._stores_moments(parameter)
+                stores = self.stores_all_moments or is_quantized(parameter)
                 check_entry(state_dict["state"].get(index, {}), parameter, merged, stores_moments=stores)
 
     def _check_options(self) -> None:
         """Raise before anything has changed if what somebody set since the last step is not valid."""
-        checked = self._checked
+        checked = self.__dict__.setdefault("_checked_options", {})  # as they were when last valid; no part of the state
         for group in self.param_groups:
             check_lr(group)
-            if checked.get(id(group)) == (options := options_of(group)):
+            if checked.get(id(group)) == (options := group | CHANGING):
                 continue
             self._check_group(group)
             for parameter in group["params"]:
                 if parameter in self.state:
-                    stores = self._stores_moments(parameter)
+                    stores = self.stores_all_moments or is_quantized(parameter)
                     check_entry(self.state[parameter], parameter, group, stores_moments=stores)
             checked[id(group)] = options
 
-    @property
-    def _checked(self) -> dict[int, tuple[Any, ...]]:
-        """Options by group, as they were when last found valid; no part of the state."""
-        checked: dict[int, tuple[Any, ...]] = self.__dict__.setdefault("_checked_options", {})
-        return checked
-
-    def _stores_moments(self, parameter: Tensor) -> bool:
-        """Whether ``moments`` is for this parameter."""
-        return True
-
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise unless the options of a group are valid; subclasses add their own."""
-        lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr has shape {tuple(lr.shape)}: a number or a tensor of one element is needed")
-        check_lr(group)
-        check_finite("weight_decay", group["weight_decay"])
-        check_int("seed", group["seed"], 0, 2**64 - 1)
-        check_choice("on_nonfinite", group["on_nonfinite"], ("skip", "raise"))
-        if not isinstance(maximize := group["maximize"], bool):
-            raise TypeError(f"maximize={maximize!r} must be True or False, not {type(maximize).__name__}")
-        if group["compile"] is not None and not isinstance(group["compile"], bool):
-            raise TypeError(f"compile={group['compile']!r} must be None, True or False")
-        if group.get("previous_norm") is not None:
-            check_finite("previous_norm", group["previous_norm"])
-        for name in ("stabilize_every", "reset_every"):
-            if group[name] is not None:
-                check_int(name, group[name], 1, 2**62)
-        reject_flags(type(self).__name__, {name: group[name] for name in UNSUPPORTED_FLAGS if name in group})
-        group.setdefault("start_lr", float(lr))
-
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
-        """The step of one parameter; None where it has been taken already."""
-        raise NotImplementedError
-
-    def _begin(self, group: dict[str, Any], parameter: Tensor, twin: int) -> dict[str, Any]:
-        """The parameter's state before the step; stabilised and reset when that is due."""
-        state: dict[str, Any] = self.state.setdefault(parameter, {})  # somebody may have put a plain dict there
-        if not isinstance(state.get("step"), Tensor):  # older states of torch's have a number
-            state["step"] = torch.tensor(state.get("step", 0.0), dtype=torch.float32)
-        if "stream" not in state:
-            draws = group["moments"] != "float32" or rounds_at_random(parameter, group)
-            alone = sum(len(each["params"]) for each in self.param_groups) == 1
-            state["stream"] = new_stream(parameter, twin, self.state, self.streams_begun, draws=draws, alone=alone)
-            self.streams_begun += 1
-        done = int(state["step"])
-        if "micro_batches" in state:
-            return state  # what was due is done: this step has begun
-        if done and group["stabilize_every"] and done % group["stabilize_every"] == 0:
-            stabilize(parameter)
-        if done and group["reset_every"] and done % group["reset_every"] == 0:
-            for name in _RESET & state.keys():
-                local_of(state[name]).zero_()
-            state["since"] = done
-        return state
-
-    def _take_remainder(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Take what the first rounding left into the state, before anything can be saved without it."""
-        bits, held = rule_of(group).residual_bits, local_of(parameter)
-        if not bits or not isinstance(held, FP8Tensor) or held.remainder is None:
-            return
-        state = self.state.setdefault(parameter, {})
-        if "residual" in state:  # a loaded state knows better
-            void_remainder(held)
-        else:
-            state["grid"] = torch.tensor(grid_of(parameter).fields)
-            state["residual"] = first_residual(parameter, bits)
-
-    def _ready(self, members: list[Member]) -> bool:
-        """Whether the step of these may be taken, in all processes that take it; before anything has changed."""
-
-        def here() -> bool:
-            self._check_options()
-            self._check_schedules(self._taken(members))
-            return all_finite(self, members)
-
-        return in_every_process(self, here)
-
-    def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """What a gradient is multiplied by before its square has to be finite."""
-        return 1.0
-
-    def _check_schedules(self, taken: list[tuple[dict[str, Any], int]]) -> None:
-        """Raise before anything has changed if a schedule has left its range; ``taken`` says how many steps were."""
-
-    def _take(self, slots: list[Slot]) -> None:
-        """Take the planned steps."""
-        for table in tables_of([slot for slot in slots if slot.tensors["weight"].numel()]):
-            self._take_together(*table)
-        self._widen(slots)
-        note_changes([slot.parameter for slot in slots])
-
-    def _widen(self, slots: list[Slot]) -> None:
-        """Widen scales that the step has left a weight at the end of."""
-
-    def _take_together(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
-        """Take the steps of one device and dtype: in one go, but for those taken alone."""
-        with unpacked(slots, self.state):
-            alone = [self._is_alone(slot) for slot in slots]
-            together = [i for i, is_alone in enumerate(alone) if not is_alone]
-            if together:
-                rows = (numbers, keys) if len(together) == len(slots) else (numbers[together], keys[together])
-                self._take_many([slots[i] for i in together], *rows)
-            views = [self._take_alone(slot, numbers[i], keys[i]) if alone[i] else None for i, slot in enumerate(slots)]
-        for slot in slots:
-            if not slot.in_place:
-                slot.parameter.copy_(slot.tensors["weight"])
-            if slot.back:
-                slot.put_back()
-        for view in views:
-            if view is not None and self.observer is not None:
-                self.observer(view)
-
-    def _is_alone(self, slot: Slot) -> bool:
-        """Whether a step is taken by itself, eagerly."""
-        return self._is_observed(slot)
-
-    def _take_many(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
-        """Take the steps of those that nobody looks at."""
-        run_all(slots, numbers, keys, [slot.group["compile"] for slot in slots])
-
-    def _take_alone(self, slot: Slot, numbers: Tensor, keys: Tensor) -> StepView | None:
-        """Take the step of one parameter, and show it."""
-        return observed_step(slot.parameter, slot, numbers)
-
-    def _is_observed(self, slot: Slot) -> bool:
-        if self.observer is None or slot.spec.storage == "plain":
-            return False
-        return self.observes is None or self.observes(slot.parameter)
+        check_shared(type(self).__name__, group, self.damping_option)
+        check_combination(type(self).__name__, self.direction, group)

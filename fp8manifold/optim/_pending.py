@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8manifold._triton.launch import Said
-from fp8manifold.optim._slot import Member, Slot
+from fp8manifold.optim._slot import Slot
 from fp8manifold.tensor import FP8Tensor
 
 __all__ = ["Count", "Pending", "pending_of", "refuse_recording", "settle"]
@@ -60,18 +60,15 @@ class Pending:
         return any(each is parameter for each in self.parameters)
 
 
-def pending_of(optimizer: Any, members: Sequence[Member], slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
-    """What the host has to put right if it hears that a step was not taken.
+def pending_of(slots: Sequence[Slot], said: Said, *, alone: bool) -> Pending:
+    """A step that has been launched, with the counts to put right if it was not taken.
 
     Args:
-        optimizer: whose step it is.
-        members: groups and parameters.
         slots: what has been launched, in the order of ``said``.
         said: what kernels say of it.
         alone: whether it is one parameter's, in a backward pass.
     """
-    steps = [optimizer.state[parameter]["step"] for _, parameter in members]
-    return Pending(said, [slot.parameter for slot in slots], steps, alone)
+    return Pending(said, [slot.parameter for slot in slots], [slot.state["step"] for slot in slots], alone)
 
 
 def settle(optimizer: Any, pending: Pending) -> None:

@@ -1,45 +1,31 @@
-"""One parameter's step before it is taken: its view, the tensors that it reads and changes, the keys of its draws."""
+"""A slot is one parameter in one step: where its weight lives, the view it is stepped in, the key of its draws."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
+import geoopt
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8manifold._ranks import Share
-from fp8manifold.optim._directions import KEYS
-from fp8manifold.optim._geometry import bounded_ends
-from fp8manifold.optim._spec import BOUND_NAMES, Spec
+from fp8manifold._numerics.charts import Metric
+from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.known import known
+from fp8manifold._numerics.stiffness import bounded_ends
+from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of
+from fp8manifold.formats import LAYOUTS, FloatFormat
+from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
+from fp8manifold.optim._directions import KEYS, NUMBERS
+from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
 from fp8manifold.random_bits import Stream, round_key_rows, round_keys, signed_word, stream_of
+from fp8manifold.tensor import FP8Tensor
 
-__all__ = [
-    "FOR_MOMENTS",
-    "FOR_RESCALING",
-    "Key",
-    "Member",
-    "Parameters",
-    "Slot",
-    "View",
-    "index_in",
-    "key_row",
-    "key_rows",
-    "row_view",
-    "view_of",
-]
-
-
-class Key(NamedTuple):
-    """The key of one parameter's draws in one step."""
-
-    seed: int
-    step: int
-    stream: int
-
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+"""Parameters as they are given to an optimizer."""
 
 _LONGEST_BLOCK: Final = 256
 _SHORTEST_BLOCK: Final = 32
@@ -49,8 +35,8 @@ _SHORTEST_BLOCK: Final = 32
 class View:
     """A view of one or two dimensions that every array of a step broadcasts to.
 
-    ``dims`` are (rows, length), or the length alone where there is one row; a row is a block of the averages, where
-    they are stored in blocks, or what shares a scale.
+    ``dims`` are (rows, length), or the length alone where there is one row; a row is a block of the moments, where
+    they are stored in blocks, or the weights that share a scale.
     """
 
     dims: tuple[int, ...]
@@ -61,7 +47,7 @@ class View:
 
     @property
     def block_dims(self) -> tuple[int, ...]:
-        """Dimensions of what there is one of for a block."""
+        """Dimensions of an array with one value per block."""
         return (*self.dims[:-1], 1)
 
     @property
@@ -71,7 +57,7 @@ class View:
 
     @property
     def compiles(self) -> bool:
-        """A dimension of 1 is compiled for anew, so that such a view is left to eager code."""
+        """True for a view whose graph serves others too: a dimension of 1 is compiled for anew."""
         return min(self.dims) > 1
 
 
@@ -85,7 +71,7 @@ def index_in(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def row_view(scale: Tensor, shape: tuple[int, ...], view: View) -> Tensor:
-    """What there is one of for a scale, for the rows of a view."""
+    """Broadcast one value per scale group to one value per row of a view."""
     if view.row_dims == view.dims and scale.numel() != view.numel:
         scale = scale.expand(shape)
     if view.repeats > 1:
@@ -101,7 +87,7 @@ def view_of(shape: tuple[int, ...], scale_shape: tuple[int, ...] | None, block_s
         shape: of the parameter.
         scale_shape: of its scale; None for an ordinary parameter.
         block_size: length of the blocks that share a scale, where there are such.
-        blocks: whether averages are stored in blocks.
+        blocks: whether moments are stored in blocks.
     """
     numel = math.prod(shape)
     rows = shape[0] if len(shape) > 1 else 1
@@ -133,58 +119,142 @@ def _block_length(length: int) -> int:
     return length
 
 
-Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-"""As they are given to an optimizer."""
-Member = tuple[dict[str, Any], Tensor]
-"""A group and one of its parameters."""
+class Key(NamedTuple):
+    """The key of one parameter's draws in one step."""
+
+    seed: int
+    step: int
+    stream: int
 
 
-@dataclass
+_FOLLOWING: Final = frozenset(("arrays", "row", "keys", "rounding_key", "moments_key"))
+"""Attributes of a slot that follow from the others."""
+
+
+@dataclass(eq=False)
 class Slot:
-    """One parameter's step: its tensors as they are kept, by name, and as views of one layout."""
+    """One parameter in one step, made anew in every step from its group, its state and the parameter itself."""
 
-    spec: Spec
-    view: View
-    #: ``weight`` and ``gradient``, and what the state has: averages, bounds, ``residual``; all of them contiguous
+    group: dict[str, Any]
+    parameter: Tensor
+    state: dict[str, Any]
+    #: steps taken before this one
+    done: int
+    storage: Storage
+    #: ``weight``, and once the step is prepared ``gradient`` and what the state has: moments, bounds, ``residual``;
+    #: contiguous, the rows that this process holds
     tensors: dict[str, Tensor]
-    key: Key
+    #: None for an ordinary parameter
+    fmt: FloatFormat | None = None
     scale: Tensor | None = None
-    #: what the scale broadcasts to
-    shape: tuple[int, ...] = ()
-    #: exponents, in value, between which a chart of the ulp follows the format
-    ends: tuple[int, int] = (0, 0)
-    #: position of the first element in a tensor that this is a part of
-    offset: int = 0
-    #: whose step it is, and its group, where it is that of a whole parameter
-    parameter: Any = None
-    group: dict[str, Any] = field(default_factory=dict)
-    #: the hyperparameters, by name
-    numbers: dict[str, float] = field(default_factory=dict)
-    #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
-    in_place: bool = True
-    #: of a parameter that several processes hold and each of them steps whole
-    share: Share | None = None
-    #: the memory that the own rows of gathered tensors go back to, by name
-    back: dict[str, Tensor] = field(default_factory=dict)
+    block_size: int | None = None
+    metric: Metric = "ulp"
+    rounding: str = "nearest"
     #: how the draws for the weight follow each other, step by step
     draws: str = "independent"
-    #: whether the step left a code of the largest magnitude, where it looked for one
+    retraction: str = "exponential"
+    #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
+    in_place: bool = True
+    #: the rows that this process holds of a sharded parameter
+    share: Share | None = None
+
+    spec: Spec = field(init=False)
+    view: View = field(init=False)
+    numbers: dict[str, float] = field(init=False)
+    #: the stiffness exponent of this step
+    power: float = 0.0
+    #: exponents, in value, between which a chart of the ulp follows the format
+    ends: tuple[int, int] = (0, 0)
+    #: whether every process steps all rows of a sharded parameter
+    whole: bool = False
+    #: whether the step left a code of the largest magnitude, where its backend looked for one
     reached: list[bool] = field(default_factory=list)
+
+    @property
+    def weight(self) -> Tensor:
+        """The memory of the weight."""
+        return self.tensors["weight"]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is stepped on."""
+        return self.weight.device
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold a part each."""
+        return ALONE if self.share is None else self.share.ranks
+
+    @property
+    def fields(self) -> tuple[int, ...] | None:
+        """Format and granularity as numbers, which a state is made for; None for an ordinary parameter."""
+        if self.fmt is None:
+            return None
+        scales = 0 if self.scale is None else self.scale.numel()
+        if self.share is not None and self.scale is not None and self.scale.dim():
+            scales = self.share.shape[0]
+        per_channel = int(scales > 1)
+        layout = LAYOUTS.index(self.fmt.layout)
+        fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
+        return (*fields, self.block_size or per_channel)
+
+    @property
+    def scale_is_power_of_two(self) -> bool:
+        """True where dividing by the scale is exact, as it is by those of codes."""
+        if self.storage in ("codes", "plain"):
+            return True
+        assert self.scale is not None
+        return bool(known(self.scale, _are_powers_of_two))
+
+    def view_in(self, *, blocks: bool) -> View:
+        """The view that all of it is stepped in, with rows of whole blocks or not; of no rows that of one."""
+        shape, scale_shape = tuple(self.weight.shape), None if self.scale is None else tuple(self.scale.shape)
+        if self.whole:
+            assert self.share is not None
+            shape = tuple(self.share.shape)
+        elif self.share is not None and not shape[0]:
+            shape, scale_shape = (1, *shape[1:]), (1, *scale_shape[1:]) if scale_shape else scale_shape
+        return view_of(shape, scale_shape, self.block_size, blocks)
+
+    @property
+    def age(self) -> int:
+        """The number of this step since its moments were cleared, from 1."""
+        return self.done + 1 - int(self.state.get("since", 0))
+
+    @cached_property
+    def key(self) -> Key:
+        """The key of its draws."""
+        return Key(self.group["seed"], self.done + 1, self.state["stream"])
 
     @cached_property
     def rounding_key(self) -> Stream:
-        """Of the draws for the weight."""
+        """The key of the draws for the weight."""
         return stream_of(self.draws, *self.key)
 
     @cached_property
     def moments_key(self) -> Stream:
-        """Of the draws for the moments: independent, for a moment forgets, so that earlier draws would enter its odds."""
-        return Stream((*self.key, FOR_MOMENTS))
+        """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
+        return Stream((*self.key, _FOR_MOMENTS))
 
-    @property
-    def blockwise(self) -> bool:
-        """Whether averages are stored in blocks."""
-        return self.spec.moments == "8bit" and bool(self.spec.stores)
+    @cached_property
+    def offset(self) -> int:
+        """Position of the first element in the whole parameter."""
+        return 0 if self.share is None or self.whole else self.share.offset
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype that is computed in: float64 for float64, else float32."""
+        return torch.float64 if self.parameter.dtype is torch.float64 else torch.float32
+
+    @cached_property
+    def row(self) -> Tensor:
+        """The numbers in the order of :data:`NUMBERS`, where the step is taken and in the dtype it is computed in."""
+        return torch.tensor(row_of(self.numbers, self.dtype), dtype=self.dtype).to(self.device, non_blocking=True)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """The :func:`key_row`, where the step is taken."""
+        return torch.tensor(key_row(self), dtype=torch.int32).to(self.device, non_blocking=True)
 
     @cached_property
     def arrays(self) -> dict[str, Tensor]:
@@ -192,34 +262,107 @@ class Slot:
         dims, blocks = self.view.dims, self.view.block_dims
         arrays = {name: t.view(blocks if name in BOUND_NAMES else dims) for name, t in self.tensors.items()}
         if self.scale is not None:
-            arrays["scale"] = row_view(self.scale, self.shape, self.view)
-            if self.spec.geometry in ("exponential", "tangent") and self.spec.metric == "ulp":
-                assert self.spec.fmt is not None
-                arrays |= bounded_ends(self.spec.fmt, arrays["scale"], *self.ends)
+            arrays["scale"] = row_view(self.scale, self.weight.shape, self.view)
+            if self.spec.bounds_chart:
+                assert self.fmt is not None
+                arrays |= bounded_ends(self.fmt, arrays["scale"], *self.ends)
         return arrays
-
-    def gather(self) -> None:
-        """Take all rows of the state; bounds are whole in every process."""
-        assert self.share is not None
-        for name in self.tensors.keys() - {"weight", *BOUND_NAMES}:
-            self.back[name], self.tensors[name] = self.tensors[name], self.share.gathered(self.tensors[name])
-
-    def put_back(self) -> None:
-        """Keep the own rows of what was gathered."""
-        for name, memory in self.back.items():
-            assert self.share is not None
-            memory.copy_(self.share.own(self.tensors[name]))
 
     @property
     def changed(self) -> list[Tensor]:
-        """What a step changes."""
+        """The tensors that a step changes."""
         return [tensor for name, tensor in self.tensors.items() if name != "gradient"]
 
+    def replaced(self, **fields: Any) -> "Slot":
+        """A copy with other fields, views of which are made anew."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in _FOLLOWING}
+        other = object.__new__(Slot)
+        other.__dict__ = kept | fields
+        return other
 
-FOR_MOMENTS: Final = 1
-"""A fourth key word: the averages' draws are not the weights'."""
+
+def _are_powers_of_two(scale: Tensor) -> bool:
+    return bool((torch.frexp(scale).mantissa == 0.5).all())
+
+
+def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot:
+    """A slot short of its step: where the parameter lives, without making a manifold for it; nothing changes."""
+    held, share = parameter, share_of(parameter)
+    if share is not None:
+        held = share.local
+    draws: str | None = group.get("draws")
+    done = int(state.get("step", 0))
+    if isinstance(held, FP8Tensor):
+        return Slot(
+            group,
+            parameter,
+            state,
+            done,
+            "codes",
+            {"weight": held.codes},
+            held.format,
+            held.scale,
+            held.block_size,
+            rounding=held.rounding,
+            draws=draws or held.draws,
+            share=share,
+        )
+    weight, in_place = _memory_of(held)
+    manifold, tensors = own_manifold(held), {"weight": weight}
+    if manifold is None:
+        draws = draws or "independent"
+        return Slot(group, parameter, state, done, "plain", tensors, draws=draws, in_place=in_place, share=share)
+    storage: Storage = "grid" if isinstance(manifold, FP8Manifold) else "free"
+    return Slot(
+        group,
+        parameter,
+        state,
+        done,
+        storage,
+        tensors,
+        manifold.format,
+        manifold.scale.to(working_dtype(weight)),
+        metric=manifold.metric,
+        rounding=getattr(manifold, "rounding", "nearest"),
+        draws=draws or str(getattr(manifold, "draws", "independent")),
+        retraction=getattr(manifold, "retraction", "exponential"),
+        in_place=in_place,
+    )
+
+
+def _memory_of(floats: Tensor) -> tuple[Tensor, bool]:
+    """Contiguous values, and whether they are the parameter's own memory."""
+    weight = floats.detach().as_subclass(Tensor)
+    return weight.contiguous().resolve_neg(), weight.is_contiguous() and not weight.is_neg()
+
+
+def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
+    """The manifold a parameter lives on, or None for an ordinary one."""
+    return parameter.manifold if isinstance(parameter, geoopt.ManifoldTensor) else None
+
+
+def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
+    """The parameter's manifold where it is one of this library's."""
+    manifold = manifold_of(parameter)
+    return manifold if isinstance(manifold, StiffnessManifold) else None
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """True for a parameter stored in codes or on one of this library's manifolds."""
+    return isinstance(local_of(parameter), FP8Tensor) or own_manifold(parameter) is not None
+
+
+def stabilize(slot: Slot) -> None:
+    """Project onto the manifold; codes are on their grid always."""
+    parameter = slot.parameter
+    if not isinstance(parameter, FP8Tensor) and (manifold := manifold_of(parameter)) is not None:
+        parameter.copy_(manifold.projx(parameter))
+        slot.tensors["weight"], _ = _memory_of(parameter)
+
+
+_FOR_MOMENTS: Final = 1
 FOR_RESCALING: Final = 2
-"""Another, so that no draw of a step is used again where its scales double."""
+"""A fourth key word, so that no draw of a step is used again where its scales double."""
 
 
 def key_row(slot: Slot) -> list[int]:
@@ -243,13 +386,35 @@ def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[
 
 
 def key_rows(slots: Sequence[Slot]) -> NDArray[np.int32]:
-    """:func:`key_row` of many slots, those at offset 0 together."""
+    """The :func:`key_row` of each slot, those at offset 0 together."""
     rows = np.zeros((len(slots), KEYS), dtype=np.int32)
     streams = np.array([slot.key.stream for slot in slots], dtype=np.uint64)
     rows[:, :4] = _first_rows([slot.rounding_key for slot in slots], streams)
-    if any(slot.spec.draws_for_moments for slot in slots):
-        rows[:, 4:] = _first_rows([slot.moments_key for slot in slots], streams)
+    draws = [i for i, slot in enumerate(slots) if slot.spec.draws_for_moments]
+    if draws:
+        rows[draws, 4:] = _first_rows([slots[i].moments_key for i in draws], streams[draws])
     for i, slot in enumerate(slots):
         if slot.offset:
             rows[i] = key_row(slot)
     return rows
+
+
+_POSITIONS: Final = {name: i for i, name in enumerate(NUMBERS)}
+
+
+def row_of(numbers: Mapping[str, float], dtype: torch.dtype) -> list[float]:
+    """Numbers in the order of :data:`NUMBERS`, 0 where none is given; eps is kept from 0.
+
+    A weight that never had a gradient has the direction 0 / eps, which is 0 unless eps is.
+    """
+    row = [0.0] * len(NUMBERS)
+    for name, number in numbers.items():
+        row[_POSITIONS[name]] = number
+    row[_POSITIONS["eps"]] = max(row[_POSITIONS["eps"]], torch.finfo(dtype).tiny)
+    return row
+
+
+def number_rows(slots: Sequence[Slot]) -> NDArray[np.float32]:
+    """The numbers of each slot, in float32; for native code a direction is a step by -1 from a weight of 0."""
+    numbers = [slot.numbers | ({"rate": -1.0} if slot.spec.storage == "direction" else {}) for slot in slots]
+    return np.array([row_of(each, torch.float32) for each in numbers], dtype=np.float64).astype(np.float32)

@@ -77,7 +77,7 @@ def sorted_parameters(model: nn.Module, others: Sequence[str] | None) -> list[So
 
 
 def _without_decay(name: str, parameter: Tensor, owner: nn.Module, exempt: set[int]) -> tuple[Kind, str] | None:
-    """What is no matrix whatever its shape, and does not decay by the custom of the models that have it."""
+    """The reason why a parameter is no matrix whatever its shape and does not decay, if there is one."""
     own = name.rpartition(".")[2]
     if parameter.dim() < 2:
         return "vectors", "a vector"
@@ -108,12 +108,12 @@ def _kind(name: str, parameter: Tensor, owner: nn.Module, adams: dict[int, str])
 
 
 def _multiplies(owner: nn.Module, own: str) -> bool:
-    """Whether a parameter is what a layer multiplies by, and no name or shape makes it anything else."""
+    """True for the weight that a layer multiplies by, which no name or shape makes anything else."""
     return own == "weight" and (is_linear(owner) or isinstance(owner, _ConvNd))
 
 
 def _exempt(model: nn.Module) -> set[int]:
-    """What the model itself leaves out of decay: as timm's models say it, and as those of state spaces mark it."""
+    """Parameters that the model itself exempts from decay, as timm's models list them and state spaces mark them."""
     says = getattr(model, "no_weight_decay", None)
     names = set(says()) if callable(says) else set()
     return {
@@ -148,9 +148,6 @@ def _named(model: nn.Module, pattern: str) -> Iterable[Tensor]:
     for name, parameter in model.named_parameters():
         if fnmatchcase(name, pattern):
             yield parameter
-
-
-# ---------------------------------------------------------------------------------------------------------- muon report
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What is fixed while a parameter is stepped: everything that a compiled step is specialised for."""
+"""A spec is the part of a step that is fixed: everything that compiled code is specialised for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -8,21 +8,6 @@ from fp8manifold._numerics.charts import Metric
 from fp8manifold.formats import FloatFormat
 from fp8manifold.optim._directions import DIRECTIONS
 from fp8manifold.optim._writeback import WRITEBACKS, WriteBack
-
-__all__ = [
-    "BOUNDS",
-    "BOUND_NAMES",
-    "LARGEST",
-    "MOMENTS",
-    "MOMENTUM_FORMAT",
-    "MOMENT_FORMAT",
-    "WRITEBACKS",
-    "Geometry",
-    "Spec",
-    "Storage",
-    "bounds_of",
-    "spec_of",
-]
 
 MOMENTS: Final = ("float32", "bfloat16", "8bit")
 
@@ -54,7 +39,7 @@ def bounds_of(direction: str | None) -> dict[str, str]:
     return BOUNDS | {"momentum_buffer": LARGEST} if fitted else BOUNDS
 
 
-Storage = Literal["codes", "grid", "free", "plain"]
+Storage = Literal["codes", "grid", "free", "plain", "direction"]
 Geometry = Literal["linear", "exponential", "tangent", "multiplicative"]
 
 
@@ -63,7 +48,8 @@ class Spec:
     """One combination of direction x stiffness x write-back x storage."""
 
     direction: str
-    #: codes (one byte), grid (floats on the grid), free (floats between its ends) or plain (floats)
+    #: codes (one byte), grid (floats on the grid), free (floats between its ends), plain (floats), or direction: no
+    #: weight, but the direction itself in its place
     storage: Storage
     #: of floats stochastic where they are rounded so, to bfloat16 or float16, and nearest else
     writeback: str = "nearest"
@@ -93,28 +79,28 @@ class Spec:
 
     @cached_property
     def compiles(self) -> bool:
-        """Whether the step has the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
+        """True for a step with the same bits compiled: no function of the user's, no ``pow``, ``exp`` or ``log``."""
         is_plain_power = self.stiffness == "power" and not self.scale_is_power_of_two
         return not (callable(self.metric) or self.metric == "log" or is_plain_power)
 
     @cached_property
     def draws_for_weight(self) -> bool:
-        """Whether the write-back needs random bits."""
+        """True where the write-back needs random bits."""
         return self.rule.draws
 
     @cached_property
     def draws_for_moments(self) -> bool:
-        """Whether storing the moments needs random bits."""
+        """True where storing the moments needs random bits."""
         return self.moments != "float32" and bool(self.stores)
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether numbers of the format are stored."""
+        """True where numbers of the format are stored."""
         return self.storage in ("codes", "grid")
 
     @cached_property
     def injects(self) -> bool:
-        """Whether the first moment receives the rounding error."""
+        """True where the first moment receives the rounding error."""
         return self.rounds and self.rule.injects
 
     @cached_property
@@ -125,8 +111,18 @@ class Spec:
 
     @cached_property
     def blockwise(self) -> bool:
-        """Whether moments are stored in blocks, each with a bound."""
+        """True where moments are stored in blocks, each with a bound."""
         return self.moments == "8bit" and bool(self.stores)
+
+    @cached_property
+    def packs(self) -> bool:
+        """True where several weights share a byte of the residual."""
+        return self.rule.packs
+
+    @cached_property
+    def first(self) -> str | None:
+        """The first moment, by its name in the state."""
+        return next((name for name in ("exp_avg", "momentum_buffer") if name in self.stores), None)
 
     @cached_property
     def bounds(self) -> dict[str, str]:
@@ -136,7 +132,7 @@ class Spec:
 
     @cached_property
     def fitted(self) -> bool:
-        """Whether the grid of its moment in 8 bits is fitted to each block's largest value."""
+        """True where the grid of its moment in 8 bits is fitted to each block's largest value."""
         return LARGEST in self.bounds.values()
 
     @cached_property
@@ -146,8 +142,27 @@ class Spec:
 
     @cached_property
     def keeps(self) -> tuple[str, ...]:
-        """What a step changes in place of the state: moments, their bounds, and a residual of a byte."""
-        return (*self.stores, *self.bounds.values(), *(() if self.rule.packs else self.rule.state))
+        """Entries of the state that a step changes in place: moments, their bounds, and a residual of a byte."""
+        return (*self.stores, *self.bounds.values(), *(() if self.packs else self.rule.state))
+
+    @cached_property
+    def bounds_chart(self) -> bool:
+        """True where the step goes along the chart of the ULP, whose stiffness has bounds."""
+        return self.geometry in ("exponential", "tangent") and self.metric == "ulp"
+
+    @cached_property
+    def first_half(self) -> "Spec":
+        """The step as far as its direction, which is kept; a moment that an error goes into later is kept in floats."""
+        moments = "float32" if self.injects else self.moments
+        floats = replace(self, storage="direction", writeback="nearest", fmt=None, moments=moments)
+        return replace(floats, stiffness="none", decays=False)
+
+    @cached_property
+    def second_half(self) -> "Spec":
+        """The step along a direction that is given in place of the gradient: SGD's, without a moment."""
+        writeback = self.rule.rounding if self.rule.injects else self.writeback
+        plain = replace(self, averages=False, nesterov=False, maximize=False, moments="float32")
+        return replace(plain, direction="sgd", writeback=writeback)
 
 
 def spec_of(**fields: Any) -> Spec:

@@ -1,31 +1,33 @@
-"""State of a parameter: where it lives, its residual and moments, its stream of random bits, its rows."""
+"""State of a parameter between steps: residual and moments, its stream of random bits, its rows, a wider scale."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Final
 
-import geoopt
 import torch
 from torch import Tensor
 
 from fp8manifold._encoded.storage import packed_length, packed_width, void_remainder
+from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.blocks import block_on
 from fp8manifold._numerics.charts import Metric, chart_of
-from fp8manifold._numerics.codec import decode_bits, decode_with_ulp
+from fp8manifold._numerics.codec import decode_bits, decode_with_ulp, encode_finite, encode_signed
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._numerics.known import known
-from fp8manifold._ranks import ALONE, Ranks, Share, local_of, share_of, spread
+from fp8manifold._ranks import Ranks, Share, local_of, share_of, spread
+from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
-from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
-from fp8manifold.optim._slot import Slot, View, view_of
-from fp8manifold.optim._spec import BOUND_NAMES, Spec, Storage
-from fp8manifold.random_bits import mixed_word, word_range
+from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, slot_of
+from fp8manifold.optim._spec import BOUND_NAMES
+from fp8manifold.optim._step import load_weights
+from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
+from fp8manifold.random_bits import draw_of, mixed_word, word_range, words_at
 from fp8manifold.tensor import FP8Tensor
 
 
@@ -49,7 +51,7 @@ def pack_residual(values: Tensor, bits: int, *, in_rows: bool = False) -> Tensor
 
 
 def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
-    """The way back, as int8, contiguous."""
+    """Unpack to int8, contiguous."""
     if bits == 8:
         return packed.view(shape)
     fields = [(packed << (8 - bits - place)).view(torch.int8) >> (8 - bits) for place in range(0, 8, bits)]
@@ -58,7 +60,7 @@ def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
 
 
 def first_residual(parameter: Tensor, bits: int) -> Tensor:
-    """What the rounding of the float weights left, where the parameter has kept it; zeros elsewhere."""
+    """The remainder that the parameter has kept from rounding its float weights; zeros where it has none."""
     held: Any = local_of(parameter)
     start = torch.zeros(held.shape, dtype=torch.int8, device=held.device)
     if isinstance(held, FP8Tensor) and held.remainder is not None:
@@ -75,117 +77,61 @@ def _coarser(remainder: Tensor, bits: int) -> Tensor:
     return ((remainder.to(torch.int16) + (1 << (cut - 1))) >> cut).clamp_(-end, end - 1).to(torch.int8)
 
 
-@contextmanager
-def unpacked(slots: Sequence[Slot], state: dict[Tensor, Any]) -> Iterator[None]:
-    """Hold them as int8 while the steps are taken."""
-    packed = [(slot, local_of(state[slot.parameter]["residual"])) for slot in slots if slot.spec.rule.packs]
-    for slot, kept in packed:
-        rows = kept if slot.share is None else slot.share.gathered(kept)
-        slot.tensors["residual"] = unpack_residual(rows, slot.tensors["weight"].shape, slot.spec.residual_bits)
-    yield
-    for slot, kept in packed:
-        residual = slot.tensors["residual"] if slot.share is None else slot.share.own(slot.tensors["residual"])
-        kept.copy_(pack_residual(residual, slot.spec.residual_bits, in_rows=kept.dim() > 1))
-
-
-# ----------------------------------------------------------------------------------------------------------------- plan
-
-
-def manifold_of(parameter: Tensor) -> geoopt.Manifold | None:
-    """The manifold a parameter lives on, or None for an ordinary one."""
-    return parameter.manifold if isinstance(parameter, geoopt.ManifoldTensor) else None
-
-
-def own_manifold(parameter: Tensor) -> StiffnessManifold | None:
-    """The parameter's manifold where it is one of this library's."""
-    manifold = manifold_of(parameter)
-    return manifold if isinstance(manifold, StiffnessManifold) else None
-
-
-def is_quantized(parameter: Tensor) -> bool:
-    """Whether it is stored in codes or lives on one of this library's manifolds."""
-    return isinstance(local_of(parameter), FP8Tensor) or own_manifold(parameter) is not None
-
-
-def stabilize(parameter: Tensor) -> None:
-    """Project onto the manifold; codes are on their grid always."""
-    if isinstance(parameter, FP8Tensor):
+def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor, Any]) -> None:
+    """Move the remainder of the first rounding into the state, before anything can be saved without it."""
+    bits, held = rule_of(group).residual_bits, local_of(parameter)
+    if not bits or not isinstance(held, FP8Tensor) or held.remainder is None:
         return
-    if (manifold := manifold_of(parameter)) is not None:
-        parameter.copy_(manifold.projx(parameter))
+    entry = state.setdefault(parameter, {})
+    if "residual" in entry:  # a loaded state knows better
+        void_remainder(held)
+    else:
+        entry["grid"] = torch.tensor(slot_of(group, parameter, entry).fields)
+        entry["residual"] = first_residual(parameter, bits)
 
 
-STORED = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+@contextmanager
+def gathered(slots: Sequence[Slot]) -> Iterator[None]:
+    """Gather all rows of each slot that is stepped whole and unpack residuals to int8; put both back after the step.
+
+    Collectives follow the order of the slots and of their tensors.  Bounds are whole in every process.
+    """
+    homes = []
+    for slot in slots:
+        packs = slot.spec.packs
+        home = slot.tensors | ({"residual": local_of(slot.state["residual"])} if packs else {})
+        if slot.whole:
+            assert slot.share is not None
+            slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
+        else:
+            slot.tensors = dict(home)
+        if packs:
+            residual = unpack_residual(slot.tensors["residual"], slot.weight.shape, slot.spec.residual_bits)
+            slot.tensors["residual"] = residual
+        homes.append(home)
+    yield
+    for slot, home in zip(slots, homes, strict=True):
+        for name in home.keys() - {"gradient"}:
+            _put_back(slot, name, home[name])
+        slot.tensors = home
+        if not slot.in_place:
+            local_of(slot.parameter).copy_(slot.weight)
 
 
-@dataclass(slots=True)
-class Grid:
-    """What a step has to know of where a parameter lives; ``fmt`` is None for an ordinary one."""
-
-    storage: Storage
-    weight: Tensor
-    fmt: FloatFormat | None = None
-    scale: Tensor | None = None
-    block_size: int | None = None
-    metric: Metric = "ulp"
-    rounding: str = "nearest"
-    draws: str = "independent"
-    retraction: str = "exponential"
-    #: whether ``weight`` is the parameter's own memory, and not a contiguous copy of it
-    in_place: bool = True
-    #: where ``weight`` is a part of what several processes hold
-    share: Share | None = None
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that hold a part each."""
-        return ALONE if self.share is None else self.share.ranks
-
-    @property
-    def fields(self) -> tuple[int, ...]:
-        """Format and granularity as numbers: what a state has to have been made for."""
-        assert self.fmt is not None
-        scales = 0 if self.scale is None else self.scale.numel()
-        if self.share is not None and self.scale is not None and self.scale.dim():
-            scales = self.share.shape[0]
-        per_channel = int(scales > 1)
-        layout = LAYOUTS.index(self.fmt.layout)
-        fields = (self.fmt.exponent_bits, self.fmt.mantissa_bits, self.fmt.bias, layout)
-        return (*fields, self.block_size or per_channel)
-
-    @property
-    def rounds(self) -> bool:
-        """Whether what is stored are numbers of the format."""
-        return self.storage in ("codes", "grid")
-
-    @property
-    def scale_is_power_of_two(self) -> bool:
-        """Whether dividing by the scale is exact, as it is by those of codes."""
-        if self.storage in ("codes", "plain"):
-            return True
-        assert self.scale is not None
-        return bool(known(self.scale, _are_powers_of_two))
-
-    def view(self, *, blocks: bool) -> View:
-        """The view it is stepped in; of no rows that of one."""
-        shape, scale_shape = tuple(self.weight.shape), None if self.scale is None else tuple(self.scale.shape)
-        if self.share is not None and not shape[0]:
-            shape, scale_shape = (1, *shape[1:]), (1, *scale_shape[1:]) if scale_shape else scale_shape
-        return view_of(shape, scale_shape, self.block_size, blocks)
-
-    @property
-    def whole(self) -> "Grid":
-        """All rows, gathered in memory of their own; one scale serves them all."""
-        assert self.share is not None
-        return replace(self, weight=self.share.gathered(self.weight))
-
-
-def _are_powers_of_two(scale: Tensor) -> bool:
-    return bool((torch.frexp(scale).mantissa == 0.5).all())
+def _put_back(slot: Slot, name: str, home: Tensor) -> None:
+    """Copy the own rows of a tensor that was gathered, and pack a residual that was unpacked."""
+    tensor = slot.tensors[name]
+    if slot.whole and name not in BOUND_NAMES:
+        assert slot.share is not None
+        tensor = slot.share.own(tensor)
+    if name == "residual":
+        tensor = pack_residual(tensor, slot.spec.residual_bits, in_rows=home.dim() > 1)
+    if tensor is not home:
+        home.copy_(tensor)
 
 
 def described(fields: tuple[int, ...] | None) -> str:
-    """What :attr:`Grid.fields` stand for."""
+    """Format and granularity in words, of the numbers of :attr:`Slot.fields`."""
     if fields is None:
         return "an ordinary parameter"
     exponent_bits, mantissa_bits, bias, layout, shares = fields
@@ -193,92 +139,61 @@ def described(fields: tuple[int, ...] | None) -> str:
     return f"{FloatFormat(exponent_bits, mantissa_bits, bias, LAYOUTS[layout]).name}, one scale a {shared}"
 
 
-def grid_of(parameter: Tensor) -> Grid:
-    """Where a parameter lives, or what this process holds of it, without making a manifold for it."""
-    if (share := share_of(parameter)) is not None:
-        parameter = share.local
-    if isinstance(parameter, FP8Tensor):
-        return Grid(
-            "codes",
-            parameter.codes,
-            parameter.format,
-            parameter.scale,
-            parameter.block_size,
-            rounding=parameter.rounding,
-            draws=parameter.draws,
-            share=share,
-        )
-    weight = parameter.detach().as_subclass(Tensor)
-    in_place = weight.is_contiguous() and not weight.is_neg()
-    weight = weight.contiguous().resolve_neg()
-    manifold = own_manifold(parameter)
-    if manifold is None:
-        return Grid("plain", weight, in_place=in_place, share=share)
-    storage: Storage = "grid" if isinstance(manifold, FP8Manifold) else "free"
-    return Grid(
-        storage,
-        weight,
-        manifold.format,
-        manifold.scale.to(working_dtype(weight)),
-        metric=manifold.metric,
-        rounding=getattr(manifold, "rounding", "nearest"),
-        draws=getattr(manifold, "draws", "independent"),
-        retraction=getattr(manifold, "retraction", "exponential"),
-        in_place=in_place,
-    )
+STORED: Final = {"float32": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}
+"""The dtype of moments; None is the one that is computed in."""
 
 
-def make_state(spec: Spec, view: View, parameter: Tensor, state: dict[str, Any]) -> None:
-    """Add what the spec keeps and the state lacks."""
-    if all(map(state.__contains__, spec.keeps)) and not spec.rule.packs:
+def make_state(slot: Slot) -> None:
+    """Add what the step keeps and the state lacks."""
+    spec, parameter, state = slot.spec, slot.parameter, slot.state
+    if slot.fmt is not None and "grid" not in state:
+        state["grid"] = torch.tensor(slot.fields)
+    if all(map(state.__contains__, spec.keeps)) and not spec.packs:
         return
     held = local_of(parameter)
-    dtype = STORED[spec.moments] or working_dtype(parameter)
     for name in spec.stores:
         if name not in state:
+            dtype = STORED[spec.moments] or slot.dtype
             state[name] = spread(parameter, torch.zeros(held.shape, dtype=dtype, device=held.device))
         if name in spec.bounds and spec.bounds[name] not in state:
-            state[spec.bounds[name]] = _first_bounds(parameter, view)
+            state[spec.bounds[name]] = _first_bounds(slot)
     if spec.residual_bits and "residual" not in state:
         state["residual"] = first_residual(parameter, spec.residual_bits)
 
 
-def _first_bounds(parameter: Tensor, view: View) -> Tensor:
-    """One a block; of a shared matrix with a row for each of its rows, of a shared vector all in every process."""
-    held, in_rows = local_of(parameter), parameter.dim() > 1 and share_of(parameter) is not None
-    shape = (held.shape[0], held.shape[1:].numel() // view.dims[-1]) if in_rows else view.block_dims
+def _first_bounds(slot: Slot) -> Tensor:
+    """One a block; of a sharded matrix with a row for each of its rows, of a sharded vector all in every process."""
+    held, in_rows = local_of(slot.parameter), slot.parameter.dim() > 1 and slot.share is not None
+    shape = (held.shape[0], held.shape[1:].numel() // slot.view.dims[-1]) if in_rows else slot.view.block_dims
     bounds = torch.zeros(shape, dtype=torch.float32, device=held.device)
-    return spread(parameter, bounds) if in_rows else bounds
+    return spread(slot.parameter, bounds) if in_rows else bounds
 
 
-def _values_of(grid: Grid) -> Tensor:
+def _values_of(slot: Slot) -> Tensor:
     """The weights in units of their scale."""
-    if grid.storage == "codes":
-        assert grid.fmt is not None
-        return decode_bits(grid.weight, grid.fmt)
-    x = grid.weight.to(working_dtype(grid.weight))
-    return x if grid.scale is None else x / grid.scale
+    if slot.storage == "codes":
+        assert slot.fmt is not None
+        return decode_bits(slot.weight, slot.fmt)
+    x = slot.weight.to(working_dtype(slot.weight))
+    return x if slot.scale is None else x / slot.scale
 
 
-def stiffness_field(grid: Grid, metric: Metric) -> Tensor:
+def stiffness_field(slot: Slot, metric: Metric) -> Tensor:
     """The field S of a metric over all weights, in value."""
-    assert grid.fmt is not None
-    assert grid.scale is not None
-    if grid.storage == "codes" and metric == "ulp":
-        if (native := spacings(grid.weight, grid.fmt, grid.scale)) is not None:
+    assert slot.fmt is not None
+    assert slot.scale is not None
+    if slot.storage == "codes" and metric == "ulp":
+        if (native := spacings(slot.weight, slot.fmt, slot.scale)) is not None:
             return native
-        stiffness = decode_with_ulp(grid.weight, grid.fmt)[1]
+        stiffness = decode_with_ulp(slot.weight, slot.fmt)[1]
     else:
-        stiffness = chart_of(grid.fmt, metric).stiffness(_values_of(grid))
-    return stiffness * expanded(grid.scale, grid.weight.shape, grid.block_size)
+        stiffness = chart_of(slot.fmt, metric).stiffness(_values_of(slot))
+    return stiffness * expanded(slot.scale, slot.weight.shape, slot.block_size)
 
 
 def expanded(scale: Tensor, shape: torch.Size, block_size: int | None) -> Tensor:
     """A scale that broadcasts against the weights."""
     return scale if block_size is None else scale.repeat_interleave(block_size, dim=-1).view(shape)
-
-
-# -------------------------------------------------------------------------------------------------------------- streams
 
 
 _SEEDED, _FLOATS = 1, 2
@@ -297,9 +212,9 @@ def new_stream(
     alone: bool,
     values: Tensor | None = None,
 ) -> int:
-    """A stream from what is the parameter's own, 63 bits, which no other parameter of the state has or had.
+    """A stream of 63 bits from what is the parameter's own, which no other parameter of the state has or had.
 
-    What is its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
+    Its own are its first values, and the seed of a one-byte tensor or of a grid's manifold, so that the two
     storages draw the same bits.  Those that share both are told apart by their order in the optimizer, or, without a
     seed and in an optimizer each, by their first gradients: these differ between machines in the last bits, so they
     enter nowhere else.
@@ -386,9 +301,6 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
     return int(total) % 2**64
 
 
-# ----------------------------------------------------------------------------------------------------------------- rows
-
-
 @torch.no_grad()
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
@@ -438,3 +350,87 @@ def _residual_in_rows(packed: Tensor, shape: torch.Size) -> Tensor:
     if bits is None:
         raise ValueError(f"a residual of {packed.numel()} bytes is none of a parameter of shape {tuple(shape)}")
     return pack_residual(unpack_residual(packed, shape, bits), bits, in_rows=True)
+
+
+_LOG: Final = logging.getLogger("fp8manifold")
+
+
+def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
+    """The slots of one-byte parameters with a weight at the end of its range after the step.
+
+    A process widens the scales of its own rows.  Of one scale for the rows of several processes the flag is
+    all-reduced.
+    """
+    kept = [slot for slot in slots if slot.spec.storage == "codes"]
+    found = [_holds_last(slot) for slot in kept]
+    shared: dict[int, tuple[Ranks, list[int]]] = {}
+    for i, slot in enumerate(kept):
+        if slot.scale is not None and not slot.scale.dim() and slot.share is not None:
+            shared.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(i)
+    for ranks, places in shared.values():
+        flags = torch.tensor([found[i] for i in places], dtype=torch.int32, device=kept[places[0]].device)
+        for i, flag in zip(places, ranks.largest(flags).tolist(), strict=True):
+            found[i] = bool(flag)
+    return [slot for slot, here in zip(kept, found, strict=True) if here]
+
+
+def _holds_last(slot: Slot) -> bool:
+    """True where a code of the largest magnitude is left, by the backend's flag where it has one."""
+    codes, fmt = slot.weight, slot.fmt
+    if slot.reached or not codes.numel():
+        return any(slot.reached)
+    assert fmt is not None
+    return bool(((codes & (fmt.sign_bit - 1)) == fmt.max_code).any())
+
+
+def widen(slot: Slot) -> int:
+    """Double each scale whose largest weight is the format's, and return how many there were.
+
+    Their weights, with the residual kept beside them, are rounded stochastically once, which moves none that the wider
+    grid holds.  No scale becomes narrower: that is :meth:`FP8Tensor.adapt_scale_`.
+    """
+    held = local_of(slot.parameter)
+    assert isinstance(held, FP8Tensor)
+    old, fmt = held.scale, held.format
+    largest = held.largest() if old.dim() else slot.ranks.largest(held.largest())
+    new = torch.where(largest >= old * fmt.max, old * 2, old).clamp(max=widest_scale(fmt)).maximum(old)
+    if not (count := int((new != old).sum())):
+        return 0
+    _LOG.info("%s of shape %s saturates: %s", fmt.name, tuple(held.shape), describe_change(old, new))
+    if held.numel():
+        _rewrite(slot, new)
+    held.set_scale_(new)
+    return count
+
+
+def _rewrite(slot: Slot, new: Tensor) -> None:
+    """Round the weights of every scale that changes to its new grid."""
+    fmt, scale, view, bits = slot.fmt, slot.scale, slot.view_in(blocks=False), slot.spec.residual_bits
+    assert fmt is not None
+    assert scale is not None
+    codes = local_of(slot.parameter).codes
+    of_rows = [row_view(each, codes.shape, view).reshape(-1, 1) for each in (scale, new)]
+    rows = (of_rows[0] != of_rows[1]).flatten().nonzero().flatten()
+    weight = codes.view(len(of_rows[0]), -1)
+    arrays = {"weight": weight[rows]}
+    if bits:
+        kept = local_of(slot.state["residual"])
+        residual = unpack_residual(kept, codes.shape, bits).view(weight.shape)
+        arrays["residual"] = residual[rows]
+    x = load_weights(slot.spec, arrays, torch.float32).x * (of_rows[0] / of_rows[1])[rows]
+    offset = 0 if slot.share is None else slot.share.offset
+    places = (rows * weight.shape[1] + offset).unsqueeze(1) + torch.arange(weight.shape[1], device=x.device)
+    draws = draw_of(words_at(places, (*slot.key, FOR_RESCALING)))
+    rounded, rest = _rounded(x, fmt, draws, bits)
+    weight[rows] = unless_special(rounded, arrays["weight"], fmt)
+    if bits:
+        residual[rows] = rest.to(torch.int8)
+        if bits != 8:
+            kept.copy_(pack_residual(residual.view(codes.shape), bits, in_rows=kept.dim() > 1))
+
+
+def _rounded(x: Tensor, fmt: FloatFormat, draws: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes, and the residual beside them."""
+    if not bits:
+        return (codes := encode_finite(x, fmt, draws)), codes
+    return split_codes(encode_signed(x, fmt, draws, bits), fmt, bits)

@@ -1,24 +1,243 @@
 """A step of one parameter as a pure function: moments, direction, move, write-back."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.codec import decode_magnitude, decode_with_ulp, encode_finite, encoding_steps, largest_bits
-from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
-from fp8manifold.optim._geometry import (
-    Weights,
-    chart_for,
-    covector,
-    load_weights,
-    move,
-    reciprocal_scale,
-    stiffness_factor,
-    store_weights,
+from fp8manifold._numerics.charts import Chart, UlpChart, chart_of, sign_of
+from fp8manifold._numerics.codec import (
+    decode_magnitude,
+    decode_signed,
+    decode_with_ulp,
+    encode_finite,
+    encoding_steps,
+    largest_bits,
 )
+from fp8manifold._numerics.rounding import round_block
+from fp8manifold._numerics.stiffness import exp2_exact, factor
+from fp8manifold.optim._directions import DIRECTIONS, Descent, Numbers, named
 from fp8manifold.optim._spec import BOUNDS, LARGEST, MOMENT_FORMAT, MOMENTUM_FORMAT, Spec
+from fp8manifold.optim._writeback import joined_codes, to_half
 from fp8manifold.random_bits import RANDOM_BITS, draw_of
+
+
+class Outcome(NamedTuple):
+    """The new values of what is stored, by name, and what the step asked for, in units of the scale."""
+
+    stored: dict[str, Tensor]
+    before: "Weights"
+    target: Tensor
+
+
+def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Outcome:
+    """Take a step from ``arrays``, none of which is changed.
+
+    Args:
+        spec: what is stepped and how.
+        arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other; rows of
+            them are whole blocks of 8-bit moments.
+        row: one of :data:`NUMBERS`, in the dtype that is computed in.
+        noise: 32-bit random words: ``weight`` for the write-back, ``moments`` for the moments.
+    """
+    numbers, weights = named(row), load_weights(spec, arrays, row.dtype)
+    bounds: dict[str, Tensor] = {}
+    gradient = covector(spec, weights, _gradient(spec, arrays, row.dtype), arrays, numbers)
+    if spec.blockwise:
+        prepared = prepare(spec, arrays, gradient, numbers)
+        bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
+        arrays = arrays | prepared
+    descent = average(spec, gradient, load_averages(spec, arrays, row.dtype), numbers)
+    target, stored, averages = write(spec, weights, descent, arrays, numbers, noise)
+    if spec.fitted:
+        prepared = fit(averages[spec.stores[0]])
+        bounds[LARGEST] = prepared.pop(LARGEST)
+        arrays = arrays | prepared
+    kept = store_averages(spec, averages, arrays, noise.get("moments"), descent.root)
+    return Outcome(stored | kept | bounds, weights, target)
+
+
+def average(spec: Spec, gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
+    """The first half of a step: the direction, and the moments after it."""
+    descend = DIRECTIONS[spec.direction].descend
+    return descend(gradient, averages, numbers, **({"nesterov": True} if spec.nesterov else {}))
+
+
+def write(
+    spec: Spec,
+    weights: "Weights",
+    descent: Descent,
+    arrays: dict[str, Tensor],
+    numbers: Numbers,
+    noise: dict[str, Tensor],
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """The second half: the value asked for along a direction, what is stored of it, and the moments with the error."""
+    if spec.storage == "direction":
+        direction = torch.where(descent.direction == 0, 0.0, descent.direction)  # 0 has no sign, as in native code
+        return direction, {"weight": direction}, descent.averages
+    target = move(spec, weights, descent.direction, arrays, numbers)
+    draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
+    stored, after = store_weights(spec, arrays, weights, target, draws)
+    if not spec.injects:
+        return target, stored, descent.averages
+    return target, stored, _with_error(spec, descent, weights, target, after, arrays, numbers)
+
+
+def _gradient(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    gradient = arrays["gradient"].to(dtype)
+    return -gradient if spec.maximize else gradient
+
+
+def _with_error(
+    spec: Spec,
+    descent: Descent,
+    weights: "Weights",
+    target: Tensor,
+    after: Tensor,
+    arrays: dict[str, Tensor],
+    numbers: Numbers,
+) -> dict[str, Tensor]:
+    """The moments with the rounding error in the first one.
+
+    .. math:: m \\leftarrow m + \\frac{1}{\\eta} \\left( 1 - \\frac{1}{\\beta_1} \\right) (target - after)
+
+    where ``eta`` is what ``m`` is multiplied by in this step, element by element.  A weight and its momentum then move
+    together as an unrounded weight would: ``w - eta beta_1 / (1 - beta_1) m`` is as if nothing had been rounded.
+
+    Source: ECO (arXiv 2601.22101), for momentum and Adam.
+    """
+    if spec.geometry == "linear":
+        error = (target - after) / reciprocal_scale(spec, arrays)
+        if spec.stiffness != "none":
+            error = error / stiffness_factor(spec, weights, arrays, numbers)
+    else:
+        chart = chart_for(spec, arrays)
+        error = chart.forward(target) - chart.forward(after)
+    if descent.denominator is not None:
+        error = error * descent.denominator
+    name = spec.stores[0]
+    return descent.averages | {name: descent.averages[name] - error * numbers["inject"]}
+
+
+class Weights(NamedTuple):
+    """Weights in units of the scale, and their spacing in the same units (None for an ordinary parameter)."""
+
+    x: Tensor
+    ulp: Tensor | None
+
+
+def load_weights(spec: Spec, arrays: dict[str, Tensor], dtype: torch.dtype) -> Weights:
+    """The weights, with the residual that is kept beside them."""
+    weight, fmt = arrays["weight"], spec.fmt
+    if spec.storage in ("plain", "direction"):
+        return Weights(weight.to(dtype), None)
+    assert fmt is not None
+    if spec.storage == "free":
+        x = weight.to(dtype) / arrays["scale"]
+        return Weights(x, chart_of(fmt, "ulp").stiffness(x))
+    if spec.storage == "grid":
+        x = weight.to(dtype) / arrays["scale"]
+        if not spec.scale_is_power_of_two:  # the division leaves a point of the grid a hair off it
+            x = round_block(x, fmt, "nearest", "saturate", None)
+        if not spec.residual_bits:
+            return Weights(x, chart_of(fmt, "ulp").stiffness(x))
+        codes = encode_finite(x.to(torch.float32), fmt)
+    else:
+        codes = weight.to(torch.int32)
+    bits = spec.residual_bits
+    if bits:
+        x, ulp = decode_signed(joined_codes(codes, arrays["residual"].to(torch.int32), fmt, bits), fmt, bits)
+    else:
+        x, ulp = decode_with_ulp(codes, fmt)
+    return Weights(x.to(dtype), (ulp * 2.0**bits).to(dtype))
+
+
+def store_weights(
+    spec: Spec, arrays: dict[str, Tensor], before: Weights, target: Tensor, draws: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The new values of the stored tensors, by name, and the weights they stand for, in units of the scale."""
+    weight, fmt = arrays["weight"], spec.fmt
+    if spec.storage == "plain":
+        return {"weight": _as_stored(target, weight.dtype, draws)}, target
+    assert fmt is not None
+    if spec.storage == "free":
+        after = target.clamp(-fmt.max, fmt.max)
+        moved = torch.where(after == before.x, weight.to(after.dtype), after * arrays["scale"])
+        return {"weight": _as_stored(moved, weight.dtype, draws)}, after
+    return spec.rule.store(spec.storage, fmt, arrays, target, draws)
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
+    return x.to(dtype) if draws is None else to_half(x, dtype, draws)
+
+
+def reciprocal_scale(spec: Spec, arrays: dict[str, Tensor]) -> Tensor:
+    """``1 / scale``; of a power of two by its exponent, as a division costs as much as ten other operations."""
+    scale = arrays["scale"]
+    if spec.storage != "codes":
+        return 1 / scale
+    return ((254 << 23) - scale.view(torch.int32)).view(torch.float32)
+
+
+_LOG2_E = math.log2(math.e)
+_LONGEST = 2.0**24  # steps of the chart: far past either end, and far from overflow
+
+
+def move(spec: Spec, weights: Weights, direction: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
+    """The value asked for, in units of the scale, before anything is rounded."""
+    start = weights.x * numbers["keep"] if spec.decays else weights.x
+    if spec.storage == "plain":
+        return start - direction * numbers["rate"]
+    if spec.geometry == "linear":
+        if spec.stiffness != "none":
+            direction = direction * stiffness_factor(spec, weights, arrays, numbers)
+        return start - direction * (numbers["rate"] * reciprocal_scale(spec, arrays))
+    if spec.geometry == "multiplicative":
+        return _by_factor(start, direction * numbers["rate"], numbers["floor"] * reciprocal_scale(spec, arrays))
+    chart, steps = chart_for(spec, arrays), (direction * -numbers["rate"]).clamp(-_LONGEST, _LONGEST)
+    if spec.geometry == "tangent":
+        moved = start + steps * chart.stiffness(start)
+    else:
+        moved = torch.where(steps == 0, start, chart.shift(start, steps))
+    assert spec.fmt is not None
+    return moved.clamp(-spec.fmt.max, spec.fmt.max)
+
+
+def covector(spec: Spec, weights: Weights, gradient: Tensor, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
+    """The gradient with respect to the coordinates that the direction is taken in; of codes in a unit of its own."""
+    if spec.geometry not in ("exponential", "tangent"):
+        return gradient
+    return gradient * (chart_for(spec, arrays).stiffness(weights.x) * (arrays["scale"] * numbers["per_unit"]))
+
+
+def chart_for(spec: Spec, arrays: dict[str, Tensor]) -> Chart:
+    """The chart of the metric; that of ``ulp`` with the ends that bound its stiffness."""
+    assert spec.fmt is not None
+    if spec.metric != "ulp":
+        return chart_of(spec.fmt, spec.metric)
+    return UlpChart(spec.fmt.mantissa_bits, arrays["lowest"], arrays["highest"])
+
+
+def stiffness_factor(spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers) -> Tensor:
+    """``(S / S_ref)^k`` of the spec's metric."""
+    stiffness = weights.ulp
+    if spec.metric != "ulp":
+        assert spec.fmt is not None
+        stiffness = chart_of(spec.fmt, spec.metric).stiffness(weights.x)
+    assert stiffness is not None
+    exact = spec.metric in ("ulp", "euclidean") and spec.scale_is_power_of_two
+    return factor(stiffness * arrays["scale"], spec.stiffness, numbers, powers_of_two=exact)
+
+
+def _by_factor(x: Tensor, step: Tensor, floor: Tensor) -> Tensor:
+    """``x exp(-sign(x) step)`` above the floor; below it ``x - floor step``, which can change the sign.
+
+    The two have the same value and slope in ``step`` where they meet.
+    """
+    outward = sign_of(x) * step
+    return torch.where(x.abs() >= floor, x * exp2_exact(outward * -_LOG2_E), x - floor * step)
+
 
 _FIELD, _BIAS = 23, 127
 _CARRY = ~largest_bits(MOMENTUM_FORMAT) & ((1 << _FIELD) - 1)  # what is above the format's largest is of the next power
@@ -132,90 +351,3 @@ def _reciprocal(power_of_two: Tensor) -> Tensor:
 def _to_bfloat16(x: Tensor, draws: Tensor) -> Tensor:
     """Random bits below the kept ones carry into them with the probability of what is cut off."""
     return ((x.view(torch.int32) + draws) & -65536).view(torch.float32).to(torch.bfloat16)
-
-
-# ----------------------------------------------------------------------------------------------------------------- step
-
-
-class Outcome(NamedTuple):
-    """The new values of what is stored, by name, and what the step asked for, in units of the scale."""
-
-    stored: dict[str, Tensor]
-    before: Weights
-    target: Tensor
-
-
-def step(spec: Spec, arrays: dict[str, Tensor], row: Tensor, noise: dict[str, Tensor]) -> Outcome:
-    """Take a step from ``arrays``, none of which is changed.
-
-    Args:
-        spec: what is stepped and how.
-        arrays: the weight, its gradient, the state and the scale, all views that broadcast against each other; rows of
-            them are whole blocks of 8-bit averages.
-        row: one of :data:`NUMBERS`, in the dtype that is computed in.
-        noise: 32-bit random words: ``weight`` for the write-back, ``moments`` for the averages.
-    """
-    numbers, dtype = named(row), row.dtype
-    weights = load_weights(spec, arrays, dtype)
-    gradient = _gradient(spec, weights, arrays, numbers, dtype)
-    bounds = {}
-    if spec.moments == "8bit" and spec.stores:
-        prepared = prepare(spec, arrays, gradient, numbers)
-        bounds = {name: prepared.pop(name) for name in spec.bounds.values() if name in prepared}
-        arrays = arrays | prepared
-    descent = _direction(spec, gradient, load_averages(spec, arrays, dtype), numbers)
-    target = move(spec, weights, descent.direction, arrays, numbers)
-    draws = (noise["weight"] >> 8) & 0xFFFFFF if spec.draws_for_weight else None
-    stored, after = store_weights(spec, arrays, weights, target, draws)
-    averages = descent.averages
-    if spec.injects:
-        averages = _with_error(spec, descent, weights, target, after, arrays, numbers)
-    if spec.fitted:
-        prepared = fit(averages[spec.stores[0]])
-        bounds[LARGEST] = prepared.pop(LARGEST)
-        arrays = arrays | prepared
-    kept = store_averages(spec, averages, arrays, noise.get("moments"), descent.root)
-    return Outcome(stored | kept | bounds, weights, target)
-
-
-def _gradient(spec: Spec, weights: Weights, arrays: dict[str, Tensor], numbers: Numbers, dtype: torch.dtype) -> Tensor:
-    gradient = arrays["gradient"].to(dtype)
-    return covector(spec, weights, -gradient if spec.maximize else gradient, arrays, numbers)
-
-
-def _direction(spec: Spec, gradient: Tensor, averages: dict[str, Tensor], numbers: Numbers) -> Descent:
-    descend = DIRECTIONS[spec.direction].descend
-    return (
-        descend(gradient, averages, numbers, nesterov=True) if spec.nesterov else descend(gradient, averages, numbers)
-    )
-
-
-def _with_error(
-    spec: Spec,
-    descent: Descent,
-    weights: Weights,
-    target: Tensor,
-    after: Tensor,
-    arrays: dict[str, Tensor],
-    numbers: Numbers,
-) -> dict[str, Tensor]:
-    """The averages with the rounding error in the first one.
-
-    .. math:: m \\leftarrow m + \\frac{1}{\\eta} \\left( 1 - \\frac{1}{\\beta_1} \\right) (target - after)
-
-    where ``eta`` is what ``m`` is multiplied by in this step, element by element.  A weight and its momentum then move
-    together as an unrounded weight would: ``w - eta beta_1 / (1 - beta_1) m`` is as if nothing had been rounded.
-
-    Source: ECO (arXiv 2601.22101), for momentum and Adam.
-    """
-    if spec.geometry == "linear":
-        error = (target - after) / reciprocal_scale(spec, arrays)
-        if spec.stiffness != "none":
-            error = error / stiffness_factor(spec, weights, arrays, numbers)
-    else:
-        chart = chart_for(spec, arrays)
-        error = chart.forward(target) - chart.forward(after)
-    if descent.denominator is not None:
-        error = error * descent.denominator
-    name = spec.stores[0]
-    return descent.averages | {name: descent.averages[name] - error * numbers["inject"]}

@@ -14,14 +14,13 @@ from fp8manifold import _triton
 from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, Widening, format_of, widest_scale
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
-from fp8manifold.optim._compiled_step import CompileUnavailableWarning
 from fp8manifold.optim._native_step import has_code, places_of
-from fp8manifold.optim._slot import FOR_RESCALING, Slot, row_view
+from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.random_bits import round_key_rows
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["Launched", "is_triton", "kernel_spec", "kind_of", "run_triton"]
+__all__ = ["CompileUnavailableWarning", "Launched", "is_triton", "kernel_spec", "kind_of", "run_triton"]
 
 _ELEMENTS: Final = 2048
 """Of a program: 16 a thread, which loads and stores bytes by 128 bits."""
@@ -31,14 +30,18 @@ _PIECES: Final = (256, 128, 64, 32, 16)
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.uint8: "uint8"}
 
 
-def is_triton(slot: Slot, dtype: torch.dtype) -> bool:
+class CompileUnavailableWarning(UserWarning):
+    """Steps run without ``torch.compile``: the same results, slower on some devices."""
+
+
+def is_triton(slot: Slot) -> bool:
     """Whether a kernel takes this step: what native code takes, on a GPU of NVIDIA."""
     weight, gradient = slot.tensors["weight"], slot.tensors["gradient"]
     return (
         weight.device.type == "cuda"
         and gradient.device == weight.device
         and gradient.dtype in _DTYPES
-        and has_code(slot, dtype)
+        and has_code(slot)
         and not _given_up
         and _triton.is_available()
     )
@@ -56,14 +59,7 @@ class Launched(NamedTuple):
         return self.said.read()[0]
 
 
-def run_triton(
-    slots: Sequence[Slot],
-    numbers: NDArray[np.float32],
-    keys: NDArray[np.int32],
-    *,
-    check: bool = False,
-    widens: bool = False,
-) -> Launched | None:
+def run_triton(slots: Sequence[Slot], *, check: bool = False, widens: bool = False) -> Launched | None:
     """Take the steps in place; None, with nothing changed and one warning ever, where kernels can't be compiled.
 
     The host waits for the card once, at the end, for the verdict and for who reached the end of its range; where the
@@ -71,15 +67,13 @@ def run_triton(
 
     Args:
         slots: what to step, on one device; none of them shares memory with another.
-        numbers: a row of hyperparameters each.
-        keys: a row of round keys each.
         check: refuse all steps where the square of any gradient is not finite.
         widens: double scales on the card; there must be one for each row or block.
     """
-    said = Said(len(slots), slots[0].tensors["weight"].device)
+    said = Said(len(slots), slots[0].device)
     scales = [_scale(slot) for slot in slots]
     records, kinds = _records(slots, scales, said)
-    records["keys"], records["hyper"] = keys, numbers
+    records["keys"], records["hyper"] = key_rows(slots), number_rows(slots)
     widenings = _widenings(slots, said) if widens else None
     try:
         count = launch(records, kinds, said.on_card, check=check, widenings=widenings)
@@ -150,7 +144,7 @@ def _scale(slot: Slot) -> Tensor | None:
     if slot.scale is None or slot.spec.storage == "plain":
         return None
     if slot.view.row_dims == slot.view.dims:
-        return row_view(slot.scale, slot.shape, slot.view).contiguous()
+        return row_view(slot.scale, slot.weight.shape, slot.view).contiguous()
     return slot.scale.contiguous()
 
 
@@ -166,11 +160,11 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     repeats, scales = view.repeats, "one"
     if slot.scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
-    if not slot.blockwise:
+    if not slot.spec.blockwise:
         # a row of a matrix whose moments come in blocks, which are no part of this step, is whole again
         rows, length, repeats, scales = _cut(rows // repeats, length * repeats, scales)
-    long = slot.blockwise and length > _LONGEST
-    tiled = (scales == "row" and not long) or (slot.blockwise and not long)
+    long = slot.spec.blockwise and length > _LONGEST
+    tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
     aligned = length % 16 == 0 and not any(place % 16 for place in places)
     tile = Tile(
@@ -200,7 +194,7 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> Kerne
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
-        storage=spec.storage,
+        storage="plain" if spec.storage == "direction" else spec.storage,
         writeback=spec.writeback,
         moments=spec.moments if spec.stores else "float32",
         geometry=spec.geometry,

@@ -146,16 +146,13 @@ def unless_special(codes: Tensor, old: Tensor, fmt: FloatFormat) -> Tensor:
     return codes.to(torch.uint8)
 
 
-# --------------------------------------------------------------------------------------------------------------- halves
-
-
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _EXPONENT, _MAGNITUDE, _SIGN = 0x7F800000, 0x7FFFFFFF, -(2**31)
 _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = 0x7F7F0000, 65504.0
 
 
 def rounds_at_random(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether what is stored as floats is rounded stochastically: halves, but under the write-back ``nearest``."""
+    """True for floats that are rounded stochastically: halves, but under the write-back ``nearest``."""
     return parameter.dtype in _HALVES and (group["writeback"] is None or rule_of(group).draws)
 
 
@@ -179,7 +176,7 @@ def to_half(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
 
 
 def _bfloat16_bits(magnitude: Tensor, draws: Tensor) -> Tensor:
-    """What is cut off carries into the rest where it exceeds the draw."""
+    """Add one to the kept bits where the others exceed the draw."""
     return ((magnitude + ((draws >> 8) ^ 0xFFFF)) & -65536).clamp(max=_LARGEST_BFLOAT16)
 
 

@@ -13,13 +13,12 @@ from fp8manifold._fisher.adapter import LayerFisher, load_nngeometry
 from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers, rows_of_batches, take_batches
 from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, spelt_out
-from fp8manifold.optim._geometry import power_of_ratio, reference_stiffness
-from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
-from fp8manifold.optim._slot import Member, Parameters, Slot
-from fp8manifold.optim._state import Grid, grid_of, stiffness_field
+from fp8manifold.optim._slot import Parameters, Slot
+from fp8manifold.optim._state import stiffness_field
+from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injected
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness_adamw import adam_numbers
 
 __all__ = ["FisherNaturalGradient"]
 
@@ -107,6 +106,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
     """
 
     direction = "adam"
+    damping_option = "floor"
     steps_alone = False  # the gradients of a layer's weight and bias go together
     steps_in_graphs = False  # the curvature takes backward passes of its own
 
@@ -172,7 +172,6 @@ class FisherNaturalGradient(StiffnessOptimizer):
 
     def _start(self) -> None:
         self._fishers: dict[Tensor, LayerFisher] = {}
-        self._gradients: dict[Tensor, Tensor] = {}
         self._metrics: dict[Tensor, dict[str, Any]] = {}
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -188,9 +187,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
             check_int(name, group[name], 1, 2**31)
         if not isinstance(group["normalize"], bool):
             raise TypeError(f"normalize={group['normalize']!r} must be True or False")
-        checked = _as_base(group)
-        super()._check_group(checked)
-        group["start_lr"] = checked["start_lr"]
+        super()._check_group(group)
         if rule_of(group).injects and not (group["betas"][0] and group["momentum"]):
             raise ValueError("writeback='momentum' needs momentum > 0 and betas[0] > 0: errors go into averages")
         if group["moments"] != "float32" and not group["momentum"]:
@@ -198,49 +195,37 @@ class FisherNaturalGradient(StiffnessOptimizer):
                 f"moments={group['moments']!r} needs momentum > 0: without it there is no average to store"
             )
 
-    # What the base asks for
-
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        traits = super()._traits(group, parameter, grid)
-        if parameter not in self._gradients:
-            return traits
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        fields = super()._fields(slot)
+        if "gradient" not in slot.tensors:
+            return fields
         # the stiffness is in the natural gradient already
-        return traits | {"direction": "sgd", "stiffness": "none", "averages": bool(group["momentum"])}
+        return fields | {"direction": "sgd", "stiffness": "none", "averages": bool(slot.group["momentum"])}
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        lr, step = float(group["lr"]), int(state["step"]) - state.get("since", 0)
-        if parameter not in self._gradients:
-            numbers = adam_numbers(lr, group["betas"], group["eps"], step)
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group, lr, momentum = slot.group, float(slot.group["lr"]), slot.group["momentum"]
+        if slot.spec.direction == "adam":
+            numbers = adam_numbers(lr, group["betas"], group["eps"], slot.age)
         else:
-            momentum = group["momentum"]
-            rate = lr / (1 - momentum**step)
+            rate = lr / (1 - momentum**slot.age)
             numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
-        return numbers | self._shared_numbers(group, state)
+        return numbers | self._shared_numbers(slot)
 
-    def _stiffness_numbers(self, group: dict[str, Any], state: dict[str, Any], power: float) -> dict[str, float]:
-        return super()._stiffness_numbers(_as_base(group), state, power)
+    def _prepare(self, slot: Slot) -> None:
+        if metric := self._metrics.pop(slot.parameter, None):
+            for name in METRIC & slot.state.keys():
+                del slot.state[name]
+            slot.state.update(metric)
+        super()._prepare(slot)
 
-    def _bounded(self, group: dict[str, Any], grid: Grid, stiffness: Tensor, reference: float) -> float:
-        return super()._bounded(_as_base(group), grid, stiffness, reference)
-
-    def _gradient(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        return self._gradients.get(parameter, super()._gradient(group, parameter))
-
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
-        if parameter in self._metrics:
-            for name in METRIC & state.keys():
-                del state[name]
-            state.update(self._metrics[parameter])
-        return super()._plan(group, parameter, state)
-
-    def _ready(self, members: list[Member]) -> bool:
-        """Finite gradients, then natural ones of them: nothing of the state has changed when that fails."""
-        self._gradients, self._metrics = {}, {}
-        if not super()._ready(members):
+    def _may_step(self, slots: list[Slot]) -> bool:
+        """Check gradients, then make natural ones of them: nothing of the state has changed when that fails."""
+        self._metrics = {}
+        if not super()._may_step(slots):
             return False
         for group in self.param_groups:
             try:
-                self._precondition(group)
+                self._precondition(group, {slot.parameter: slot for slot in slots})
             except FloatingPointError as error:
                 if group["on_nonfinite"] == "raise":
                     raise
@@ -248,19 +233,17 @@ class FisherNaturalGradient(StiffnessOptimizer):
                 return False
         return True
 
-    # Natural gradients
-
-    def _precondition(self, group: dict[str, Any]) -> None:
-        layers = [layer for layer in self._layers(group) if layer.module.weight.grad is not None]
-        due: dict[int, list[Layer]] = {}
-        for layer in layers:
-            done = self._done(layer.module.weight)
-            if self._is_due(group, layer, done):
-                due.setdefault(done, []).append(layer)
+    def _precondition(self, group: dict[str, Any], slots: dict[Tensor, Slot]) -> None:
+        """Replace the gradients of a group's layers by natural ones, measuring the Fisher metric where it is due."""
+        layers = [(layer, slots[weight]) for layer in self._layers(group) if (weight := layer.module.weight) in slots]
+        due: dict[int, list[tuple[Layer, Slot]]] = {}
+        for layer, slot in layers:
+            if _is_due(slot):
+                due.setdefault(slot.done, []).append((layer, slot))
         for done, together in due.items():
             self._measure(group, together, done)
-        for layer in layers:
-            self._gradients[layer.module.weight] = self._natural(group, layer)
+        for layer, slot in layers:
+            slot.tensors["gradient"] = self._natural(layer, slot)
 
     def _layers(self, group: dict[str, Any]) -> list[Layer]:
         """The layers of a group that take natural steps."""
@@ -271,62 +254,59 @@ class FisherNaturalGradient(StiffnessOptimizer):
                 self._fishers[weight] = LayerFisher(name, weight)
         return [Layer(module, self._fishers[weight]) for weight, (_, module) in found.items()]
 
-    def _done(self, parameter: Tensor) -> int:
-        return int(self.state[parameter].get("step", 0)) if parameter in self.state else 0
-
-    def _is_due(self, group: dict[str, Any], layer: Layer, done: int) -> bool:
-        state = self.state.get(layer.module.weight, {})
-        return not has_metric(group["representation"], state) or done % group["refresh"] == 0 or _resets(group, done)
-
-    def _measure(self, group: dict[str, Any], layers: list[Layer], done: int) -> None:
+    def _measure(self, group: dict[str, Any], layers: list[tuple[Layer, Slot]], done: int) -> None:
         batches = take_batches(self.loader, group["batches"], seed=group["seed"], step=done)
         if not batches:
             raise ValueError("the loader gave no batch to measure the Fisher metric with")
         draws = Draws(group["seed"], done, group["samples"])
-        modules = [layer.module for layer in layers]
-        earlier = [{} if _resets(group, done) else self.state.get(layer.module.weight, {}) for layer in layers]
-        stretches = [self._stretch(group, layer.module.weight) for layer in layers]
+        modules = [layer.module for layer, _ in layers]
         found = measure(
             group["representation"],
-            [replace(a, stretch=b, earlier=c) for a, b, c in zip(layers, stretches, earlier, strict=True)],
+            [
+                replace(layer, stretch=self._stretch(slot), earlier={} if _resets(slot) else slot.state)
+                for layer, slot in layers
+            ],
             lambda: rows_of_batches(self.model, modules, batches, self.logits, draws),
             damping=float(group["damping"]),
             decay=float(group["decay"]),
         )
-        self._metrics |= {layer.module.weight: metric for layer, metric in zip(layers, found, strict=True)}
+        self._metrics |= {slot.parameter: metric for (_, slot), metric in zip(layers, found, strict=True)}
 
-    def _natural(self, group: dict[str, Any], layer: Layer) -> Tensor:
-        weight = layer.module.weight
-        assert weight.grad is not None
-        metric = self._metrics.get(weight) or self.state[weight]
-        stretch = self._stretch(group, weight) if group["representation"] == "diagonal" else None
-        gradient = natural_gradient(group["representation"], layer.fisher, metric, weight.grad, stretch)
+    def _natural(self, layer: Layer, slot: Slot) -> Tensor:
+        group, representation = slot.group, slot.group["representation"]
+        assert slot.parameter.grad is not None
+        metric = self._metrics.get(slot.parameter) or slot.state
+        stretch = self._stretch(slot) if representation == "diagonal" else None
+        gradient = natural_gradient(representation, layer.fisher, metric, slot.parameter.grad, stretch)
         norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         if not math.isfinite(norm):
             raise FloatingPointError(f"layer {layer.fisher.name!r}: its natural gradient is not finite; raise damping")
-        return gradient * (gradient.numel() ** 0.5 / norm) if group["normalize"] and norm else gradient
+        if group["normalize"] and norm:
+            gradient = gradient * (gradient.numel() ** 0.5 / norm)
+        return gradient.contiguous().resolve_neg()
 
-    def _stretch(self, group: dict[str, Any], weight: Tensor) -> Tensor | None:
+    def _stretch(self, slot: Slot) -> Tensor | None:
         """``T``, in float32; None where it is 1 everywhere."""
-        grid, done = grid_of(weight), self._done(weight)
-        power = self._powers[id(group), done]
-        if grid.storage == "plain" or power == 0:
+        group = slot.group
+        if slot.storage == "plain" or slot.power == 0:
             return None
-        stiffness = stiffness_field(grid, group["metric"])
-        renewed = done % group["refresh_every"] == 0
-        reference = reference_stiffness(stiffness) if renewed else self.state[weight]["reference"]
-        ratio = power_of_ratio(stiffness, reference, power, group["floor"], group["clip"])
+        stiffness = stiffness_field(slot, group["metric"])
+        renewed = slot.done % group["refresh_every"] == 0
+        reference = reference_stiffness(stiffness) if renewed else slot.state["reference"]
+        ratio = power_of_ratio(stiffness, reference, slot.power, group["floor"], group["clip"])
         assert isinstance(ratio, Tensor)
-        return ratio.to(torch.float32).expand(weight.shape)
+        return ratio.to(torch.float32).expand(slot.weight.shape)
 
 
-def _as_base(group: dict[str, Any]) -> dict[str, Any]:
-    """A group as the base knows it, to whom ``damping`` is the lower bound of S / S_ref."""
-    return group | {"damping": group["floor"]}
+def _is_due(slot: Slot) -> bool:
+    """True where the Fisher metric is measured in this step."""
+    representation, renewed = slot.group["representation"], slot.done % slot.group["refresh"] == 0
+    return not has_metric(representation, slot.state) or renewed or _resets(slot)
 
 
-def _resets(group: dict[str, Any], done: int) -> bool:
-    return bool(done and group["reset_every"] and done % group["reset_every"] == 0)
+def _resets(slot: Slot) -> bool:
+    every = slot.group["reset_every"]
+    return bool(slot.done and every and slot.done % every == 0)
 
 
 def _check_sources(model: Any, loader: Any, logits: Any) -> None:

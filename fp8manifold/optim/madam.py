@@ -7,10 +7,8 @@ from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._checks import Bounded, check_betas, check_finite, spelt_out
-from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
 from fp8manifold.optim._slot import Parameters, Slot
-from fp8manifold.optim._state import Grid
-from fp8manifold.optim.stiffness_adamw import adam_numbers
+from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
 
 __all__ = ["Madam"]
 
@@ -94,24 +92,20 @@ class Madam(StiffnessOptimizer):
         check_number("escape", group["escape"], 0.0, open_low=True)
         super()._check_group(group)
 
-    def _metric(self, group: dict[str, Any], grid: Grid) -> str:
-        return "ulp"
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        return {"direction": "adam"} if slot.fmt is None else {"direction": "madam", "geometry": "multiplicative"}
 
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        return {"direction": "adam"} if grid is None else {"direction": "madam", "geometry": "multiplicative"}
-
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        lr, start = float(group["lr"]), group["start_lr"]
-        if slot.spec.storage == "plain":
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group, lr, start = slot.group, float(slot.group["lr"]), slot.group["start_lr"]
+        if slot.fmt is None:
             lr = group["float_lr"] * (lr / start if start else 1.0)
-        step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], step) | {"keep": 1 - lr * group["weight_decay"]}
-        if slot.spec.storage == "plain":
+        numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)
+        numbers = numbers | {"keep": 1 - lr * group["weight_decay"]}
+        if slot.fmt is None:
             return numbers
-        assert slot.spec.fmt is not None
         return numbers | {
             "rate": lr,
-            "correction": math.sqrt(1 - group["betas"][1] ** step),
+            "correction": math.sqrt(1 - group["betas"][1] ** slot.age),
             "largest": group["max_direction"],
-            "floor": group["escape"] * state["reference"] * 2.0**slot.spec.fmt.mantissa_bits,
+            "floor": group["escape"] * slot.state["reference"] * 2.0**slot.fmt.mantissa_bits,
         }

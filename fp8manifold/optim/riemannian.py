@@ -7,21 +7,20 @@ import geoopt
 import torch
 from torch import Tensor
 
-from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.float_bits import working_dtype
-from fp8manifold._ranks import Share, local_of, share_of, spread
+from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
+from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process, squares_are_finite
 from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_average, spelt_out
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
-from fp8manifold.optim._geometry import bounded_share, bounds, reference_stiffness
-from fp8manifold.optim._grid_optimizer import GridOptimizer
-from fp8manifold.optim._slot import Member, Parameters, Slot
+from fp8manifold.optim._optimizer import ManifoldOptimizer
+from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of
 from fp8manifold.optim._spec import BOUNDS
-from fp8manifold.optim._state import Grid, expanded, grid_of, is_quantized, manifold_of, stiffness_field
+from fp8manifold.optim._state import expanded, stiffness_field
+from fp8manifold.optim._stiffness import adam_numbers
 from fp8manifold.optim._writeback import rounds_at_random, to_half
-from fp8manifold.optim.stiffness_adamw import adam_numbers
 from fp8manifold.optim.stiffness_sgd import check_momentum, momentum_numbers
-from fp8manifold.random_bits import draw_range, stream_of
+from fp8manifold.random_bits import draw_range
 
 __all__ = ["Riemannian", "RiemannianAdam", "RiemannianSGD", "change_unit", "unit_of", "with_l2"]
 
@@ -29,10 +28,10 @@ _POWERS: Final = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 _LARGEST_EXPONENT: Final = 126  # of a power of two whose reciprocal is a float32, too
 
 
-def unit_of(group: dict[str, Any], grid: Grid, reference: float) -> float:
+def unit_of(slot: Slot, reference: float) -> float:
     """A power of two no less than any stiffness of the bounded chart; next to S_ref where there is no bound."""
-    bounded = grid.metric == "ulp" and math.isfinite(group["clip"])
-    largest = bounds(reference, 0.0, group["clip"])[1] if bounded else reference
+    bounded = slot.metric == "ulp" and math.isfinite(slot.group["clip"])
+    largest = bounds(reference, 0.0, slot.group["clip"])[1] if bounded else reference
     exponent = math.frexp(largest)[1] - (0 if bounded else 1)  # twice: a scale may be no power of two
     return math.ldexp(1.0, min(max(exponent, -_LARGEST_EXPONENT), _LARGEST_EXPONENT))
 
@@ -50,15 +49,14 @@ def change_unit(state: dict[str, Any], unit: float) -> None:
                 local_of(kept).mul_(math.ldexp(1.0, (change + part) // 4))
 
 
-# ----------------------------------------------------------------------------------------------------------- riemannian
-
-
 _EUCLIDEAN = geoopt.Euclidean()
 _LR_OWN, _LR_OTHER = 0.5, 1e-3
 
 
-class Riemannian(GridOptimizer):
+class Riemannian(ManifoldOptimizer):
     """Groups of mixed parameters, the bounded chart, and the write-back, shared by the two optimizers."""
+
+    stores_all_moments = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; one that mixes quantised with ordinary parameters needs ``float_lr``."""
@@ -80,7 +78,7 @@ class Riemannian(GridOptimizer):
             raise ValueError(clash)
 
     def _mixes_units(self) -> str | None:
-        """Why some group would step ordinary parameters with a learning rate in ULPs, if one would."""
+        """The reason to refuse groups that would step ordinary parameters with a learning rate in ULPs."""
         kinds = [{is_quantized(p) for p in group["params"]} for group in self.param_groups]
         any_own = any(True in kind for kind in kinds)
         for group, kind in zip(self.param_groups, kinds, strict=True):
@@ -97,89 +95,75 @@ class Riemannian(GridOptimizer):
         if group["float_lr"] is not None:
             check_finite("float_lr", group["float_lr"])
 
-    def _plan(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> Slot | None:
-        if is_quantized(parameter):
-            return super()._plan(group, parameter, state)
-        share, manifold = share_of(parameter), manifold_of(parameter) or _EUCLIDEAN
-        if share is None:
-            moved = self._step_elsewhere(group, parameter, state, manifold)
-            _store(parameter, moved, group, state, 0)
-        else:
-            self._step_rows(group, parameter, state, share)
-        return None
+    def _prepare(self, slot: Slot) -> None:
+        if slot.fmt is not None:
+            super()._prepare(slot)
 
-    def _step_rows(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], share: Share) -> None:
-        """The same of this process' rows of an ordinary parameter; where it has none, of one row of 0."""
-        held, rows = {name: local_of(value) for name, value in state.items()}, share.local
-        gradient = local_of(parameter.grad)
+    def _take(self, slots: list[Slot]) -> None:
+        """Take the steps of ordinary parameters, and of those elsewhere, without a backend."""
+        for slot in slots:
+            if slot.fmt is None:
+                self._take_elsewhere(slot)
+        super()._take([slot for slot in slots if slot.fmt is not None])
+
+    def _take_elsewhere(self, slot: Slot) -> None:
+        """Step a parameter elsewhere: the rows of it here, or one row of 0 where there are none."""
+        manifold = manifold_of(slot.parameter) or _EUCLIDEAN
+        if slot.share is None:
+            _store(slot, slot.parameter, self._step_elsewhere(slot, slot.parameter, slot.state, manifold))
+            return
+        held, rows = {name: local_of(value) for name, value in slot.state.items()}, slot.share.local
+        gradient = local_of(slot.parameter.grad)
         if not rows.numel():
             held = {name: value for name, value in held.items() if name not in AVERAGES}
             rows = torch.zeros((1, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
             gradient = torch.zeros_like(rows)
         rows.grad = gradient
-        moved = self._step_elsewhere(group, rows, held, _EUCLIDEAN)
+        moved = self._step_elsewhere(slot, rows, held, _EUCLIDEAN)
         rows.grad = None
-        _store(rows, moved, group, state, share.offset)
-        for name in held.keys() - state.keys():
-            state[name] = spread(parameter, held[name][: len(share.local)])
+        _store(slot, rows, moved)
+        for name in held.keys() - slot.state.keys():
+            slot.state[name] = spread(slot.parameter, held[name][: len(slot.share.local)])
 
-    def _stores_moments(self, parameter: Tensor) -> bool:
-        return is_quantized(parameter)
-
-    def _ready(self, members: list[Member]) -> bool:
-        """Finite squares of the gradient with respect to codes too, where it may exceed the gradient."""
-        if not super()._ready(members):
+    def _may_step(self, slots: list[Slot]) -> bool:
+        """Check the squares of gradients with respect to codes too, which may exceed those of the gradients."""
+        if not super()._may_step(slots):
             return False
-        stepped = [(group, p) for group, p in members if p.numel() and is_quantized(p)]
-        factors = [self._code_factor(group, p) for group, p in stepped]  # before any of the following may raise
+        stepped = [slot for slot in slots if slot.fmt is not None and slot.parameter.numel()]
+        factors = [self._code_factor(slot) for slot in stepped]  # before any of the following may raise
 
         def here() -> bool:
-            each = [squares_are_finite(*member, factor) for member, factor in zip(stepped, factors, strict=True)]
+            each = [squares_are_finite(slot, factor) for slot, factor in zip(stepped, factors, strict=True)]
             return all(each)
 
         return in_every_process(self, here)
 
-    def _gradient_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        return max(self._code_factor(group, parameter), 1.0) if is_quantized(parameter) else 1.0
+    def _gradient_factor(self, slot: Slot) -> float:
+        return 1.0 if slot.fmt is None else max(self._code_factor(slot), 1.0)
 
-    def _code_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """An upper bound of what the gradient is multiplied by to be one with respect to codes."""
-        return self._largest_stiffness(group, parameter)
+    def _code_factor(self, slot: Slot) -> float:
+        """An upper bound of the stiffness in this step's chart, by which gradients become those of codes."""
+        reference, due = slot.state.get("reference"), slot.done % slot.group["refresh_every"] == 0
+        if reference is None or due or not math.isfinite(slot.group["clip"]):
+            return _largest(slot, stiffness_field(slot, slot.metric))
+        return bounds(reference, slot.group["damping"], slot.group["clip"])[1]
 
-    def _largest_stiffness(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """An upper bound of the stiffness in this step's chart; exact where the step is going to look at it anew."""
-        state = self.state.get(parameter, {})
-        reference, due = state.get("reference"), int(state.get("step", 0)) % group["refresh_every"] == 0
-        if reference is None or due or not math.isfinite(group["clip"]):
-            grid = grid_of(parameter)
-            field = stiffness_field(grid, grid.metric)
-            return float(grid.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
-        return bounds(reference, group["damping"], group["clip"])[1]
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        geometry = "tangent" if slot.retraction == "euclidean" else "exponential"
+        return {"direction": self.direction, "metric": slot.metric, "geometry": geometry}
 
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        assert grid is not None
-        geometry = "tangent" if grid.retraction == "euclidean" else "exponential"
-        return {"direction": self.direction, "metric": grid.metric, "geometry": geometry}
-
-    def _metric(self, group: dict[str, Any], grid: Grid) -> Metric:
-        return grid.metric
-
-    def _bounded(self, group: dict[str, Any], grid: Grid, stiffness: Tensor, reference: float) -> float:
-        if grid.metric != "ulp":
+    def _bounded(self, slot: Slot, stiffness: Tensor, reference: float) -> float:
+        if slot.metric != "ulp":
             return 0.0
-        low, high = bounds(reference, group["damping"], group["clip"])
-        assert grid.scale is not None
-        unit = torch.frexp(expanded(grid.scale, grid.weight.shape, grid.block_size)).mantissa * 2
-        return bounded_share(stiffness / unit, 1.0, low, high, grid.ranks)
-
-    def _progress_numbers(self, group: dict[str, Any]) -> dict[str, float]:
-        """Decay as a share of the weight a step, which follows the schedule of ``lr``."""
-        return {"keep": 1 - group["weight_decay"] * _progress(group)}
+        low, high = bounds(reference, slot.group["damping"], slot.group["clip"])
+        assert slot.scale is not None
+        unit = torch.frexp(expanded(slot.scale, slot.weight.shape, slot.block_size)).mantissa * 2
+        return bounded_share(stiffness / unit, 1.0, low, high, slot.ranks)
 
     def _step_elsewhere(
-        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> Tensor:
-        """Where a step on another manifold of geoopt's, or in Euclidean space, leads, in the working dtype."""
+        """The end of a step on another manifold of geoopt's, or in Euclidean space, in the working dtype."""
         raise NotImplementedError
 
     def _learning_rate_elsewhere(self, group: dict[str, Any]) -> float:
@@ -187,13 +171,22 @@ class Riemannian(GridOptimizer):
         return float(group["lr"]) if group["float_lr"] is None else group["float_lr"] * _progress(group)
 
 
-def _store(parameter: Tensor, moved: Tensor, group: dict[str, Any], state: dict[str, Any], offset: int) -> None:
-    """Write back what is no number of ours, with one rounding."""
-    if rounds_at_random(parameter, group):
-        key = stream_of(group.get("draws") or "independent", group["seed"], int(state["step"]), state["stream"])
-        draws = draw_range(offset, moved.numel(), key, moved.device).view(moved.shape)
-        moved = to_half(moved.contiguous(), parameter.dtype, draws)
-    parameter.copy_(moved)
+def _largest(slot: Slot, field: Tensor) -> float:
+    """The largest value of a field, over all processes."""
+    return float(slot.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
+
+
+def _keep(group: dict[str, Any]) -> float:
+    """The share of a weight that decay leaves, which follows the schedule of ``lr``."""
+    return 1 - float(group["weight_decay"]) * _progress(group)
+
+
+def _store(slot: Slot, rows: Tensor, moved: Tensor) -> None:
+    """Write ordinary values back, with one rounding."""
+    if rounds_at_random(rows, slot.group):
+        draws = draw_range(slot.offset, moved.numel(), slot.rounding_key, moved.device).view(moved.shape)
+        moved = to_half(moved.contiguous(), rows.dtype, draws)
+    rows.copy_(moved)
 
 
 def with_l2(gradient: Tensor, point: Tensor, group: dict[str, Any]) -> Tensor:
@@ -208,9 +201,6 @@ def _progress(group: dict[str, Any]) -> float:
     """
     start = float(group["start_lr"])
     return float(group["lr"]) / start if start else 1.0
-
-
-# ----------------------------------------------------------------------------------------------------------- riemannian
 
 
 class RiemannianAdam(Riemannian):
@@ -303,38 +293,34 @@ class RiemannianAdam(Riemannian):
             raise ValueError(f"amsgrad=True does not go with moments={group['moments']!r}: a maximum can't be rounded")
         check_first_average(group)
 
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        return super()._traits(group, parameter, grid) | {"amsgrad": group["amsgrad"]}
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        return super()._fields(slot) | {"amsgrad": slot.group["amsgrad"]}
 
-    def _refresh(self, group: dict[str, Any], grid: Grid, state: dict[str, Any]) -> None:
-        super()._refresh(group, grid, state)
-        change_unit(state, unit_of(group, grid, state["reference"]))
+    def _refresh(self, slot: Slot) -> None:
+        super()._refresh(slot)
+        change_unit(slot.state, unit_of(slot, slot.state["reference"]))
 
-    def _code_factor(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """Nothing exceeds its unit where the chart is bounded; states of older versions have none yet."""
-        state = self.state.get(parameter, {})
-        if "reference" in state and "unit" not in state:
-            return super()._code_factor(group, parameter)
-        grid = grid_of(parameter)
-        if grid.metric == "ulp" and math.isfinite(group["clip"]):
+    def _code_factor(self, slot: Slot) -> float:
+        """An upper bound in units, which nothing exceeds in a bounded chart; older states have no unit yet."""
+        if "reference" in slot.state and "unit" not in slot.state:
+            return super()._code_factor(slot)
+        if slot.metric == "ulp" and math.isfinite(slot.group["clip"]):
             return 0.0
-        field = stiffness_field(grid, grid.metric)
-        largest = float(grid.ranks.largest(field.max() if field.numel() else field.new_zeros(())))
-        return largest / unit_of(group, grid, reference_stiffness(field, grid.ranks))
+        field = stiffness_field(slot, slot.metric)
+        return _largest(slot, field) / unit_of(slot, reference_stiffness(field, slot.ranks))
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        step = int(state["step"]) - state.get("since", 0)
-        per_unit = 1 / state.get("unit", 1.0)
-        eps = group["eps"] * state["reference"] * per_unit
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), eps, step)
-        return numbers | self._progress_numbers(group) | {"per_unit": per_unit}
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group, per_unit = slot.group, 1 / slot.state.get("unit", 1.0)
+        eps = group["eps"] * slot.state["reference"] * per_unit
+        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), eps, slot.age)
+        return numbers | {"keep": _keep(group), "per_unit": per_unit}
 
     def _step_elsewhere(
-        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> Tensor:
+        group, step = slot.group, slot.age
         _make_averages(group, parameter, state)
         beta1, beta2 = group["betas"]
-        step = int(state["step"]) - state.get("since", 0)
         point = parameter.detach().to(working_dtype(parameter))
         gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
         first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -415,14 +401,13 @@ class RiemannianSGD(Riemannian):
         super()._check_group(group)
         check_momentum(group)
 
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        averages = {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
-        return super()._traits(group, parameter, grid) | averages
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        averages = {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return super()._fields(slot) | averages
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        first = int(state["step"]) - state.get("since", 0) == 1
-        numbers = momentum_numbers(float(group["lr"]), group, first=first) | self._progress_numbers(group)
-        return numbers | {"per_unit": 1.0}
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        numbers = momentum_numbers(float(slot.group["lr"]), slot.group, first=slot.age == 1)
+        return numbers | {"keep": _keep(slot.group), "per_unit": 1.0}
 
     def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
         """The direction off our manifolds, in place where there is a buffer."""
@@ -437,8 +422,9 @@ class RiemannianSGD(Riemannian):
         return gradient + buffer * momentum if nesterov else buffer
 
     def _step_elsewhere(
-        self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
+        self, slot: Slot, parameter: Tensor, state: dict[str, Any], manifold: geoopt.Manifold
     ) -> Tensor:
+        group = slot.group
         point = parameter.detach().to(working_dtype(parameter))
         gradient = manifold.egrad2rgrad(point, with_l2(_ascending(group, parameter), point, group))
         direction = self._momentum(group, state, gradient)

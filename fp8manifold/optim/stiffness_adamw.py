@@ -1,16 +1,12 @@
 """StiffnessAdamW: AdamW whose step is scaled, weight by weight, with a power of the local ULP."""
 
-import math
-from functools import lru_cache
 from typing import Any, Unpack
 
 from torch import Tensor
 
 from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
-from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._slot import Parameters, Slot
-
-__all__ = ["StiffnessAdamW", "adam_numbers"]
+from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
 
 
 class StiffnessAdamW(StiffnessOptimizer):
@@ -120,24 +116,7 @@ class StiffnessAdamW(StiffnessOptimizer):
         super()._check_group(group)
         check_first_average(group)
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        step = int(state["step"]) - state.get("since", 0)
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], step)
-        return numbers | self._shared_numbers(group, state)
-
-
-@lru_cache(maxsize=256)
-def adam_numbers(lr: float, betas: tuple[float, float], eps: float, step: int) -> dict[str, float]:
-    """Adam's numbers, with its bias corrections in the rate and in eps."""
-    beta1, beta2 = betas
-    correction = math.sqrt(1 - beta2**step)
-    rate = lr * correction / (1 - beta1**step)
-    return {
-        "beta1": beta1,
-        "gain1": 1 - beta1,
-        "beta2": beta2,
-        "gain2": 1 - beta2,
-        "eps": eps * correction,
-        "rate": rate,
-        "inject": injected(rate, beta1),
-    }
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group = slot.group
+        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], slot.age)
+        return numbers | self._shared_numbers(slot)

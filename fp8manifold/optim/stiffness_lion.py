@@ -5,8 +5,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold.optim._checks import Family, check_betas, spelt_out
-from fp8manifold.optim._grid_optimizer import StiffnessOptimizer
 from fp8manifold.optim._slot import Parameters, Slot
+from fp8manifold.optim._stiffness import StiffnessOptimizer
 
 __all__ = ["StiffnessLion"]
 
@@ -67,7 +67,8 @@ class StiffnessLion(StiffnessOptimizer):
         check_betas(group["betas"])
         super()._check_group(group)
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        beta1, beta2 = group["betas"]
-        numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": float(group["lr"])}
-        return numbers | self._shared_numbers(group, state)
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        beta1, beta2 = slot.group["betas"]
+        rate = float(slot.group["lr"])
+        numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": rate}
+        return numbers | self._shared_numbers(slot)

@@ -2,41 +2,28 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from itertools import compress
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
-from fp8manifold._ranks import share_of
-from fp8manifold.optim._backends import note_changes
+from fp8manifold.optim._backends import StepView
 from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
-from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     ALL_TAKEN_IN,
     COEFFICIENTS,
     SHAPES,
     adjusted_rate,
-    along,
     as_matrices,
-    orthogonal_factor,
-    product_dtype,
     take_in,
-    take_muon_step,
     take_muon_steps,
-    take_shared_steps,
 )
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._sorting import sorted_groups
-from fp8manifold.optim._state import Grid, unpacked
-from fp8manifold.optim._views import StepView, viewed
+from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injected
 from fp8manifold.optim._writeback import rule_of
-from fp8manifold.optim.stiffness_adamw import adam_numbers
-
-__all__ = ["StiffnessMuon"]
 
 _DIRECTIONS = ("muon", "adam")
 _PRODUCTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -199,27 +186,24 @@ class StiffnessMuon(StiffnessOptimizer):
         for parameter in group["params"]:
             _check_matrix(parameter, group["matrix_shape"])
 
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        traits = super()._traits(group, parameter, grid) | {"direction": group["direction"]}
-        if group["direction"] == "adam":
-            return traits
-        return traits | {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        fields = super()._fields(slot) | {"direction": slot.group["direction"]}
+        if not _is_muons(slot):
+            return fields
+        return fields | {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        lr, shared = float(group["lr"]), self._shared_numbers(group, state)
-        if group["direction"] == "adam":
-            step = int(state["step"]) - state.get("since", 0)
-            return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], step) | shared
-        shape = torch.empty(parameter.shape, device="meta")
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        group, lr, shared = slot.group, float(slot.group["lr"]), self._shared_numbers(slot)
+        if not _is_muons(slot):
+            return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
+        shape = torch.empty(slot.parameter.shape, device="meta")
         rows, columns = as_matrices(shape, group["matrix_shape"]).shape[-2:]
         rate, momentum = adjusted_rate(lr, group["adjust_lr_fn"], rows, columns), group["momentum"]
         numbers = {"beta1": momentum, "gain1": 1 - momentum, "rate": rate, "inject": injected(rate, momentum)}
-        if "micro_batches" in state:
-            numbers |= ALL_TAKEN_IN
-        return numbers | shared
+        return numbers | (ALL_TAKEN_IN if "micro_batches" in slot.state else {}) | shared
 
     def takes_in(self, group: dict[str, Any]) -> bool:
-        """Whether it steps matrices, whose momentum is linear in the gradient.
+        """True for matrices, whose momentum is linear in the gradient.
 
         Raises:
             ValueError: there is no momentum, or the step needs the gradient beside it (``nesterov=True``).
@@ -236,66 +220,26 @@ class StiffnessMuon(StiffnessOptimizer):
 
     def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
         """Take a gradient into the momentum of a matrix, and no step; False, and counted, where it is not finite."""
-        members = [(group, parameter)]
-        if not self._ready(members):
+        slots = [self._slot(group, parameter)]
+        if not self._may_step(slots):
             self.skipped_steps += 1
             return False
-        for slot in self._planned(members):
-            state = self.state[parameter]
-            take_in(slot, state.get("micro_batches", 0))
-            state["step"] -= 1
-            state["micro_batches"] = state.get("micro_batches", 0) + 1
+        for slot in self._begin(slots):
+            before = slot.state.get("micro_batches", 0)
+            take_in(slot, before)
+            slot.state["step"] -= 1
+            slot.state["micro_batches"] = before + 1
         return True
 
-    def _take(self, slots: list[Slot]) -> None:
-        """Matrices that several processes hold are stepped together: one process orthogonalises each."""
-        is_shared = [_is_muons(slot) and share_of(slot.parameter) is not None for slot in slots]
-        shared = list(compress(slots, is_shared))
-        if shared:
-            with unpacked(shared, self.state):
-                views = take_shared_steps(shared, _factor, self._is_observed)
-            self._widen(shared)
-            note_changes([slot.parameter for slot in shared])
-            for view in views:
-                if self.observer is not None:
-                    self.observer(view)
-        super()._take([slot for slot, elsewhere in zip(slots, is_shared, strict=True) if not elsewhere])
-
-    def _is_alone(self, slot: Slot) -> bool:
-        return super()._is_alone(slot) or (_is_muons(slot) and slot.spec.injects)
-
-    def _take_many(self, slots: list[Slot], numbers: Tensor, keys: Tensor) -> None:
-        """Adam's parameters as everywhere, matrices by their own two passes."""
-        for muons in (False, True):
-            some = [i for i, slot in enumerate(slots) if _is_muons(slot) is muons]
-            if not some:
-                continue
-            rows = (numbers, keys) if len(some) == len(slots) else (numbers[some], keys[some])
-            if muons:
-                take_muon_steps([slots[i] for i in some], *rows, _factor)
-            else:
-                super()._take_many([slots[i] for i in some], *rows)
-
-    def _take_alone(self, slot: Slot, numbers: Tensor, keys: Tensor) -> StepView | None:
-        if not _is_muons(slot):
-            return super()._take_alone(slot, numbers, keys)
-        take = partial(take_muon_step, slot, numbers, keys, _factor)
-        if self._is_observed(slot):
-            return viewed(slot.parameter, along(slot, slot.tensors["gradient"]), numbers, take)
-        take()
-        return None
+    def _run(self, slots: list[Slot]) -> list[StepView]:
+        """Run Adam's steps as everywhere, and those of matrices in two halves."""
+        views = super()._run([slot for slot in slots if not _is_muons(slot)])
+        muons = [slot for slot in slots if _is_muons(slot)]
+        return views + take_muon_steps(muons, {slot for slot in muons if self._is_observed(slot)})
 
 
 def _is_muons(slot: Slot) -> bool:
     return bool(slot.group["direction"] == "muon")
-
-
-def _factor(group: dict[str, Any], parameter: Tensor, mixed: Tensor) -> Tensor:
-    """The orthogonal factor of what has the layout of a step, in that layout."""
-    matrices = as_matrices(mixed.view(parameter.shape), group["matrix_shape"])
-    dtype = group["ns_dtype"] or product_dtype(mixed.device)
-    factor = orthogonal_factor(matrices, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"], dtype)
-    return factor.reshape(mixed.shape)
 
 
 def _check_muon(group: dict[str, Any]) -> None:

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
 from fp8manifold.optim._checks import Family, spelt_out
-from fp8manifold.optim._grid_optimizer import StiffnessOptimizer, injected
 from fp8manifold.optim._slot import Parameters, Slot
-from fp8manifold.optim._state import Grid
+from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._writeback import rule_of
 
 __all__ = ["StiffnessSGD", "check_momentum", "momentum_numbers"]
@@ -78,14 +77,13 @@ class StiffnessSGD(StiffnessOptimizer):
         super()._check_group(group)
         check_momentum(group)
 
-    def _traits(self, group: dict[str, Any], parameter: Tensor, grid: Grid | None) -> dict[str, Any]:
-        averages = {"averages": bool(group["momentum"]), "nesterov": group["nesterov"]}
-        return super()._traits(group, parameter, grid) | averages
+    def _fields(self, slot: Slot) -> dict[str, Any]:
+        averages = {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
+        return super()._fields(slot) | averages
 
-    def _numbers(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any], slot: Slot) -> dict[str, float]:
-        first = int(state["step"]) - state.get("since", 0) == 1
-        numbers = momentum_numbers(float(group["lr"]), group, first=first)
-        return numbers | self._shared_numbers(group, state)
+    def _numbers(self, slot: Slot) -> dict[str, float]:
+        numbers = momentum_numbers(float(slot.group["lr"]), slot.group, first=slot.age == 1)
+        return numbers | self._shared_numbers(slot)
 
 
 def momentum_numbers(rate: float, group: dict[str, Any], *, first: bool) -> dict[str, float]:

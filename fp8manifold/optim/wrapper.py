@@ -11,12 +11,13 @@ from fp8manifold._numerics.charts import Metric, chart_of
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
 from fp8manifold.formats import FloatFormat
 from fp8manifold.grid import round_to_grid
 from fp8manifold.manifolds import FP8Manifold, StiffnessManifold
 from fp8manifold.optim._checks import Schedule, check_unshared, scheduled
-from fp8manifold.optim._geometry import power_of_ratio, reference_stiffness
-from fp8manifold.optim._state import new_stream, own_manifold, twins
+from fp8manifold.optim._slot import own_manifold
+from fp8manifold.optim._state import new_stream, twins
 from fp8manifold.optim._writeback import WRITEBACKS, rounds_at_random, to_half
 from fp8manifold.random_bits import Draws, random_bits
 from fp8manifold.tensor import FP8Tensor

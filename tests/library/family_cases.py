@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import fp8manifold as fm
 from fp8manifold.optim._directions import DIRECTIONS
-from fp8manifold.optim._grid_optimizer import GridOptimizer
+from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 
 Combination = tuple[str, str, str]
 
 NAMES = tuple(
-    name for name, kind in vars(fm.optim).items() if isinstance(kind, type) and issubclass(kind, GridOptimizer)
+    name for name, kind in vars(fm.optim).items() if isinstance(kind, type) and issubclass(kind, ManifoldOptimizer)
 )
 
 

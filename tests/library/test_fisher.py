@@ -91,11 +91,12 @@ def test_undamped_step_does_not_depend_on_the_coordinates() -> None:
 def test_reference_stiffness_is_kept_between_its_refreshes() -> None:
     model = tagger()
     optimizer = optimizer_of(model, lr=0.1, refresh_every=4, representation="diagonal")
-    weight, group, references = model.hidden.weight, optimizer.param_groups[0], []
+    weight, references = model.hidden.weight, []
     for step in range(6):
         put_gradients(model, step)
-        optimizer._check_schedules(optimizer._taken(optimizer._members()))
-        stretch = optimizer._stretch(group, weight)
+        slots = optimizer._slots()
+        optimizer._check_schedules(slots)
+        stretch = optimizer._stretch(next(slot for slot in slots if slot.parameter is weight))
         stiffness = fm.ulp(weight.dequantize() / weight.expanded_scale(), "E4M3") * weight.expanded_scale()
         optimizer.step()
         references.append(optimizer.state[weight]["reference"])

@@ -165,7 +165,7 @@ def test_native_steps_have_the_bits_of_eager_ones(dtype: torch.dtype, monkeypatc
     """Also of weights between the ends of a format, of more elements than a block has, and to nearest."""
     taken: list[int] = []
     run_native = _backends.run_native
-    monkeypatch.setattr(_backends, "run_native", lambda jobs, *rest: (taken.append(len(jobs)), run_native(jobs, *rest)))
+    monkeypatch.setattr(_backends, "run_native", lambda slots: (taken.append(len(slots)), run_native(slots)))
     for writeback in ("stochastic", "nearest"):
         found = []
         for compiled in (None, False):

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from optimizer_cases import normal
@@ -171,7 +170,7 @@ def test_memory_of_another_kind_is_refused(wrong: Any) -> None:
     slot.tensors["exp_avg"] = wrong(slot.tensors["exp_avg"])
     before = p.detach().clone()
     with pytest.raises(RuntimeError, match=r"a step needs 60 contiguous elements of torch\.float32 on the CPU"):
-        _native_step.run_native([slot], np.zeros((1, 18), np.float32), np.zeros((1, 6), np.int32))
+        _native_step.run_native([slot])
     assert torch.equal(p, before)
 
 

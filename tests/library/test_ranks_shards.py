@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fp8manifold as fm
+from fp8manifold.optim._state import gathered as gathered_rows
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
@@ -118,6 +120,24 @@ def on_devices() -> None:
         with torch.no_grad():
             assert torch.equal(parts(batch(0).cuda()), whole(batch(0).cuda()))
         parts.reshard()
+
+
+def test_rows_are_gathered_in_the_order_of_the_tensors() -> None:
+    """Collectives pair by their order: that of a set of names differs between interpreters."""
+    p = fm.FP8Parameter(torch.linspace(-1, 1, 64), "E4M3", seed=1)
+    p.grad = torch.ones(64)
+    optimizer = fm.optim.StiffnessAdamW([p], moments="8bit", writeback="residual4")
+    (slot,) = optimizer._begin(optimizer._slots())
+    home, gathered = dict(slot.tensors), []
+    slot.whole = True
+    slot.share = SimpleNamespace(gathered=lambda own: (gathered.append(own), own.clone())[1], own=lambda whole: whole)
+    with gathered_rows([slot]):
+        assert all(slot.tensors[name] is not home[name] for name in ("weight", "gradient", "exp_avg", "exp_avg_sq"))
+        slot.tensors["exp_avg"].fill_(7)
+    expected = [home[name] for name in ("weight", "exp_avg", "exp_avg_sq", "gradient")]
+    assert all(ours is its for ours, its in zip(gathered, [*expected, slot.state["residual"]], strict=True))
+    assert slot.tensors["exp_avg"] is home["exp_avg"]
+    assert bool((home["exp_avg"] == 7).all())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU; has never run")

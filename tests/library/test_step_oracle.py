@@ -16,8 +16,8 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
+from fp8manifold._numerics.stiffness import exp2_exact
 from fp8manifold.optim import anneal
-from fp8manifold.optim._geometry import exp2_exact
 from fp8manifold.optim._spec import MOMENTS
 from fp8manifold.optim._writeback import WRITEBACKS
 

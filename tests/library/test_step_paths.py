@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.charts import UlpChart
-from fp8manifold.optim import CompileUnavailableWarning, _compiled_step, anneal
-from fp8manifold.optim._directions import adam, madam, named, row
-from fp8manifold.optim._geometry import exp2_exact
+from fp8manifold._numerics.stiffness import exp2_exact
+from fp8manifold.optim import CompileUnavailableWarning, _backends, anneal
+from fp8manifold.optim._directions import adam, madam, named
+from fp8manifold.optim._slot import row_of
 
 #: Rows that share nothing, square, long, short, odd: all of them one spec, whose graph has no size in it.
 SHAPES = ((5, 7), (64, 33), (2, 300), (96, 96))
@@ -28,8 +29,8 @@ NATIVE, COMPILED = None, True
 @pytest.fixture
 def compiler(cpp_compiler: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A compiler that nobody has used, and no limit that is passed without a word."""
-    monkeypatch.setattr(_compiled_step, "_functions", {})
-    monkeypatch.setattr(_compiled_step, "_failed", set())
+    monkeypatch.setattr(_backends, "_functions", {})
+    monkeypatch.setattr(_backends, "_failed", set())
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
@@ -288,7 +289,7 @@ NUMBERS = {"beta1": 0.9, "gain1": 0.1, "beta2": 0.95, "gain2": 0.05, "eps": 1e-8
 
 @pytest.mark.parametrize("extreme", [True, False], ids=["all floats", "near one"])
 def test_adams_direction_over_ten_million_elements(extreme: bool, compiler: None) -> None:
-    numbers = torch.tensor(row(NUMBERS, torch.float32), dtype=torch.float32)
+    numbers = torch.tensor(row_of(NUMBERS, torch.float32), dtype=torch.float32)
 
     def directions(gradient: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
         descent = adam(gradient, {"exp_avg": first, "exp_avg_sq": second}, named(numbers))
@@ -303,7 +304,7 @@ def test_adams_direction_over_ten_million_elements(extreme: bool, compiler: None
 
 def test_the_other_intermediate_results(compiler: None) -> None:
     """Madam's direction, powers of two, and the chart's steps, over a million elements each."""
-    numbers = torch.tensor(row(NUMBERS, torch.float32), dtype=torch.float32)
+    numbers = torch.tensor(row_of(NUMBERS, torch.float32), dtype=torch.float32)
     chart = UlpChart(3, -6, 8)
 
     def results(gradient: Tensor, second: Tensor, exponent: Tensor, x: Tensor, steps: Tensor) -> tuple[Tensor, ...]:
@@ -340,8 +341,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object, **__: object) -> None:
         raise RuntimeError("c++: command not found\nand a page of output")
 
-    monkeypatch.setattr(_compiled_step, "_functions", {})
-    monkeypatch.setattr(_compiled_step, "_failed", set())
+    monkeypatch.setattr(_backends, "_functions", {})
+    monkeypatch.setattr(_backends, "_failed", set())
     monkeypatch.setattr(torch, "compile", lambda function, **_: failing)
 
 
@@ -363,4 +364,4 @@ def test_without_a_compiler_one_warning_and_the_same_results(options: dict[str, 
 @pytest.mark.parametrize("way", [False, None])
 def test_no_compiler_is_asked_on_the_cpu_unless_somebody_wants_it(way: bool | None, no_compiler: None) -> None:
     take(optim.StiffnessAdamW(of_codes(shapes=((300, 300),)), compile=way), 0)
-    assert not _compiled_step._failed
+    assert not _backends._failed

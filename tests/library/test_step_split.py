@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,12 +16,10 @@ from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold import optim
-from fp8manifold._numerics.float_bits import working_dtype
+from fp8manifold._numerics.stiffness import reference_stiffness
 from fp8manifold.optim import anneal
 from fp8manifold.optim._backends import run_all
-from fp8manifold.optim._directions import row
-from fp8manifold.optim._geometry import reference_stiffness
-from fp8manifold.optim._slot import Key, Slot, View, key_row
+from fp8manifold.optim._slot import Key, Slot, View
 from fp8manifold.optim._state import unpack_residual
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,51 +55,44 @@ def _path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(HOW, "compile", {"native": None, "eager": False}[request.param])
 
 
-def third_step(kind: str, p: Any, options: dict[str, Any]) -> tuple[Slot, Tensor]:
-    """The slot and the numbers of the third step."""
+def third_step(kind: str, p: Any, options: dict[str, Any]) -> Slot:
+    """The slot of the third step."""
     optimizer = getattr(optim, kind)([p], compile=False, seed=2**40 + 1, **options)
     for t in range(3):
         p.grad = normal(*p.shape, seed=t)
         if t < 2:
             optimizer.step()
-    group = optimizer.param_groups[0]
-    optimizer._check_schedules(optimizer._taken(optimizer._members()))
-    state = optimizer._begin(group, p, 0)
-    state["step"] += 1
-    slot, dtype = optimizer._plan(group, p, state), working_dtype(p)
+    slots = [optimizer._slot(optimizer.param_groups[0], p)]
+    optimizer._check_schedules(slots)
+    slot: Slot = optimizer._begin(slots)[0]
     if slot.spec.rule.packs:
-        slot.tensors["residual"] = unpack_residual(state["residual"], p.shape, slot.spec.residual_bits)
-    numbers = torch.tensor(row(slot.numbers, dtype), dtype=torch.float64).to(dtype)
-    return slot, numbers
+        slot.tensors["residual"] = unpack_residual(slot.state["residual"], p.shape, slot.spec.residual_bits)
+    return slot
 
 
 def copied(slot: Slot) -> dict[str, Tensor]:
     return {name: array.clone() for name, array in slot.arrays.items()}
 
 
-def stepped(slot: Slot, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: int, numbers: Tensor) -> None:
+def stepped(slot: Slot, arrays: dict[str, Tensor], dims: tuple[int, ...], offset: int) -> None:
     """Take the step of a part, whose first element has a position in the whole."""
     rows = (dims[0], *slot.view.row_dims[1:]) if slot.view.row_dims else ()
     tensors = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
-    shape = torch.Size(dims)
-    part = Slot(
-        slot.spec, View(dims, rows), tensors, slot.key, arrays["scale"], shape, slot.ends, offset, draws=slot.draws
-    )
-    keys = torch.tensor([key_row(part)], dtype=torch.int32)
-    run_all([part], numbers[None], keys, [HOW["compile"]])
+    group = slot.group | HOW
+    run_all([slot.replaced(group=group, view=View(dims, rows), tensors=tensors, scale=arrays["scale"], offset=offset)])
 
 
 def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:
     return array[start:end] if array.dim() and array.shape[0] == rows else array
 
 
-def same_in_parts(slot: Slot, numbers: Tensor, cuts: list[int], offset: int = 0) -> dict[str, Tensor]:
+def same_in_parts(slot: Slot, cuts: list[int], offset: int = 0) -> dict[str, Tensor]:
     whole, cut = copied(slot), copied(slot)
     rows, inner = slot.view.dims[0], slot.view.numel // slot.view.dims[0]
-    stepped(slot, whole, slot.view.dims, offset, numbers)
+    stepped(slot, whole, slot.view.dims, offset)
     for start, end in itertools.pairwise([0, *cuts, rows]):
         arrays = {name: parts_of(array, start, end, rows) for name, array in cut.items()}
-        stepped(slot, arrays, (end - start, *slot.view.dims[1:]), offset + start * inner, numbers)
+        stepped(slot, arrays, (end - start, *slot.view.dims[1:]), offset + start * inner)
     for name, array in whole.items():
         assert torch.equal(array, cut[name]), name
     assert not torch.equal(whole["weight"], slot.arrays["weight"])
@@ -114,25 +104,25 @@ def same_in_parts(slot: Slot, numbers: Tensor, cuts: list[int], offset: int = 0)
 def test_rows_in_parts(kind: str, options: dict[str, Any], shape: tuple[int, ...], how: dict[str, Any]) -> None:
     """In single rows, in two and in uneven parts; rows are multiples of the blocks of 8-bit averages."""
     p = fm.FP8Parameter(normal(*shape, seed=3, std=0.1), "E4M3", **how)
-    slot, numbers = third_step(kind, p, options)
+    slot = third_step(kind, p, options)
     rows = slot.view.dims[0]
     for cuts in ([1], list(range(1, rows)), [rows // 2, rows - 1]):
-        same_in_parts(slot, numbers, cuts)
+        same_in_parts(slot, cuts)
 
 
 @pytest.mark.parametrize("name", ["adamw stochastic", "madam", "riemannian sgd injected"])
 def test_a_vector_in_parts_of_any_length(name: str) -> None:
     kind, options = CASES[name]
     p = fm.FP8Parameter(normal(1001, seed=3, std=0.1), "E3M4")
-    slot, numbers = third_step(kind, p, options)
-    same_in_parts(slot, numbers, [1, 2, 500, 1000])
+    slot = third_step(kind, p, options)
+    same_in_parts(slot, [1, 2, 500, 1000])
 
 
 def test_positions_beyond_32_bits() -> None:
     """A part that starts below 2^32 and ends above it, and one far out: none draws what the first one does."""
     kind, options = CASES["adamw residual8, 8 bits"]
-    slot, numbers = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
-    found = [same_in_parts(slot, numbers, [2, 4], offset)["residual"] for offset in (0, 2**32 - 100, 2**40)]
+    slot = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
+    found = [same_in_parts(slot, [2, 4], offset)["residual"] for offset in (0, 2**32 - 100, 2**40)]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(found, 2))
 
 
@@ -145,8 +135,8 @@ def test_the_blocks_in_which_eager_code_runs_are_not_seen(monkeypatch: pytest.Mo
         for block in (1, 70, 1 << 20):
             monkeypatch.setattr(_backends, "block_on", lambda _, size=block: size)
             p = fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3)
-            slot, numbers = third_step(kind, p, options)
-            results.append(copied(slot) | {"after": same_in_parts(slot, numbers, [4])["weight"]})
+            slot = third_step(kind, p, options)
+            results.append(copied(slot) | {"after": same_in_parts(slot, [4])["weight"]})
         for other in results[1:]:
             assert all(torch.equal(results[0][name], array) for name, array in other.items())
 
@@ -192,10 +182,10 @@ def test_global_random_numbers_are_neither_used_nor_advanced(kind: str, options:
 @cases
 def test_draws_differ_by_seed_and_by_step(kind: str, options: dict[str, Any]) -> None:
     """With the same weights, gradients and state."""
-    slot, numbers = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
-    first = same_in_parts(slot, numbers, [])
+    slot = third_step(kind, fm.FP8Parameter(normal(9, 31, seed=3, std=0.1), "E4M3", seed=3), options)
+    first = same_in_parts(slot, [])
     seed, step, _ = slot.key
     for key in (Key(seed + 1, *slot.key[1:]), Key(seed, step + 1, 0), Key(seed, step, 1)):
-        other = replace(slot, key=key)
-        second = same_in_parts(other, numbers, [])
+        other = slot.replaced(key=key)
+        second = same_in_parts(other, [])
         assert any(not torch.equal(first[name], second[name]) for name in first)

@@ -18,10 +18,9 @@ import fp8manifold as fm
 from fp8manifold import optim
 from fp8manifold._numerics.blocks import BLOCK, block_on
 from fp8manifold._triton import launch
-from fp8manifold.optim import _agreement, _compiled_step, _state, _triton_step
-from fp8manifold.optim._backends import blocks_of
+from fp8manifold.optim import _agreement, _backends, _state, _triton_step
+from fp8manifold.optim._backends import blocks_of, exact_options
 from fp8manifold.optim._checks import restore_dtypes
-from fp8manifold.optim._compiled_step import exact_options
 from fp8manifold.optim._slot import Slot
 
 MOST_LAUNCHES = 12
@@ -73,7 +72,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps go the way that they go on a GPU, to kernels that count."""
     counts: Counter[str] = Counter()
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: True)
+    monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
     names = ("step", "verdict", "widen")
     monkeypatch.setattr(launch, "_kernels", lambda: tuple(Kernel(name, counts) for name in names))
     monkeypatch.setattr(launch, "options", dict)
@@ -234,7 +233,7 @@ def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Coun
     options: dict[str, Any] = {"refresh_every": 1} if due == "refresh" else {}
     optimizer = optim.StiffnessAdamW([p], 1e-3, compile=False if due == "compile" else None, **options)
     p.grad = torch.ones(p.shape)
-    assert not _agreement.is_steady(optimizer, optimizer._members())
+    assert not _agreement.is_steady(optimizer, optimizer._slots())
     if due == "first":
         return
     optimizer.step()
@@ -242,7 +241,7 @@ def test_steps_that_plan_more_have_their_verdict_first(due: str, on_a_card: Coun
         optimizer.observer = lambda view: None
     if due == "remainder":
         p.remainder = torch.zeros(p.shape, dtype=torch.int8)
-    assert not _agreement.is_steady(optimizer, optimizer._members())
+    assert not _agreement.is_steady(optimizer, optimizer._slots())
 
 
 @pytest.mark.parametrize("kind", ["StiffnessMuon", "RiemannianAdam", "FisherNaturalGradient"])
@@ -270,7 +269,7 @@ def test_inductor_is_asked_for_exact_arithmetic_on_other_devices() -> None:
     options = exact_options("cuda")
     assert exact_options("cpu") is None
     assert options
-    assert set(options) == {name for name in _compiled_step._EXACT if name in known}
+    assert set(options) == {name for name in _backends._EXACT if name in known}
     assert all(options.values())
 
 
@@ -281,14 +280,14 @@ def test_out_of_memory_is_no_failure_of_the_compiler(monkeypatch: pytest.MonkeyP
 
         return fail
 
-    monkeypatch.setattr(_compiled_step, "_functions", {})
+    monkeypatch.setattr(_backends, "_functions", {})
     monkeypatch.setattr(torch, "compile", no_memory)
     p = torch.nn.Parameter(normal(3, 5))
     p.grad = torch.ones(3, 5)
     optimizer = optim.StiffnessAdamW([p], 1e-3, compile=True)
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
-    assert not _compiled_step._failed
+    assert not _backends._failed
 
 
 def test_eager_blocks_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,8 +390,8 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch:
         p.grad = other.grad = torch.ones(p.shape)
         [each.step() for each in optimizers]
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: not _triton_step._given_up)
-    with pytest.warns(optim._compiled_step.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
+    monkeypatch.setattr(_agreement, "is_triton", lambda slot: not _triton_step._given_up)
+    with pytest.warns(optim.CompileUnavailableWarning, match=r"libcuda\.so\.1"):
         optimizers[0].step()
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: False)
     optimizers[1].step()

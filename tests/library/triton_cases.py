@@ -104,10 +104,10 @@ def test_ordinary_and_free_parameters_of_every_dtype(dtype: torch.dtype, writeba
 def test_a_refused_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = [], []
 
-    def run(slots: Any, numbers: Any, keys: Any) -> None:
+    def run(slots: Any) -> None:
         for slot in slots:
             other = twin(slot)
-            launched = run_triton([other], numbers[:1], keys[:1], check=True)
+            launched = run_triton([other], check=True)
             assert launched is not None
             assert launched.refused
             before.append(slot.tensors)
@@ -199,7 +199,7 @@ def test_codes_against_their_definition(name: str) -> None:
 def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go the way that they go on a GPU, and their kernels are interpreted."""
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
-    monkeypatch.setattr(_agreement, "is_triton", lambda slot, dtype: True)
+    monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
 
 
 def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:

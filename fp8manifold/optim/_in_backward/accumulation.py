@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_choice
-from fp8manifold.optim._agreement import described, warn_of_skips
-from fp8manifold.optim._slot import Member
-from fp8manifold.optim._stand_ins import GradientSum, SpentGradient
+from fp8manifold.optim._agreement import described
+from fp8manifold.optim._in_backward.stand_ins import GradientSum, SpentGradient
+from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import new_stream, twins
 
 __all__ = ["KINDS", "Accumulation"]
@@ -69,21 +69,18 @@ class Accumulation:
                 self.optimizer.step_alone(group, p)
                 del self.optimizer.state[p]["micro_batches"]
                 p.grad = SpentGradient(p)
-        self._step_sums([(group, p) for group, p in members if isinstance(p.grad, GradientSum)])
+        self._step_sums([self.optimizer._slot(group, p) for group, p in members if isinstance(p.grad, GradientSum)])
         self._twins = {}
 
-    def _step_sums(self, members: list[Member]) -> None:
+    def _step_sums(self, slots: list[Slot]) -> None:
         """Where one is not finite, no step is taken with any, and all stay until ``zero_grad()``."""
-        if not members:
+        if not slots:
             return
-        if not self.optimizer._ready(members):
-            self.optimizer.skipped_steps += 1
-            self.optimizer.skipped_in_row += 1
-            if self.optimizer.skipped_in_row == self.optimizer.warn_after:
-                warn_of_skips(self.optimizer, self.optimizer._gradient_factor)
+        if not self.optimizer._may_step(slots):
+            self.optimizer._count_skipped()
             return
         self.optimizer.skipped_in_row = 0
-        for group, p in members:
+        for group, p in [(slot.group, slot.parameter) for slot in slots]:
             assert isinstance(p.grad, GradientSum)
             p.grad = p.grad.value()
             self.optimizer.step_alone(group, p)
