@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.rules import rules_with_format
+from nanogpt_bench.config.rules import has_moments, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -19,7 +19,6 @@ from nanogpt_bench.config.schema import (
     ROUNDED,
     WITHOUT_FORMATS,
     Config,
-    has_moments,
 )
 from nanogpt_bench.system.errors import BenchError
 
