@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MOST_ROOMS = 26
+MOST_ROOMS = 27
 
 #: from the ground up; what stands on one floor may import from its own and from those below
 LIBRARY = (
