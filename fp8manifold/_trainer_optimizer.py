@@ -33,7 +33,7 @@ class TrainerOptimizer:
 
 def trainer_optimizer(
     arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
-) -> tuple[type[TrainerOptimizer], dict[str, Any]]:
+) -> tuple[type[Any], dict[str, Any]]:
     """Give what a ``Trainer`` of transformers, or of a library on it, takes as ``optimizer_cls_and_kwargs``.
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}
@@ -51,7 +51,8 @@ def trainer_optimizer(
 
     Args:
         arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
-        rule: ``adamw`` (:class:`StiffnessAdamW`) or ``muon`` (:class:`StiffnessMuon`, by ``for_model``).
+        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
+            (:class:`~fp8manifold.optim.StiffnessMuon`, by ``for_model``).
         in_backward: whether to step in the backward pass.
         options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
 
