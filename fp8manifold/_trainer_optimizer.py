@@ -33,7 +33,7 @@ class TrainerOptimizer:
 
 def trainer_optimizer(
     arguments: Any, rule: str = "adamw", *, in_backward: bool = False, **options: Any
-) -> tuple[type[TrainerOptimizer], dict[str, Any]]:
+) -> tuple[type[Any], dict[str, Any]]:
     """Give what a ``Trainer`` of transformers, or of a library on it, takes as ``optimizer_cls_and_kwargs``.
 
     .. math:: (F, o) \\text{ with } F()(\\text{model}, **o) = \\text{the optimizer}

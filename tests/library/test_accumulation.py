@@ -205,13 +205,15 @@ def test_one_gradient_in_float32_is_an_ordinary_step_to_the_bit() -> None:
 
 
 def averages(optimizer: Any, weight: Tensor) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in optimizer.state[weight].items() if name in ("momentum_buffer", "avg_bound")}
+    return {
+        name: x.clone() for name, x in optimizer.state[weight].items() if name in ("momentum_buffer", "avg_largest")
+    }
 
 
 def averaged(before: dict[str, Tensor], gradient: Tensor, stream: int, beta: float, moments: str) -> dict[str, Tensor]:
-    """A momentum after one more gradient, as a step of SGD's of rate 0 has it, at the same step of a stream."""
+    """A momentum after one more gradient, as a step of float weights at rate 0 has it, at the same step of a stream."""
     weight = nn.Parameter(torch.zeros_like(gradient))
-    optimizer: Any = optim.StiffnessSGD([weight], 0.0, momentum=0.5, moments=moments)
+    optimizer: Any = optim.StiffnessMuon([weight], 0.0, nesterov=False, moments=moments)
     weight.grad = torch.zeros_like(gradient)
     optimizer.step()
     state, numbers = optimizer.state[weight], optimizer._numbers

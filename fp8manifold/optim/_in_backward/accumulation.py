@@ -10,11 +10,13 @@ from fp8manifold._numerics.checks import check_choice
 from fp8manifold.optim._agreement import described
 from fp8manifold.optim._in_backward.stand_ins import GradientSum, SpentGradient
 from fp8manifold.optim._slot import Slot
+from fp8manifold.optim._spec import LARGEST
 from fp8manifold.optim._state import new_stream, twins
 
 __all__ = ["KINDS", "Accumulation"]
 
 KINDS: Final = ("bfloat16", "momentum")
+_AVERAGE: Final = ("momentum_buffer", LARGEST)
 
 
 class Accumulation:
@@ -66,8 +68,13 @@ class Accumulation:
         for group, p in members:
             if "micro_batches" in self.optimizer.state.get(p, {}):
                 p.grad = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+                state, kept = self.optimizer.state[p], {}
+                if group["moments"] == "8bit":  # what is complete is not rounded once more
+                    kept = {name: x.clone() for name, x in state.items() if name in _AVERAGE}
                 self.optimizer.step_alone(group, p)
-                del self.optimizer.state[p]["micro_batches"]
+                for name, x in kept.items():
+                    state[name].copy_(x)
+                del state["micro_batches"]
                 p.grad = SpentGradient(p)
         self._step_sums([self.optimizer._slot(group, p) for group, p in members if isinstance(p.grad, GradientSum)])
         self._twins = {}
