@@ -124,7 +124,7 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
 def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
     """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout."""
     tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
-    device = slot.device
+    device = tensors["weight"].device
     blocks = numel // slot.view.dims[-1]
     average = _AVERAGES[spec.moments]
     stores = spec.stores
