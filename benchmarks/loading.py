@@ -30,7 +30,7 @@ SIZES: Final = {
 #: what is read, and how; in which dtype the weights appear
 WAYS: Final = {
     "from_pretrained(quantization_config=...)": ("codes", "auto"),
-    "the same, float32 asked for": ("codes", "float32"),
+    "the same, dtype=torch.float32": ("codes", "float32"),
     "load_quantized, transformers' model on meta": ("own", "bfloat16"),
     "from_pretrained, bfloat16, then quantize_model": ("after", "auto"),
     "from_pretrained, float32, then quantize_model": ("after", "float32"),

@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
     (
         r"py:.*",
         r"(fp8manifold\.[\w.]+\.)?(FormatLike|Formats|Rounding|Overflow|Metric|Granularity|Policy|STE|Schedule"
-        r"|Parameters|ScaleLike|Storage)",
+        r"|Parameters|ScaleLike|Storage|TrainerOptimizer)",
     ),
 ]
 

@@ -17,8 +17,10 @@ _RULES: Final = ("adamw", "muon")
 class TrainerOptimizer:
     """What a trainer makes first, and then calls with the model and the second part of :func:`trainer_optimizer`."""
 
-    def __call__(self, model: nn.Module, *, rule: str, in_backward: dict[str, Any] | None, **options: Any) -> Any:
-        """Make the optimizer of a model that is where it is trained."""
+    def __call__(
+        self, model: nn.Module, arguments: Any = None, *, rule: str, in_backward: dict[str, Any] | None, **options: Any
+    ) -> Any:
+        """Make the optimizer of a model that is where it is trained; axolotl gives it the arguments once more."""
         made: Any
         if rule == "muon":
             made = StiffnessMuon.for_model(model, **options)
@@ -49,7 +51,8 @@ def trainer_optimizer(
 
     Args:
         arguments: ``TrainingArguments``, or those of a library on it (``SFTConfig``).
-        rule: ``adamw`` (:class:`StiffnessAdamW`) or ``muon`` (:class:`StiffnessMuon`, by ``for_model``).
+        rule: ``adamw`` (:class:`~fp8manifold.optim.StiffnessAdamW`) or ``muon``
+            (:class:`~fp8manifold.optim.StiffnessMuon`, by ``for_model``).
         in_backward: whether to step in the backward pass.
         options: the optimizer's, in place of the arguments'; for ``muon`` those of ``for_model`` too.
 

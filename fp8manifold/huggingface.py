@@ -67,8 +67,8 @@ def quantization_config(formats: Formats = "E4M3", storage: str = "fp8", **optio
 
     Returns:
         A configuration of transformers.  With ``storage="fp8"`` each weight becomes codes as it is read, one at a time,
-        of one file of safetensors or of shards, in any float dtype; they are those that :func:`quantize_model` gives a
-        float model.  transformers itself refuses it beside ``gguf_file``.
+        of one file of safetensors or of shards, in any float dtype; they are those that
+        :func:`fp8manifold.quantize_model` gives a float model.  transformers itself refuses it beside ``gguf_file``.
 
     Raises:
         ImportError: as :func:`register`.

@@ -43,16 +43,16 @@ class Stream(NamedTuple):
     phase: int = 0
 
 
-def stream_of(draws: str, seed: int, step: int, stream: int, *more: int) -> Stream:
-    """The key of one step's draws; ``more`` words tell what else draws in it apart.
+def stream_of(draws: str, seed: int, step: int, stream: int) -> Stream:
+    """The key of one step's draws.
 
     ``independent``: the words ``(seed, step, stream)`` and no phase.  ``dither``: the words of the epoch that the step
     is in, and the phase ``0x9E3779B9 (step mod 256) mod 2^32``.
     """
     if draws == "independent":
-        return Stream((seed, step, stream, *more))
+        return Stream((seed, step, stream))
     epoch, since = divmod(step, EPOCH)
-    return Stream((seed, epoch, stream, _DITHERED, *more), signed_word(_ADVANCE * since))
+    return Stream((seed, epoch, stream, _DITHERED), signed_word(_ADVANCE * since))
 
 
 def random_bits(

@@ -82,6 +82,7 @@ def amax_scale(
     Source: Micikevicius et al. 2022 (FP8 Formats for Deep Learning), whose scaling factor is the reciprocal; OCP
     Microscaling Formats 1.0 for blocks, whose scale rounds down and lets the largest values saturate.
     """
+    check_choice("granularity", granularity, GRANULARITIES)
     return scale_of_amax(amax_of(x, granularity, axis), as_format(fmt), pow2=pow2 or granularity == "block")
 
 

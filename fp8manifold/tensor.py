@@ -285,10 +285,10 @@ class FP8Tensor(ScaledTensor):
         """The values as a plain tensor of the apparent dtype; not differentiable."""
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
-    def dequantize_view(self, replay: Replay) -> Tensor:
+    def _dequantized_view(self, replay: Replay) -> Tensor:
         """The values of a view; of some indices of the first dimension no others are decoded."""
         if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
-            return super().dequantize_view(replay)
+            return super()._dequantized_view(replay)
         scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
         scale = decoded_scale(scale) if self.block_size else scale
         codes: Tensor = replay(self.codes).contiguous()

@@ -21,13 +21,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8manifold.formats import as_format
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.outcome import Progress
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 NAMES = ("_forms", "_timing", "_contenders", "_write_back", "optimizer_step", "linear_forward", "harness_overhead")
-NAMES += ("write_back_noise", "arrived_share")
+NAMES += ("write_back_noise", "moment_formats", "arrived_share")
 
 
 def run(script: str, *arguments: str, code: int | None = 0, **environment: str) -> str:
@@ -189,6 +190,8 @@ def test_a_goal_that_is_missed_says_so(modules: dict[str, ModuleType]) -> None:
         ("write_back_noise", ("--max-steps", "1"), "--max-steps 1: at least 2"),
         ("write_back_noise", ("--layers", "0,16"), "--layers 0,16: numbers from 0 to 15"),
         ("write_back_noise", ("--layers", "first"), "--layers first: numbers from 0 to 15"),
+        ("moment_formats", ("--max-steps", "1"), "--max-steps 1: at least 2"),
+        ("moment_formats", ("--layers", "16"), "--layers 16: numbers from 0 to 15"),
         ("arrived_share", ("--movement", "4"), "--movement 4: 1 to 3"),
         ("arrived_share", ("--rows", "0"), "--rows 0: at least 1"),
     ],
@@ -486,6 +489,50 @@ def test_write_back_noise_from_end_to_end(tmp_path: Path) -> None:
     )
 
 
+def test_moment_formats_from_end_to_end(tmp_path: Path) -> None:
+    """Of two steps; an even grid that is fitted loses less than E4M3 under Muon, and more bits less than fewer."""
+    (tmp_path / "text.txt").write_text("".join(f"Line {n} of a text.\n" for n in range(400)), encoding="utf-8")
+    prepare_text(tmp_path / "text.txt", tmp_path / "data", "byte")
+    printed = run("moment_formats.py", "--data-dir", str(tmp_path / "data"), "--max-steps", "2", "--layers", "3")
+    for optimizer, own in (("Muon (muon-stochastic)", "E2M5"), ("AdamW (stochastic)", "E4M3")):
+        part = printed.partition(f"{optimizer}:")[2]
+        rows = {cells[0]: cells[1:] for cells in (line[2:].split(" | ") for line in part.splitlines()[4:14])}
+        assert len(rows) == 10
+        moments = {name: float(cells[2]) for name, cells in rows.items()}
+        assert moments["bfloat16"] < moments["E2M5, fitted"] < moments["E3M4, fitted"] < moments["E4M3, fitted"]
+        assert moments["E4M3, fitted"] < moments["E2M1, fitted"]
+        assert moments[f"{own}, the library's"] == pytest.approx(moments[f"{own}, fitted"], rel=0.2)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
+@pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
+def test_a_moment_is_right_on_average_by_independent_draws(
+    modules: dict[str, ModuleType], optimizer: str, rounding: str
+) -> None:
+    """Constant gradients, most of them 0.003 of their block's largest: what is kept over what is exact, in the mean."""
+    script, gradient = modules["moment_formats"], torch.full((32, 128), 0.003)
+    gradient[:, 0] = 1.0
+    moment = script.Kept(gradient.shape, optimizer, script.Way("E2M5"), rounding, 1)
+    ratio = torch.stack([moment.advanced(gradient)[:, 1:] for _ in range(300)])[150:].mean() / 0.003
+    if rounding == "independent":
+        assert abs(ratio - 1) < 0.03
+    else:  # what is rounded to nearest stays where it is; a dithered draw is not independent of what it rounds
+        assert abs(ratio - 1) > 0.035
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "independent", "dither"])
+def test_values_of_a_fitted_grid_stay(modules: dict[str, ModuleType], rounding: str) -> None:
+    """And the scale is the smallest power of two, of blocks of zeros too."""
+    script = modules["moment_formats"]
+    for way in (way for way in script.WAYS if way.scale == "fitted" and way.fmt != "bfloat16"):
+        values = torch.tensor(as_format(way.fmt).values).repeat(128)[: 64 * 128].view(-1, 128) / 2**20
+        values[:, 0] = as_format(way.fmt).max / 2**20
+        values[0] = 0.0
+        assert torch.equal(script.kept(values, torch.zeros(len(values), 1), way, rounding, 1, 1), values)
+    x = torch.tensor([0.75, 1.0, 1.0000001, 2.0**-30])
+    assert script.power_above(x).tolist() == [1.0, 1.0, 2.0, 2.0**-30]
+
+
 @pytest.mark.parametrize("fmt", ["E4M3", "E2M5", "E3M4", "E1M6"])
 @pytest.mark.parametrize("span", ["subnormal", "normal"])
 def test_all_of_a_small_movement_arrives_here(modules: dict[str, ModuleType], fmt: str, span: str) -> None:
@@ -505,13 +552,18 @@ def test_the_share_of_other_packages(modules: dict[str, ModuleType], monkeypatch
         assert script.share("SDNQ", "E2M5", "subnormal", 0.3, options) < 0.5
 
 
-def test_the_share_from_end_to_end_without_other_packages(tmp_path: Path) -> None:
-    for package in ("sdnq", "torchao"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
-    printed = run("arrived_share.py", "--rows", "1", PYTHONPATH=str(tmp_path))
-    lines = [line for line in printed.splitlines() if line.startswith(("E", "int8"))]
-    assert len(lines) == 9
-    assert "SDNQ: missing: not here" in printed
+def test_a_package_that_is_missing_is_said_and_left_out(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sdnq", "sdnq.training", "torchao", "torchao.prototype.quantized_training.int8"):
+        monkeypatch.setitem(sys.modules, name, None)
+    script = modules["arrived_share"]
+    assert script.writers() == ["here", "here, dithered draws"]
+    assert "SDNQ: missing: " in capsys.readouterr().err
+    monkeypatch.setattr(script, "STEPS", (0.5,))
+    lines = script.rows(["here"], argparse.Namespace(movement=1, rows=1, seed=0))
+    assert [line[:2] for line in lines][-2:] == [("E1M6", "normal"), ("int8", "whole")]
+    assert lines[-1][2] is None
 
 
 def steps_of_spacings(count: int, spacing: float) -> tuple[Tensor, list[Tensor]]:

@@ -24,6 +24,7 @@ CLAIMS: dict[str, Claim] = {
     "muon_two_bytes": lambda n: min(n[0], n[2], n[4]) > 0.95 and n[3] <= 8.1 and n[5] <= 2.5,
     "custom_format": lambda n: n[6] < n[8] < n[4] and max(n[5], n[7], n[9]) < 0.05,
     "custom_writeback": lambda n: n[5] < 0.25 * n[1],
+    "diffusion_one_byte": lambda n: max(n[1:3]) < 0.4 * n[0] and n[2] < n[1] + 0.1 and n[3] < 2.1,
     "read_run_folder": lambda n: n[2] < n[1] < n[0] and all(0 < share < 1 for share in n[3:]),
     "wrap_any_optimizer": lambda n: all(n[row + 1] < 0.6 * n[row] for row in (0, 3, 6)),
     "fisher_nngeometry": lambda n: n[5] < 0.4 and n[5] < n[3],
@@ -42,7 +43,10 @@ NEEDS = {
     "finetune_per_layer": ["transformers"],
     "finetune_llm": ["transformers"],
     "read_run_folder": ["pandas"],
+    "diffusion_one_byte": ["sklearn"],
 }
+# and those of extras that the tests do without
+ALONE = {"diffusion_one_byte": "diffusers"}
 
 
 def expected(path: Path) -> str:
@@ -63,6 +67,8 @@ def test_example_prints_what_it_says(
 ) -> None:
     for package in NEEDS.get(name, ()):
         importlib.import_module(package)
+    if name in ALONE:
+        pytest.importorskip(ALONE[name], reason=f"needs the package {ALONE[name]} (extra {ALONE[name]})")
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -39,6 +39,8 @@ def test_a_dry_run_goes_through_every_part(tmp_path: Path) -> None:
         *("exact_steps", "exact_arrays", "step_times", "training", "launches", "decoding", "rivals"),
     ]
     assert set(parts["exact_steps"]["figures"].values()) == {0}
+    assert parts["launches"]["figures"] == {"steps": 3}
+    assert not [name for name, part in parts.items() if "error" in part["figures"]]
     assert not (FOLDER.parent / "docs" / "measured" / "gpu.json").exists()  # a dry run records nothing
 
 

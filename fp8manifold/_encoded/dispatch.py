@@ -142,7 +142,7 @@ class EncodedTensor(torch.Tensor):
         """The values as a plain tensor."""
         raise NotImplementedError
 
-    def dequantize_view(self, replay: "Replay") -> Tensor:
+    def _dequantized_view(self, replay: "Replay") -> Tensor:
         """The values of a view of it as a plain tensor."""
         viewed: Tensor = replay(self.dequantize())
         return viewed
@@ -287,7 +287,7 @@ class View(EncodedTensor):
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor."""
-        return self.base.dequantize_view(self.replay)
+        return self.base._dequantized_view(self.replay)
 
     def check_writable(self) -> None:
         """As the base has it."""

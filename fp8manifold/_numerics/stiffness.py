@@ -23,6 +23,7 @@ def reference_stiffness(stiffness: Tensor, ranks: Ranks = ALONE) -> float:
     exponents = (stiffness.view(fields.integer) >> fields.mantissa_bits).flatten()
     if bool((stiffness.view(fields.integer) == exponents.view(stiffness.shape) << fields.mantissa_bits).all()):
         counts = torch.bincount(exponents)
+        counts = counts.cpu() if ranks.size == 1 else counts  # a few numbers: a card is waited for once, not for each
         used = counts.nonzero().flatten()
         values = torch.tensor([math.ldexp(1, i - fields.bias) for i in used.tolist()], dtype=torch.float64)
         counts = counts[used]
@@ -38,7 +39,9 @@ def bounded_share(stiffness: Tensor, reference: float, damping: float, clip: flo
     ratio = stiffness / reference
     outside = ((ratio < damping) | (ratio > clip)).sum()
     counts = ranks.total(torch.stack([outside, outside.new_tensor(stiffness.numel())]))
-    return int(counts[0]) / max(int(counts[1]), 1)
+    beyond, total = counts.tolist()
+    share: float = beyond / max(total, 1)
+    return share
 
 
 def factor(stiffness: Tensor, mode: str, numbers: Mapping[str, Tensor], *, powers_of_two: bool) -> Tensor:

@@ -182,16 +182,22 @@ def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> 
         owner, _, entry = name.rpartition(".")
         module = model.get_submodule(owner)
         setattr(module, entry, parameter)
-        if isinstance(parameter, FP8Parameter) and not hasattr(module, _PLAIN):
-            setattr(module, _PLAIN, False)
-            module.register_state_dict_post_hook(_write_parts)
-            module.register_load_state_dict_pre_hook(_read_parts)
+        _keep_in_states(module)
 
 
 def set_plain_state(module: nn.Module, plain: bool) -> None:
     """Let a module's state have parts of what it holds in codes, or the codes as parameters."""
+    _keep_in_states(module)
     if hasattr(module, _PLAIN):
         setattr(module, _PLAIN, plain)
+
+
+def _keep_in_states(module: nn.Module) -> None:
+    """Let a module save and load what it holds in codes, if it does: others may have tied it to that."""
+    if _own(module) and not hasattr(module, _PLAIN):
+        setattr(module, _PLAIN, False)
+        module.register_state_dict_post_hook(_write_parts)
+        module.register_load_state_dict_pre_hook(_read_parts)
 
 
 def _own(module: nn.Module) -> dict[str, FP8Parameter]:

@@ -15,6 +15,7 @@ from fp8manifold._encoded.storage import packed_width
 from fp8manifold._encoded.stored_scale import broadcasts_to
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
+from fp8manifold._numerics.known import known
 from fp8manifold._ranks import check_share, local_of, share_of
 from fp8manifold.manifolds import StiffnessManifold
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
@@ -218,7 +219,17 @@ def check_lr(group: dict[str, Any]) -> None:
     """Check the learning rate, which a schedule may have set since the group was made."""
     lr = group["lr"]
     if type(lr) is not float or not 0 <= lr < math.inf:
-        check_finite("lr", lr.item() if isinstance(lr, Tensor) else lr)
+        check_finite("lr", _number(lr))
+
+
+def lr_of(group: dict[str, Any]) -> float:
+    """Learning rate of a group; a tensor on a card is waited for once each time that somebody sets it."""
+    return float(_number(group["lr"]))
+
+
+def _number(lr: Any) -> Any:
+    """A learning rate as a number, where it may be a tensor of one element."""
+    return known(lr, Tensor.item) if isinstance(lr, Tensor) else lr
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:

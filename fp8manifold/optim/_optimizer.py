@@ -31,7 +31,7 @@ from fp8manifold.optim._checks import (
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._pending import Count, Pending, settle
+from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (
@@ -128,6 +128,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a sparse or complex gradient.
             FloatingPointError: a gradient is not finite and ``on_nonfinite`` is ``raise``.
+            RuntimeError: a CUDA graph is being recorded.
         """
         if closure is None and torch.compiler.is_compiling() and self._is_a_node():
             step_as_a_node(self._number, [p for group in self.param_groups for p in group["params"]])
@@ -150,6 +151,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.finish()
             return loss
+        refuse_recording(self)
         self._settle()
         slots, taken = self._slots(), None
         if is_steady(self, slots):
@@ -172,6 +174,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
         The numbers are those of a :meth:`step` of all.  :func:`step_in_backward` calls it.
         """
+        refuse_recording(self)
         self._settle(parameter)
         others, self._pending = self._pending, ()  # of other parameters, which the host doesn't wait for
         try:

@@ -233,8 +233,8 @@ class Slot:
 
     @cached_property
     def moments_key(self) -> Stream:
-        """The key of the draws for the moments; those of a fitted one follow each other as the weight's do."""
-        return stream_of(self.draws if self.spec.fitted else "independent", *self.key, _FOR_MOMENTS)
+        """Key of the moments' draws: independent, for a moment forgets, and earlier draws would enter its odds."""
+        return Stream((*self.key, _FOR_MOMENTS))
 
     @cached_property
     def offset(self) -> int:

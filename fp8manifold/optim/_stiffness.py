@@ -8,7 +8,7 @@ from fp8manifold._numerics.charts import chart_of
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.stiffness import log2_bounded
 from fp8manifold.formats import FloatFormat
-from fp8manifold.optim._checks import scheduled
+from fp8manifold.optim._checks import lr_of, scheduled
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Slot, manifold_of, own_manifold
 from fp8manifold.optim._writeback import WRITEBACKS
@@ -55,7 +55,7 @@ class StiffnessOptimizer(ManifoldOptimizer):
     def _shared_numbers(self, slot: Slot) -> dict[str, float]:
         """Decay, and of a quantised parameter S_ref, its bounds and the exponent."""
         group, state = slot.group, slot.state
-        numbers = {"keep": 1 - float(group["lr"]) * group["weight_decay"]}
+        numbers = {"keep": 1 - lr_of(group) * group["weight_decay"]}
         if "reference" in state:
             numbers |= _field_numbers(state["reference"], group[self.damping_option], group["clip"], slot.power)
         return numbers

@@ -14,7 +14,7 @@ from fp8manifold._fisher.capture import Draws, Logits, call_model, linear_layers
 from fp8manifold._fisher.metric import METRIC, REPRESENTATIONS, Layer, has_metric, measure, natural_gradient
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold._numerics.stiffness import power_of_ratio, reference_stiffness
-from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, spelt_out
+from fp8manifold.optim._checks import Stiffness, check_betas, check_finite, check_unshared, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._state import stiffness_field
 from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers, injected
@@ -203,7 +203,7 @@ class FisherNaturalGradient(StiffnessOptimizer):
         return fields | {"direction": "sgd", "stiffness": "none", "averages": bool(slot.group["momentum"])}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, lr, momentum = slot.group, float(slot.group["lr"]), slot.group["momentum"]
+        group, lr, momentum = slot.group, lr_of(slot.group), slot.group["momentum"]
         if slot.spec.direction == "adam":
             numbers = adam_numbers(lr, group["betas"], group["eps"], slot.age)
         else:

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
-from fp8manifold.optim._checks import Bounded, check_betas, check_finite, spelt_out
+from fp8manifold.optim._checks import Bounded, check_betas, check_finite, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
 
@@ -96,7 +96,7 @@ class Madam(StiffnessOptimizer):
         return {"direction": "adam"} if slot.fmt is None else {"direction": "madam", "geometry": "multiplicative"}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, lr, start = slot.group, float(slot.group["lr"]), slot.group["start_lr"]
+        group, lr, start = slot.group, lr_of(slot.group), slot.group["start_lr"]
         if slot.fmt is None:
             lr = group["float_lr"] * (lr / start if start else 1.0)
         numbers = adam_numbers(lr, tuple(group["betas"]), group["eps"], slot.age)

@@ -11,7 +11,7 @@ from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.stiffness import bounded_share, bounds, reference_stiffness
 from fp8manifold._ranks import local_of, spread
 from fp8manifold.optim._agreement import in_every_process, squares_are_finite
-from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Charted, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._directions import AVERAGES, DIRECTIONS
 from fp8manifold.optim._optimizer import ManifoldOptimizer
 from fp8manifold.optim._slot import Parameters, Slot, is_quantized, manifold_of
@@ -168,7 +168,7 @@ class Riemannian(ManifoldOptimizer):
 
     def _learning_rate_elsewhere(self, group: dict[str, Any]) -> float:
         """``float_lr`` follows the schedule of ``lr``; without one, ``lr`` itself."""
-        return float(group["lr"]) if group["float_lr"] is None else group["float_lr"] * _progress(group)
+        return lr_of(group) if group["float_lr"] is None else group["float_lr"] * _progress(group)
 
 
 def _largest(slot: Slot, field: Tensor) -> float:
@@ -200,7 +200,7 @@ def _progress(group: dict[str, Any]) -> float:
     A key of our own keeps that: schedulers write theirs, ``initial_lr``, and OneCycleLR puts the warm-up's start there.
     """
     start = float(group["start_lr"])
-    return float(group["lr"]) / start if start else 1.0
+    return lr_of(group) / start if start else 1.0
 
 
 class RiemannianAdam(Riemannian):
@@ -312,7 +312,7 @@ class RiemannianAdam(Riemannian):
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group, per_unit = slot.group, 1 / slot.state.get("unit", 1.0)
         eps = group["eps"] * slot.state["reference"] * per_unit
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), eps, slot.age)
+        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), eps, slot.age)
         return numbers | {"keep": _keep(group), "per_unit": per_unit}
 
     def _step_elsewhere(
@@ -406,7 +406,7 @@ class RiemannianSGD(Riemannian):
         return super()._fields(slot) | averages
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        numbers = momentum_numbers(float(slot.group["lr"]), slot.group, first=slot.age == 1)
+        numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
         return numbers | {"keep": _keep(slot.group), "per_unit": 1.0}
 
     def _momentum(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer, adam_numbers
 
@@ -37,8 +37,8 @@ class StiffnessAdamW(StiffnessOptimizer):
             gives the error to the first average.  Ordinary bfloat16 and float16 parameters are rounded to their dtype:
             to nearest under ``nearest``, stochastically under all others, finite values saturating.
         draws: random draws of one weight, step by step: ``independent``, or ``dither``, which spreads them evenly, so
-            that less noise adds up (:func:`fp8manifold.random_bits`); so of Muon's momentum in 8 bits.  A weight's own
-            ``draws`` are for other writers.
+            that less noise adds up (:func:`fp8manifold.random_bits`).  Those of moments are independent.  A weight's
+            own ``draws`` are for other writers.
         moments: how the averages are stored: ``float32``, ``bfloat16`` or ``8bit`` (block-wise E4M3, the second as its
             square root; of Muon E2M5), the last two with stochastic rounding that is right in the mean: of the second
             average itself, not of its root.  float64 parameters have float64 averages under ``float32``.
@@ -118,5 +118,5 @@ class StiffnessAdamW(StiffnessOptimizer):
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         group = slot.group
-        numbers = adam_numbers(float(group["lr"]), tuple(group["betas"]), group["eps"], slot.age)
+        numbers = adam_numbers(lr_of(group), tuple(group["betas"]), group["eps"], slot.age)
         return numbers | self._shared_numbers(slot)

@@ -4,7 +4,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from fp8manifold.optim._checks import Family, check_betas, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer
 
@@ -69,6 +69,6 @@ class StiffnessLion(StiffnessOptimizer):
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
         beta1, beta2 = slot.group["betas"]
-        rate = float(slot.group["lr"])
+        rate = lr_of(slot.group)
         numbers = {"beta1": beta1, "gain1": 1 - beta1, "beta2": beta2, "gain2": 1 - beta2, "rate": rate}
         return numbers | self._shared_numbers(slot)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp8manifold._numerics.checks import check_choice, check_int, check_number
 from fp8manifold.optim._backends import StepView
-from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, spelt_out
+from fp8manifold.optim._checks import Family, check_betas, check_finite, check_first_average, lr_of, spelt_out
 from fp8manifold.optim._muon import (
     ADJUSTMENTS,
     ALL_TAKEN_IN,
@@ -193,7 +193,7 @@ class StiffnessMuon(StiffnessOptimizer):
         return fields | {"averages": bool(slot.group["momentum"]), "nesterov": slot.group["nesterov"]}
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        group, lr, shared = slot.group, float(slot.group["lr"]), self._shared_numbers(slot)
+        group, lr, shared = slot.group, lr_of(slot.group), self._shared_numbers(slot)
         if not _is_muons(slot):
             return adam_numbers(lr, tuple(group["betas"]), group["adam_eps"], slot.age) | shared
         shape = torch.empty(slot.parameter.shape, device="meta")

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from fp8manifold._numerics.checks import check_number
-from fp8manifold.optim._checks import Family, spelt_out
+from fp8manifold.optim._checks import Family, lr_of, spelt_out
 from fp8manifold.optim._slot import Parameters, Slot
 from fp8manifold.optim._stiffness import StiffnessOptimizer, injected
 from fp8manifold.optim._writeback import rule_of
@@ -82,7 +82,7 @@ class StiffnessSGD(StiffnessOptimizer):
         return super()._fields(slot) | averages
 
     def _numbers(self, slot: Slot) -> dict[str, float]:
-        numbers = momentum_numbers(float(slot.group["lr"]), slot.group, first=slot.age == 1)
+        numbers = momentum_numbers(lr_of(slot.group), slot.group, first=slot.age == 1)
         return numbers | self._shared_numbers(slot)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from nanogpt_bench.compare.plan import PlannedRun
 from nanogpt_bench.config.keys import FIELDS, get
-from nanogpt_bench.config.rules import RULES, Rule
-from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, PEER_WEIGHTS, ROUNDED, WITHOUT_FORMATS, has_moments
+from nanogpt_bench.config.rules import RULES, Rule, has_moments
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, PEER_WEIGHTS, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.system.errors import BenchError
 
 LR = "optimizer.lr"

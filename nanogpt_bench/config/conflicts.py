@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, get, keys_where
-from nanogpt_bench.config.rules import rules_with_format
+from nanogpt_bench.config.rules import has_moments, rules_with_format
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     ON_FLOATS,
@@ -19,15 +19,14 @@ from nanogpt_bench.config.schema import (
     ROUNDED,
     WITHOUT_FORMATS,
     Config,
-    has_moments,
 )
 from nanogpt_bench.system.errors import BenchError
 
 #: a setting, whether it is refused where it asks for something, and what follows `KEY: VALUE` in the error
 Row = tuple[str, bool, str]
 
-#: what a storage without a format of the library's keeps
-_WHOSE = {"float32": "float weights", "peer": "weights of another package"}
+#: what the weights are under a storage without a format of the library's
+_KEPT = {"float32": "floats", "peer": "another package's"}
 #: under `task: classify`, what can't be used and why
 _NOT_CLASSIFY = {
     "model.pretrained": "which brings a head for the next token",
@@ -93,13 +92,13 @@ def _options(config: Config) -> Iterator[Row]:
 def _storage(config: Config) -> Iterator[Row]:
     model, own = config.model, config.model.storage
     floats, impure = own in WITHOUT_FORMATS, config.train.precision == "bf16-pure"
-    by, whose = f"rule {config.rule!r}" if config.rule else f"storage {own}", _WHOSE.get(own or "", "")
+    by, kept = f"rule {config.rule!r}" if config.rule else f"storage {own}", _KEPT.get(own or "", "")
     yield "model.outlier_sigma", model.outliers != "clip_sigma", "needs model.outliers clip_sigma"
     tied = bool(model.tie_weights and model.formats)
     yield "model.tied", not tied, "needs model.tie_weights and a format; leave it out"
     others = f"give another --rule: {', '.join(rules_with_format())}"
-    yield "model.formats", floats, f"can't be used with {by}, which keeps {whose}; {others}"
-    yield "model.granularity", floats, f"means nothing under {by}, which keeps {whose}; leave it out"
+    yield "model.formats", floats, f"can't be used with {by}, whose weights are {kept}; {others}"
+    yield "model.granularity", floats, f"means nothing under {by}, whose weights are {kept}; leave it out"
     for key in ("rule", "model.storage"):
         why = "needs a format for the weights; give --model.format E4M3 or model.formats"
         yield key, not floats and not model.formats, why

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from nanogpt_bench.config.keys import keys_where
-from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ROUNDED, WITHOUT_FORMATS
+from nanogpt_bench.config.schema import LOSING, MANIFOLDS, ON_FLOATS, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.system.errors import BenchError, unknown
 
 
@@ -343,3 +343,12 @@ def float_rule(precision: str | None) -> str:
     ('fp32', 'bf16-mixed')
     """
     return "fp32" if precision == "float32" else "bf16-mixed"
+
+
+def has_moments(storage: str | None, optimizer: str | None) -> bool:
+    """Return whether running averages are kept as `optimizer.moments` says: by the library's own optimizers.
+
+    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
+    (True, True, False)
+    """
+    return storage in MANIFOLDS or optimizer in ON_FLOATS

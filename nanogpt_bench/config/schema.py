@@ -27,9 +27,7 @@ _EXPONENT: dict[str, Any] = {**_OWN, "stiffness": 0.0, "stiffness_end": None, "s
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "sgd": _SGD,
-    **dict.fromkeys(PEERS, _ADAM),
-    "sdnq_muon": {**_SDNQ, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
-    "sdnq_adamw": _SDNQ,
+    **dict.fromkeys(PEERS[:3], _ADAM),
     "stiffness_adamw": {**_ADAM, **_EXPONENT},
     "stiffness_sgd": {**_SGD, **_EXPONENT},
     "stiffness_muon": {**_ADAM, **_EXPONENT, "momentum": 0.95, "lr": 4e-3, "float_lr": 4e-3},
@@ -38,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "riemannian_adam": {**_ADAM, **_OWN, "lr": 0.5, "float_lr": 1e-3},
     "riemannian_sgd": {**_SGD, **_OWN, "lr": 2e4, "float_lr": 0.1},
     "fisher": {**_ADAM, **_EXPONENT, "momentum": 0.9, "representation": "kfac", "refresh": 10, "damping": 0.1},
+    "sdnq_muon": {**_SDNQ, "momentum": 0.95, "lr": 2e-2, "float_lr": 4e-3},
+    "sdnq_adamw": _SDNQ,
 }
 #: the library's own, each a class of fp8manifold.optim without its underscores
 OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", *PEERS))
@@ -79,17 +79,6 @@ ROUNDED = ("grid", "fp8")
 MANIFOLDS = (*ROUNDED, "continuous")
 #: of the library's own optimizers those that step a model without a format as a peer would: their baseline is their own
 ON_FLOATS = ("stiffness_adamw", "stiffness_muon")
-
-
-def has_moments(storage: str | None, optimizer: str | None) -> bool:
-    """Return whether running averages are kept as `optimizer.moments` says: by the library's own optimizers.
-
-    >>> has_moments("fp8", "adamw"), has_moments("float32", "stiffness_muon"), has_moments("float32", "adamw")
-    (True, True, False)
-    """
-    return storage in MANIFOLDS or optimizer in ON_FLOATS
-
-
 #: torchao's own names of its ways to scale
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 #: those of fp8manifold.optim, which brings torch, and which of them lose updates; a test compares the two
@@ -315,16 +304,14 @@ class OptimizerConfig:
     )
     draws: str | None = setting(
         None,
-        "grid and fp8 storage: draws of stochastic rounding, anew in every step or spread evenly over the steps; null: "
-        "independent",
+        "grid and fp8 storage: draws of rounding, anew in every step or spread evenly over them; null: independent",
         choices=DRAWS,
         of_formats=True,
         storages=ROUNDED,
     )
     moments: str | None = setting(
         None,
-        "grid, fp8 and continuous storage, stiffness_adamw and stiffness_muon: how running averages are kept; null: "
-        "float32",
+        "of the library's own optimizers: how running averages are kept; null: float32",
         choices=MOMENTS,
         of_formats=True,
         rows_by="--rules",

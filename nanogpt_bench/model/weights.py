@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8manifold as fm
-from nanogpt_bench.setup.peer_weights import put_back, taken_apart
+from nanogpt_bench.model.packaged import put_back, taken_apart
 from nanogpt_bench.system.errors import BenchError, one_line
 from nanogpt_bench.system.files import replacing
 from nanogpt_bench.system.untrusted import check_header

@@ -73,8 +73,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "model.tied=leave model.tie_weights=true": "'leave' needs model.tie_weights and a format; leave it out",
     },
     "model.formats": {
-        f"rule=fp32 {E4M3}": "{'*': 'E4M3'} can't be used with rule 'fp32', which keeps float weights; give another",
-        f"{E4M3} model.storage=float32": "{'*': 'E4M3'} can't be used with storage float32, which keeps float weights",
+        f"rule=fp32 {E4M3}": "{'*': 'E4M3'} can't be used with rule 'fp32', whose weights are floats; give another",
+        f"{E4M3} model.storage=float32": "{'*': 'E4M3'} can't be used with storage float32, whose weights are floats",
     },
     "model.granularity": {
         "model.granularity=tensor": "'tensor' means nothing under storage float32, whose weights are floats; leave it",
@@ -161,6 +161,27 @@ REFUSED: dict[str, dict[str, str]] = {
         "steps by ULPs: none with model.storage 'float32'; leave it out"
     },
 }
+PEER = "model.peer=torchao-int8 optimizer.name=torchao_adamw8bit"
+#: the same of weights of other packages
+REFUSED_PEERS: dict[str, dict[str, str]] = {
+    "model.peer": {"rule=fp32 model.peer=sdnq-int8": "'sdnq-int8' needs model.storage peer, not 'float32'; leave"},
+    "model.storage": {"model.storage=peer": "'peer' needs model.peer sdnq-E2M5, sdnq-E4M3, sdnq-int8 or torchao-int8"},
+    "optimizer.name": {
+        "model.peer=sdnq-int8": "'adamw' can't step the weights of model.peer 'sdnq-int8'; allowed: sdnq_muon, sdnq_a",
+        "optimizer.name=sdnq_muon": "'sdnq_muon' steps SDNQ's own weights; it can't be used with model.storage",
+    },
+    "model.formats": {f"{PEER} {E4M3}": "{'*': 'E4M3'} can't be used with storage peer, whose weights are another"},
+    "model.pretrained": {f"{PEER} {GIVEN}": "'a/model' can't be used with model.peer 'torchao-int8'; leave it out"},
+    "model.constraint": {
+        f"{PEER} model.storage=peer {STIEFEL}": "'stiefel' can't be used with model.peer 'torchao-int8'; leave it out"
+    },
+    **{
+        key: {f"{PEER} {key}=true": "True can't be used with model.peer 'torchao-int8'; leave it out"}
+        for key in ("model.tie_weights", "shadow.enabled", "monitor.fisher", "runtime.compile")
+    },
+}
+for _key, _cases in REFUSED_PEERS.items():
+    REFUSED.setdefault(_key, {}).update(_cases)
 CASES = [(key, words, said) for key, cases in REFUSED.items() for words, said in cases.items()]
 
 

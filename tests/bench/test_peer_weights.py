@@ -16,10 +16,12 @@ from nanogpt_bench.config.schema import PEER_WEIGHTS, Config
 from nanogpt_bench.config.settings import load_config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import Progress, run
+from nanogpt_bench.model.packaged import is_packaged
 from nanogpt_bench.setup.layers import forward_weight, linear_layers
 from nanogpt_bench.setup.memory import held_bytes, memory_of
-from nanogpt_bench.setup.peer_weights import is_packaged
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep.file import find_sweep, read_sweep
+from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.signals import StopRequest
 from nanogpt_bench.training.trainer import Trainer
@@ -141,7 +143,7 @@ def test_what_layers_hold_is_the_packages_own(name: str, corpus_dir: Path) -> No
     [
         ("--rule=fp32 --model.peer=sdnq-int8", "needs model.storage peer, not 'float32'"),
         ("--rule=torchao-int8 --model.peer=sdnq-int8", "contradicts|can't step the weights of model.peer 'sdnq-int8'"),
-        ("--rule=torchao-int8 --model.format=E4M3", "keeps weights of another package|contradicts"),
+        ("--rule=torchao-int8 --model.format=E4M3", "whose weights are another package's"),
         ("--rule=torchao-int8 --model.tie_weights=true", "can't be used with model.peer 'torchao-int8'"),
         ("--rule=torchao-int8 --shadow.enabled=true", "can't be used with model.peer"),
         ("--rule=torchao-int8 --monitor.fisher=true", "can't be used with model.peer"),
@@ -164,3 +166,19 @@ def test_a_checkpoint_of_them_starts_no_other_run(corpus_dir: Path, tmp_path: Pa
     run(peer_config(rule, peer, corpus_dir, "--checkpoint.every=12"), tmp_path / "run")
     with pytest.raises(BenchError, match=r"the weights of another package \(model.peer\)"):
         trainer_of(load_config(None, [f"--model.init_from={tmp_path / 'run'}", f"--data.dir={corpus_dir}"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("study_q13_peers.yaml", {"sdnq-muon", "sdnq-muon peer=sdnq-E4M3", "sdnq-muon peer=sdnq-int8", "torchao-int8"}),
+        ("study_q13_adamw.yaml", {"sdnq-adamw"}),
+    ],
+)
+def test_the_sweep_of_peers_has_each_of_them_once(name: str, labels: set[str]) -> None:
+    if not {"sdnq-muon", "torchao-int8"} <= set(available_rules()):
+        pytest.skip("sdnq or torchao is not installed")
+    sweep = read_sweep(find_sweep(name))
+    planned = plan_sweep(sweep)
+    assert len({point.label for point in planned}) == len(planned)
+    assert {point.label for point in planned if RULES[point.rule].storage == "peer"} == labels

@@ -78,7 +78,7 @@ def by_its_settings(config: Config) -> Config:
 
 def combinations() -> Iterator[tuple[str, str]]:
     for rule in available_rules():
-        for fmt in FORMATS if RULES[rule].storage == "float32" else FORMATS[:-1]:
+        for fmt in FORMATS if rule not in rules_with_format() else FORMATS[:-1]:
             if fmt == "none" or rule in rules_with_format():
                 yield rule, fmt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
-from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED
+from nanogpt_bench.config.schema import MANIFOLDS, OWN_OPTIMIZERS, ROUNDED, WITHOUT_FORMATS
 from nanogpt_bench.config.settings import find_config, load_config, to_yaml
 from nanogpt_bench.setup.formats import format_summary
 from nanogpt_bench.setup.resolve import resolve, rule_name
@@ -21,7 +21,7 @@ CONTINUOUS = ("--model.format", "E4M3", "--model.storage", "continuous")
 
 
 def arguments_of(rule: str) -> list[str]:
-    quantised = RULES[rule].storage != "float32"
+    quantised = RULES[rule].storage not in WITHOUT_FORMATS
     return ["--rule", rule, *(["--model.format", "E4M3"] if quantised else [])]
 
 

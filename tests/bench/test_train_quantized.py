@@ -11,7 +11,7 @@ import torch
 from covering import covering
 
 import fp8manifold as fm
-from nanogpt_bench.config.rules import RULES, available_rules
+from nanogpt_bench.config.rules import RULES, available_rules, rules_with_format
 from nanogpt_bench.config.schema import ROUNDED, Config
 from nanogpt_bench.data.batches import load_corpus
 from nanogpt_bench.loop.train import run
@@ -22,7 +22,7 @@ from nanogpt_bench.setup.surgery import quantized_layers
 from nanogpt_bench.training.trainer import Trainer
 
 Tiny = Callable[..., Config]
-QUANTIZED = [name for name in available_rules() if RULES[name].storage != "float32"]
+QUANTIZED = [name for name in available_rules() if name in rules_with_format()]
 ON_GRID = [name for name in QUANTIZED if RULES[name].storage in ROUNDED]
 #: larger than the defaults, for runs of few steps; the unit is the optimizer's
 LR = {"riemannian_adam": 0.5, "riemannian_sgd": 2e3, "sgd": 0.1, "stiffness_sgd": 0.02, "madam": 0.1}

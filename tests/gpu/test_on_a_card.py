@@ -28,7 +28,8 @@ def test_every_bit_is_the_cpus(part: str, gpu: Any, tmp_path: Path) -> None:
     assert result["parts"][part]["figures"]
 
 
-def test_a_steady_step_is_a_few_launches_and_one_wait(gpu: Any) -> None:
+def test_a_steady_step_is_a_few_launches_and_no_wait(gpu: Any) -> None:
+    """But for events of the step before."""
     counted = gpu.launches(gpu.Session(False))
     assert counted["launches"] <= 12
-    assert counted["waits"] <= 2  # the profiler's own among them
+    assert counted["waits"] == 0

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 import fp8manifold as fm
 from fp8manifold._numerics.codec import encode_finite
 from fp8manifold.optim import StiffnessMuon
-from fp8manifold.optim._muon import COEFFICIENTS, orthogonal_factor
 from fp8manifold.optim._spec import MOMENTUM_FORMAT
 from fp8manifold.optim._step import _fitted_scale, fit
-from fp8manifold.random_bits import stream_of, word_range
+from fp8manifold.random_bits import word_range
 
 PATHS: dict[str, bool | None] = {"native": None, "eager": False}
 E2M5 = Codes(MOMENTUM_FORMAT)
@@ -36,11 +35,14 @@ def momentum_of(state: dict[str, Tensor]) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------- the definition
 class Slow:
-    """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block."""
+    """The momentum of one matrix, a value at a time: codes, and the largest magnitude of each block.
 
-    def __init__(self, count: int, block: int, momentum: float, words: tuple[int, int], draws: str) -> None:
+    Its draws are independent, whatever those of the weights are.
+    """
+
+    def __init__(self, count: int, block: int, momentum: float, words: tuple[int, int]) -> None:
         self.codes, self.largest = [0] * count, [f32(0)] * (count // block)
-        self.block, self.draws, self.words, self.steps = block, draws, words, 0
+        self.block, self.words, self.steps = block, words, 0
         self.decay, self.gain = f32(momentum), f32(1 - momentum)
 
     def scale(self, block: int) -> float:
@@ -52,8 +54,7 @@ class Slow:
     def step(self, gradient: list[float]) -> None:
         self.steps += 1
         seed, stream = self.words
-        key = stream_of(self.draws, seed, self.steps, stream, 1)
-        words = word_range(0, len(self.codes), key.words, "cpu", phase=key.phase).tolist()
+        words = word_range(0, len(self.codes), (seed, self.steps, stream, 1), "cpu").tolist()
         new: list[F32] = []
         for i, (code, g) in enumerate(zip(self.codes, gradient, strict=True)):
             value = f32(f32(E2M5.value(E2M5.signed(code))) * f32(self.scale(i // self.block)))
@@ -92,7 +93,7 @@ def test_codes_and_largest_are_those_of_the_definition(
         weight.grad = gradient((rows, columns), t)
         optimizer.step()
         state = optimizer.state[weight]
-        slow = slow or Slow(rows * columns, block, MU, (5, state["stream"]), draws)
+        slow = slow or Slow(rows * columns, block, MU, (5, state["stream"]))
         slow.step(weight.grad.view(-1).tolist())
         assert state["momentum_buffer"].view(-1).tolist() == slow.codes, t
         assert state["avg_largest"].view(-1).tolist() == [float(x) for x in slow.largest], t
@@ -149,9 +150,8 @@ def test_every_value_is_right_in_the_mean(x: float) -> None:
     """Beside a largest of 7.8: over 2^16 draws of 24 bits."""
     average = torch.full((1, 2**16), x)
     average[0, 0] = 7.874
-    key = stream_of("independent", 1, 2, 3, 1)
     inverse = fit(average)["avg_inverse"]
-    draws = word_range(0, 2**16, key.words, "cpu", 24).view(1, -1)
+    draws = word_range(0, 2**16, (1, 2, 3, 1), "cpu", 24).view(1, -1)
     codes = encode_finite(average * inverse, MOMENTUM_FORMAT, draws).to(torch.uint8)
     kept = fm.decode(codes, MOMENTUM_FORMAT)[0, 1:].double()
     assert abs(float(kept.mean()) - float(f32(x))) <= 4 * float(kept.std()) / 2**8 + 1e-9
@@ -177,7 +177,7 @@ def test_small_gradients_beside_large_ones_arrive(draws: str) -> None:
         nearest = fm.round_to_grid(exact / scale, MOMENTUM_FORMAT) * scale
         if t >= 100:
             small.append(momentum_of(optimizer.state[weight])[:, 1:].double().mean().item())
-    assert abs(sum(small) / len(small) / 0.01 - 1) < 0.02
+    assert abs(sum(small) / len(small) / 0.01 - 1) < 0.005  # dithered draws would be 0.011 above
     assert (nearest[:, 1:] < 0.005).all()
 
 
@@ -188,27 +188,17 @@ def recorded(steps: int, rows: int = 64, columns: int = 256) -> list[Tensor]:
     return [(signal * 0.3 + normal(rows, columns, seed=10 + t)) * sizes for t in range(steps)]
 
 
-def errors(draws: str, steps: int = 60) -> tuple[float, float]:
-    """Of the momentum, and of the factor of what is stepped along, beside float32's: relative, at the end."""
+def test_the_error_is_a_third_of_e4m3s() -> None:
+    """E4M3 under the bound of the largest gradients has 0.11 on such gradients."""
     weight = nn.Parameter(torch.zeros(64, 256))
-    optimizer = StiffnessMuon([weight], 0.0, moments="8bit", draws=draws)
-    exact, gradients = torch.zeros(64, 256), recorded(steps)
-    for g in gradients:
+    optimizer = StiffnessMuon([weight], 0.0, moments="8bit")
+    exact = torch.zeros(64, 256)
+    for g in recorded(60):
         weight.grad = g.clone()
         optimizer.step()
         exact = exact * MU + g * (1 - MU)
     kept = momentum_of(optimizer.state[weight])
-    factors = [orthogonal_factor(m, COEFFICIENTS, 5, 1e-7, torch.float32) for m in (kept, exact)]
-    distances = [float((a - b).norm() / b.norm()) for a, b in ((kept, exact), (factors[0], factors[1]))]
-    return distances[0], distances[1]
-
-
-def test_the_error_is_a_third_of_e4m3s() -> None:
-    """E4M3 under the bound of the largest gradients has 0.11 on such gradients, whatever the draws."""
-    independent, dithered = errors("independent"), errors("dither")
-    assert independent[0] < 0.045
-    assert dithered[0] < 0.85 * independent[0]
-    assert dithered[1] < 0.9 * independent[1]
+    assert (kept - exact).norm() < 0.045 * exact.norm()
 
 
 # ------------------------------------------------------------------------------------------------------ the state
@@ -251,20 +241,3 @@ def test_a_second_moment_without_its_bound_is_refused() -> None:
     del saved["state"][0]["sq_bound"]
     with pytest.raises(ValueError, match="exp_avg_sq in 8 bits without sq_bound"):
         optimizer.load_state_dict(saved)
-
-
-def test_dithered_draws_resume_in_an_epoch_and_over_its_end() -> None:
-    """Steps 250 to 262 by one optimizer, and by one that takes over at 256."""
-    found = []
-    for cut in (False, True):
-        weight = nn.Parameter(torch.zeros(4, 64))
-        optimizer = StiffnessMuon([weight], 0.0, moments="8bit", draws="dither", seed=3)
-        for t in range(262):
-            weight.grad = normal(4, 64, seed=t)
-            optimizer.step()
-            if cut and t == 255:
-                saved = copy.deepcopy(optimizer.state_dict())
-                optimizer = StiffnessMuon([weight], 0.0, moments="8bit", draws="dither", seed=3)
-                optimizer.load_state_dict(saved)
-        found.append(optimizer.state[weight]["momentum_buffer"].clone())
-    assert torch.equal(*found)

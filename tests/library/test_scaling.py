@@ -129,6 +129,7 @@ def test_weights_that_are_not_finite_can_not_be_stored(bad: float) -> None:
     ("call", "message"),
     [
         (lambda x: amax_scale(x, "E4M3", "row"), "granularity='row'"),
+        (lambda x: storage_scale(x, "E4M3", "row", axis=1), "granularity='row'"),
         (lambda x: amax_scale(x, "E4M3", "chanel"), "did you mean 'channel'"),
         (lambda x: amax_scale(x, "E4M3", "channel", axis=2), "axis=2"),
         (lambda x: amax_scale(x, "E4MM3"), "E4MM3"),

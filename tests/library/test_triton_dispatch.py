@@ -337,6 +337,24 @@ def test_no_cuda_graph_records_a_step() -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.fp8manifold.optimizer_step.default.tags
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_to_record_a_step_is_refused_in_one_line(in_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = fm.FP8Parameter(normal(4, 8), "E4M3", seed=1)
+    optimizer, codes = optim.StiffnessAdamW([p], 1e-3), p.codes.clone()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if in_backward:
+        optim.step_in_backward(optimizer)
+        take = p.square().sum().backward
+    else:
+        p.square().sum().backward()
+        take = optimizer.step
+    with pytest.raises(RuntimeError, match="a CUDA graph can't record a step of StiffnessAdamW"):
+        take()
+    assert torch.equal(p.codes, codes)
+    assert not optimizer.state
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 class Failing:
     """A kernel that cannot be compiled."""

@@ -139,6 +139,32 @@ def test_what_steps_are_told_is_uploaded_once_and_aligned(monkeypatch: pytest.Mo
         assert there.stride(0) * there.itemsize % 16 == 0
 
 
+def test_a_learning_rate_on_a_card_is_read_once_each_time_it_is_set(on_a_card: None) -> None:
+    weights = [fm.FP8Parameter(normal(4, 8), "E4M3", seed=i) for i in range(3)]
+    lr = torch.tensor(1e-3)
+    optimizer = optim.StiffnessAdamW(weights, lr)
+    for p in weights:
+        p.grad = torch.ones(p.shape)
+    optimizer.step()
+    read = []
+    for change in (lambda: None, lambda: lr.fill_(2e-3)):
+        change()
+        with Reads() as reads:
+            optimizer.step()
+        read.append(reads.counts["_local_scalar_dense"])
+    unread = _reads_of_a_number(weights)
+    assert [count - unread for count in read] == [0, 1]
+
+
+def _reads_of_a_number(weights: list[Any]) -> int:
+    """What a step reads of the CPU, with a learning rate that is a number."""
+    optimizer = optim.StiffnessAdamW(weights, 1e-3)
+    optimizer.step()
+    with Reads() as reads:
+        optimizer.step()
+    return reads.counts["_local_scalar_dense"]
+
+
 # ------------------------------------------------------------------------------------------------------------ autocast
 @pytest.mark.parametrize("gradients", [False, True])
 def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> None:
