@@ -63,7 +63,9 @@ def run_native(slots: Sequence[Slot]) -> None:
     pointers, sizes, facts = [], [], []
     wide, reached = [], np.zeros(len(slots), dtype=np.int32)
     for slot in slots:
-        wide.append(slot := _in_float32(slot))
+        if slot.weight.dtype in _FLOATS[1:]:  # halves are stepped in float32, and rounded once
+            slot = slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
+        wide.append(slot)
         rows, length, kind, scale = _matrix(slot)
         spec, gradient = _specification(slot.spec), slot.tensors["gradient"].to(torch.float32)
         kept += [spec, gradient, scale]
@@ -81,13 +83,6 @@ def run_native(slots: Sequence[Slot]) -> None:
             slot.reached.append(bool(found))
         if stepped is not slot:
             _store_halves(slot, stepped.weight)
-
-
-def _in_float32(slot: Slot) -> Slot:
-    """The slot itself, or one with a copy of weights that are stored in half as many bits."""
-    if slot.weight.dtype not in _FLOATS[1:]:
-        return slot
-    return slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
 
 
 def _store_halves(slot: Slot, stepped: Tensor) -> None:

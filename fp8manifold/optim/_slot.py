@@ -271,7 +271,9 @@ class Slot:
     @property
     def changed(self) -> list[Tensor]:
         """The tensors that a step changes."""
-        return [tensor for name, tensor in self.tensors.items() if name != "gradient"]
+        changed = dict(self.tensors)
+        changed.pop("gradient", None)
+        return list(changed.values())
 
     def replaced(self, **fields: Any) -> "Slot":
         """A copy with other fields, views of which are made anew."""
