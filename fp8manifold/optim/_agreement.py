@@ -377,7 +377,7 @@ def is_steady(optimizer: Any, slots: Sequence[Slot]) -> bool:
 
     On one GPU with kernels, in one process, unobserved, with nothing due: no first step, no refresh, no reset.
     """
-    if not slots or not on_gpu(slots[0].device) or _are_several():
+    if not slots or not on_gpu(slots[0].weight.device) or _are_several():
         return False
     parameters = [slot.parameter for slot in slots]
     devices = {p.device for p in parameters} | {p.grad.device for p in parameters if p.grad is not None}

@@ -37,14 +37,15 @@ def run_all(slots: Sequence[Slot]) -> None:
     places: dict[torch.device, list[Slot]] = {}
     for slot in slots:
         if slot.weight.numel():
-            places.setdefault(slot.device, []).append(slot)
-    for together in places.values():
+            places.setdefault(slot.weight.device, []).append(slot)
+    for device, together in places.items():
         native, others = _split(together, is_native)
         if native:
             run_native(native)
         on_gpu, rest = _split(others, is_triton)
         rest = rest if on_gpu and run_triton(on_gpu) is not None else others
-        upload(rest)
+        if rest:
+            _upload(rest, device)
         for slot in rest:
             _run_alone(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
@@ -63,16 +64,15 @@ _ALIGNED: Final = 16
 """Bytes at whose multiples compiled code wants its arguments to begin: it copies the others."""
 
 
-def upload(slots: Sequence[Slot]) -> None:
+def _upload(slots: Sequence[Slot], device: torch.device) -> None:
     """Put the numbers and keys of slots on their GPU, by one copy each from pinned memory that nobody waits for."""
     kinds: dict[torch.dtype, list[Slot]] = {}
-    for slot in slots if slots and slots[0].device.type != "cpu" else ():
+    for slot in slots:
         kinds.setdefault(slot.dtype, []).append(slot)
     for dtype, some in kinds.items():
         numbers = torch.tensor([row_of(slot.numbers, dtype) for slot in some], dtype=dtype)
         keys = torch.from_numpy(key_rows(some))
-        rows = zip(some, uploaded(numbers, some[0].device), uploaded(keys, some[0].device), strict=True)
-        for slot, row, key in rows:
+        for slot, row, key in zip(some, uploaded(numbers, device), uploaded(keys, device), strict=True):
             slot.row, slot.keys = row, key
 
 

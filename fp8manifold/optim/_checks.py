@@ -215,21 +215,26 @@ CHANGING: Final = dict.fromkeys(("params", "lr", "initial_lr", "previous_norm"))
 """Entries of a group that change all the time: all others are checked when they have."""
 
 
+def refuse_recording(optimizer: Any) -> None:
+    """Raise RuntimeError where a CUDA graph would record a step: its counts and random bits would never change."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose counts and random bits would be "
+            "the same in every replay: record the forward and backward pass, and step outside of the graph"
+        )
+
+
 def check_lr(group: dict[str, Any]) -> None:
     """Check the learning rate, which a schedule may have set since the group was made."""
     lr = group["lr"]
     if type(lr) is not float or not 0 <= lr < math.inf:
-        check_finite("lr", _number(lr))
+        check_finite("lr", known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def lr_of(group: dict[str, Any]) -> float:
     """Learning rate of a group; a tensor on a card is waited for once each time that somebody sets it."""
-    return float(_number(group["lr"]))
-
-
-def _number(lr: Any) -> Any:
-    """A learning rate as a number, where it may be a tensor of one element."""
-    return known(lr, Tensor.item) if isinstance(lr, Tensor) else lr
+    lr = group["lr"]
+    return float(known(lr, Tensor.item) if isinstance(lr, Tensor) else lr)
 
 
 def check_shared(optimizer: str, group: dict[str, Any], damping: str) -> None:

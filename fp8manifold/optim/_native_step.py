@@ -63,7 +63,9 @@ def run_native(slots: Sequence[Slot]) -> None:
     pointers, sizes, facts = [], [], []
     wide, reached = [], np.zeros(len(slots), dtype=np.int32)
     for slot in slots:
-        wide.append(slot := _in_float32(slot))
+        if slot.weight.dtype in _FLOATS[1:]:  # halves are stepped in float32, and rounded once
+            slot = slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
+        wide.append(slot)
         rows, length, kind, scale = _matrix(slot)
         spec, gradient = _specification(slot.spec), slot.tensors["gradient"].to(torch.float32)
         kept += [spec, gradient, scale]
@@ -81,13 +83,6 @@ def run_native(slots: Sequence[Slot]) -> None:
             slot.reached.append(bool(found))
         if stepped is not slot:
             _store_halves(slot, stepped.weight)
-
-
-def _in_float32(slot: Slot) -> Slot:
-    """The slot itself, or one with a copy of weights that are stored in half as many bits."""
-    if slot.weight.dtype not in _FLOATS[1:]:
-        return slot
-    return slot.replaced(tensors=slot.tensors | {"weight": slot.weight.float()})
 
 
 def _store_halves(slot: Slot, stepped: Tensor) -> None:
@@ -124,7 +119,7 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
 def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
     """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout."""
     tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
-    device = slot.device
+    device = tensors["weight"].device
     blocks = numel // slot.view.dims[-1]
     average = _AVERAGES[spec.moments]
     stores = spec.stores

@@ -28,10 +28,11 @@ from fp8manifold.optim._checks import (
     check_parameters,
     check_shared,
     check_state,
+    refuse_recording,
     restore_dtypes,
 )
 from fp8manifold.optim._directions import AVERAGES
-from fp8manifold.optim._pending import Count, Pending, refuse_recording, settle
+from fp8manifold.optim._pending import Count, Pending, settle
 from fp8manifold.optim._slot import Slot, is_quantized, slot_of, stabilize
 from fp8manifold.optim._spec import BOUND_NAMES, Spec, spec_of
 from fp8manifold.optim._state import (

@@ -18,7 +18,7 @@ from fp8manifold._triton.launch import Said
 from fp8manifold.optim._slot import Slot
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["Count", "Pending", "pending_of", "refuse_recording", "settle"]
+__all__ = ["Count", "Pending", "pending_of", "settle"]
 
 _LOG: Final = logging.getLogger("fp8manifold")
 
@@ -93,12 +93,3 @@ def settle(optimizer: Any, pending: Pending) -> None:
                 "%s of shape %s saturates: %d of %d scales changed, by 2^%+d to 2^+1",
                 *(parameter.format.name, tuple(parameter.shape), doubled, scales, int(doubled == scales)),
             )
-
-
-def refuse_recording(optimizer: Any) -> None:
-    """Raise RuntimeError where a CUDA graph would record a step: its counts and random bits would never change."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"a CUDA graph can't record a step of {type(optimizer).__name__}, whose counts and random bits would be "
-            "the same in every replay: record the forward and backward pass, and step outside of the graph"
-        )

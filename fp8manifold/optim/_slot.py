@@ -271,7 +271,9 @@ class Slot:
     @property
     def changed(self) -> list[Tensor]:
         """The tensors that a step changes."""
-        return [tensor for name, tensor in self.tensors.items() if name != "gradient"]
+        changed = dict(self.tensors)
+        changed.pop("gradient", None)
+        return list(changed.values())
 
     def replaced(self, **fields: Any) -> "Slot":
         """A copy with other fields, views of which are made anew."""
@@ -378,10 +380,12 @@ def key_row(slot: Slot) -> list[int]:
 def _first_rows(keys: Sequence[Stream], streams: NDArray[np.uint64]) -> NDArray[np.int32]:
     """Round keys and phases at offset 0."""
     rows = np.zeros((len(keys), 4), dtype=np.int32)
-    for more in {key.words[3:] for key in keys}:
-        some = [i for i, key in enumerate(keys) if key.words[3:] == more]
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, key in enumerate(keys):
+        kinds.setdefault(key.words[3:], []).append(i)
+        rows[i, 3] = key.phase
+    for more, some in kinds.items():
         rows[some, :3] = round_key_rows([keys[i].words[:2] for i in some], streams[some], *more)
-    rows[:, 3] = [key.phase for key in keys]
     return rows
 
 
