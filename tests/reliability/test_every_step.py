@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanogpt_bench.checkpoint import newest, read, run_state
+from nanogpt_bench.checkpoint import newest, read
 from nanogpt_bench.config.rules import RULES, available_rules
 from nanogpt_bench.config.schema import MOMENTS, WRITEBACKS
 from nanogpt_bench.config.settings import load_config
@@ -22,6 +22,7 @@ from nanogpt_bench.data.tokenizers import ByteTokenizer
 from nanogpt_bench.data.write import write_corpus
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.system.signals import StopRequest
+from nanogpt_bench.training import run_state
 
 FEW, MANY = 4, 50
 OWN = ("adamw", "sgd", "stiffness_adamw", "stiffness_sgd", "stiffness_lion", "madam", "riemannian_adam")
