@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "docs" / "measured").glob("*.json"))
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 #: tables that stand elsewhere
-ELSEWHERE = {"arrived_share": ROOT / "docs" / "related-work.md"}
+ELSEWHERE = {
+    name: ROOT / "docs" / f"{page}.md" for name, page in (("arrived_share", "related-work"), ("loading", "finetune"))
+}
 
 
 def load(path: Path) -> ModuleType:

@@ -205,6 +205,9 @@ class StiffnessMuon(StiffnessOptimizer):
     def takes_in(self, group: dict[str, Any]) -> bool:
         """True for matrices, whose momentum is linear in the gradient.
 
+        Args:
+            group: one of the optimizer's groups.
+
         Raises:
             ValueError: there is no momentum, or the step needs the gradient beside it (``nesterov=True``).
         """
@@ -219,7 +222,12 @@ class StiffnessMuon(StiffnessOptimizer):
         return True
 
     def take_in(self, group: dict[str, Any], parameter: Tensor) -> bool:
-        """Take a gradient into the momentum of a matrix, and no step; False, and counted, where it is not finite."""
+        """Take a gradient into the momentum of a matrix, and no step; False, and counted, where it is not finite.
+
+        Args:
+            group: the parameter's group.
+            parameter: a matrix, with its gradient in ``grad``.
+        """
         slots = [self._slot(group, parameter)]
         if not self._may_step(slots):
             self.skipped_steps += 1

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nanogpt_bench.config.keys import FIELDS, keys_where
-from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning
-from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, RIEMANNIAN, ROUNDED, WITHOUT_FORMATS, unit
+from nanogpt_bench.config.rules import RULES, Rule, contradicting, meaning, unit
+from nanogpt_bench.config.schema import OPTION_NAMES, OPTIONS, RIEMANNIAN, ROUNDED, WITHOUT_FORMATS
 
 Settings = dict[str, Any]
 _TIED = (

@@ -352,3 +352,23 @@ def has_moments(storage: str | None, optimizer: str | None) -> bool:
     (True, True, False)
     """
     return storage in MANIFOLDS or optimizer in ON_FLOATS
+
+
+_UNITS = {
+    "sdnq_muon": "orthogonal matrices",
+    "sgd": "gradients",
+    "stiffness_sgd": "gradients",
+    "stiffness_lion": "signs",
+    "madam": "a share of the weight",
+    "riemannian_adam": "ULPs a step",
+    "riemannian_sgd": "ULPs for a code gradient of 1",
+}
+
+
+def unit(optimizer: str) -> str:
+    """Return what one of an optimizer's learning rate stands for; that of one unit suits the others of it.
+
+    >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
+    (True, 'ULPs a step')
+    """
+    return _UNITS.get(optimizer, "AdamW's steps")

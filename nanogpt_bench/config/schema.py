@@ -45,26 +45,6 @@ OWN_OPTIMIZERS = tuple(name for name in OPTIONS if name not in ("adamw", "sgd", 
 OPTION_NAMES = tuple(sorted({option for options in OPTIONS.values() for option in options}))
 #: those that step weights on manifolds of geoopt's too
 RIEMANNIAN = ("riemannian_adam", "riemannian_sgd")
-_UNITS = {
-    "sdnq_muon": "orthogonal matrices",
-    "sgd": "gradients",
-    "stiffness_sgd": "gradients",
-    "stiffness_lion": "signs",
-    "madam": "a share of the weight",
-    "riemannian_adam": "ULPs a step",
-    "riemannian_sgd": "ULPs for a code gradient of 1",
-}
-
-
-def unit(optimizer: str) -> str:
-    """Return what one of an optimizer's learning rate stands for; that of one unit suits the others of it.
-
-    >>> unit("adamw") == unit("stiffness_adamw"), unit("riemannian_adam")
-    (True, 'ULPs a step')
-    """
-    return _UNITS.get(optimizer, "AdamW's steps")
-
-
 STORAGES = ("float32", "master", "grid", "fp8", "continuous", "peer")
 #: storages that take no format of the library's
 WITHOUT_FORMATS = ("float32", "peer")

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanogpt_bench.config.conflicts import refuse_as_given, refuse_conflicts
 from nanogpt_bench.config.keys import get, keys_where
-from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning
+from nanogpt_bench.config.rules import RULES, Rule, check_available, contradicting, meaning, unit
 from nanogpt_bench.config.schema import (
     MANIFOLDS,
     OPTIONS,
@@ -16,7 +16,6 @@ from nanogpt_bench.config.schema import (
     ROUNDED,
     Config,
     ModelConfig,
-    unit,
 )
 from nanogpt_bench.config.settings import Resolved, load_config
 from nanogpt_bench.config.watching import ALERT_KINDS, ALERT_LEVELS

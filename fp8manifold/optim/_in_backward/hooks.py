@@ -86,7 +86,11 @@ class InBackward:
                     parameter._post_accumulate_grad_hooks = hooks
 
     def loaded(self, groups: list[dict[str, Any]]) -> None:
-        """Go on from the state that was loaded: what has passed since the last step is no part of it."""
+        """Go on from the state that was loaded: what has passed since the last step is no part of it.
+
+        Args:
+            groups: the optimizer's groups, which a load replaces.
+        """
         self.listen(groups)
         if self._clipping is not None:
             self._clipping.forget()
@@ -130,7 +134,11 @@ class InBackward:
         clipping.measured(self.optimizer.param_groups)
 
     def check_whole(self) -> None:
-        """Raise RuntimeError in the middle of a step, of which a state would have a part."""
+        """Refuse to save in the middle of a step, of which a state would have a part.
+
+        Raises:
+            RuntimeError: gradients have been used that ``optimizer.step()`` has not ended the step of.
+        """
         under_way = [each for each in (self._clipping, self._accumulation) if each is not None and each.is_under_way]
         if under_way:
             raise RuntimeError(
