@@ -47,7 +47,7 @@ AGAINST = {
         "E5M2 muon-stochastic draws=independent",
     ),
     "study_q11_e2m5": ("muon", "E2M5 muon-stochastic draws=independent"),
-    "study_q12": ("muon",),
+    "study_q12_e2m5": ("muon",),
 }
 #: nats; a smaller difference is not worth a sentence
 WORTH = 0.005
@@ -58,7 +58,7 @@ BESIDE = {
     "study_q5": ("study_q5_mixture",),
     "study_q9": ("study_q9_spacing",),
     "study_q11_e2m5": ("study_q11_scales", "study_q11_muon"),
-    "study_q12": ("study_q12_law", "study_q11_muon", "study_q12_muon"),
+    "study_q12_e2m5": ("study_q12_law", "study_q11_muon", "study_q12_muon"),
 }
 
 
