@@ -113,7 +113,7 @@ def replayed(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, *
 
 def stepped(start: Tensor, updates: Iterable[Tensor], way: Way, draws: Draws, seed: int) -> tuple[Tensor, Tensor]:
     """The same by steps of an optimizer whose gradients are the updates."""
-    p = fm.FP8Parameter(start, way.fmt, granularity=way.granularity, headroom=way.room)
+    p = fm.FP8Parameter(start, way.fmt, granularity=way.granularity, headroom=way.room, seed=seed)
     plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "stiffness": 0.0, "writeback": "stochastic"}
     optimizer = fm.optim.StiffnessSGD([p], **plain, draws=draws, seed=seed)
     exact = p.dequantize().double()

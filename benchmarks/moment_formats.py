@@ -19,37 +19,27 @@ A block has 128 values.  ``fitted`` scales are the smallest power of two that ho
 takes the gradients, whose draws for moments are independent.  AdamW's second moment is in float32 in every line.
 """
 
-import argparse
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from _forms import text_table
-from _record import Cell, add_option, record
+from _record import Cell, record
+from _training import RULES, read_options, text_for, train, trainer_of
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold.formats import as_format
 from fp8manifold.optim._muon import COEFFICIENTS, orthogonal_factor
-from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data import prepare_stdlib
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.training.trainer import Trainer
 
-RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
 BETAS: Final = {"Muon": (0.95, 0.0), "AdamW": (0.9, 0.95)}
 ROUNDINGS: Final = ("nearest", "independent", "dither")
 FORMAT: Final = "E2M5"
 BLOCK: Final = 128
-MATRICES: Final = 16  # hidden ones: four in each of four blocks
 
 
 @dataclass(frozen=True)
@@ -89,10 +79,7 @@ OWN: Final = {"Muon": Way("E2M5", LIBRARY), "AdamW": Way("E4M3", LIBRARY)}
 
 def recorded(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[list[Tensor]]:
     """Train, and keep the gradients of some of the quantised matrices."""
-    settings = Demonstration().settings(rule, FORMAT, seed=seed, max_steps=max_steps, data_dir=data_dir)
-    config = resolve(build_config(settings | {"shadow.enabled": False}))
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    matrices = [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
+    trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
     seen: list[list[Tensor]] = [[] for _ in layers]
 
     def look(*_: Any) -> None:
@@ -102,8 +89,7 @@ def recorded(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_d
             gradients.append(gradient.detach().clone())
 
     trainer.optimizer.register_step_pre_hook(look)
-    for number in range(1, max_steps + 1):
-        trainer.train_step(trainer.new_step(number, last=number == max_steps), [])
+    train(trainer, max_steps)
     return seen
 
 
@@ -252,28 +238,10 @@ def cell_text(cell: Cell) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", help="prepared text; without it the standard library's prose is prepared")
-    parser.add_argument("--max-steps", type=int, default=200, help="of each training, at least 2")
-    parser.add_argument("--layers", default="0,3,9", help="which of the hidden matrices, in the model's order")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
-    add_option(parser)
-    options = parser.parse_args()
-    if options.max_steps < 2:
-        parser.error(f"--max-steps {options.max_steps}: at least 2, for two halves")
-    try:
-        layers = [int(layer) for layer in options.layers.split(",")]
-    except ValueError:
-        layers = [-1]
-    if not all(0 <= layer < MATRICES for layer in layers):
-        parser.error(f"--layers {options.layers}: numbers from 0 to {MATRICES - 1}, such as 0,3,9")
+    options, layers = read_options(__doc__, max_steps=200)
     torch.set_num_threads(1)
     rows: dict[str, list[list[Cell]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        data_dir = options.data_dir or folder
-        if options.data_dir is None:
-            prepare_stdlib(Path(folder))
+    with text_for(options) as data_dir:
         for optimizer, rule in RULES.items():
             gradients = recorded(rule, layers, options.max_steps, options.seed, data_dir)
             rows[optimizer] = rows_of(optimizer, gradients, options.seed)

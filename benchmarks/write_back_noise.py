@@ -21,36 +21,26 @@ doubles a scale after a step that has left a weight at its end.  ``residual`` li
 error is that of the codes.
 """
 
-import argparse
 import json
 import math
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from _forms import text_table
-from _record import Cell, add_option, record
+from _record import Cell, record
+from _training import RULES, read_options, text_for, train, trainer_of
 from _write_back import Error, Way, error_of
 from torch import Tensor
 
 import fp8manifold as fm
 from fp8manifold.random_bits import Draws
-from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.config.settings import build_config
-from nanogpt_bench.data import prepare_stdlib
-from nanogpt_bench.data.batches import open_corpus
-from nanogpt_bench.setup.resolve import resolve
-from nanogpt_bench.training.trainer import Trainer
 
-RULES: Final = {"Muon": "muon-stochastic", "AdamW": "stochastic"}
 DRAWS: Final[tuple[Draws, ...]] = ("independent", "dither")
 FORMAT: Final = "E4M3"
-MATRICES: Final = 16  # hidden ones, which Muon steps: four in each of four blocks
 
 
 FORMER: Final = Way("E2M5", room=2, every=100)
@@ -96,10 +86,7 @@ class Recording:
 
 def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, data_dir: str) -> list[Recording]:
     """Train, and keep what was asked of some of the quantised matrices, a recording for either half of the steps."""
-    settings = Demonstration().settings(rule, FORMAT, seed=seed, max_steps=max_steps, data_dir=data_dir)
-    config = resolve(build_config(settings | {"shadow.enabled": False}))
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    matrices = [p for p in trainer.model.parameters() if isinstance(p, fm.FP8Tensor)]
+    trainer, matrices = trainer_of(rule, FORMAT, max_steps, seed, data_dir)
     watched = {id(matrices[layer]): layer for layer in layers}
     seen: dict[int, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
 
@@ -109,10 +96,12 @@ def recorded_steps(rule: str, layers: Sequence[int], max_steps: int, seed: int, 
 
     optimizer: Any = trainer.optimizer
     optimizer.observer, optimizer.observes = observe, lambda parameter: id(parameter) in watched
-    for number in range(1, max_steps + 1):
-        trainer.train_step(trainer.new_step(number, last=number == max_steps), [])
-        for steps in seen.values():  # of the weights, those that a half begins with are enough
+
+    def drop_weights(number: int) -> None:
+        for steps in seen.values():  # those that a half begins with are enough
             steps[-1] = (steps[-1][0] if number in (1, max_steps // 2 + 1) else torch.empty(0), steps[-1][1])
+
+    train(trainer, max_steps, drop_weights)
     halves = ((0, max_steps // 2), (max_steps // 2, max_steps))
     return [
         Recording(seen[layer][low][0], [update for _, update in seen[layer][low:high]], layer, low + 1)
@@ -197,29 +186,11 @@ def cell_text(cell: Cell) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", help="prepared text; without it the standard library's prose is prepared")
-    parser.add_argument("--max-steps", type=int, default=500, help="of each training, at least 2")
-    parser.add_argument("--layers", default="0,3,9", help="which of the hidden matrices, in the model's order")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--json", action="store_true", help="print every figure as JSON")
-    add_option(parser)
-    options = parser.parse_args()
-    if options.max_steps < 2:
-        parser.error(f"--max-steps {options.max_steps}: at least 2, for two halves")
-    try:
-        layers = [int(layer) for layer in options.layers.split(",")]
-    except ValueError:
-        layers = [-1]
-    if not all(0 <= layer < MATRICES for layer in layers):
-        parser.error(f"--layers {options.layers}: numbers from 0 to {MATRICES - 1}, such as 0,3,9")
+    options, layers = read_options(__doc__, max_steps=500)
     torch.set_num_threads(1)
     rows: dict[str, list[list[Cell]]] = {}
     bars: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        data_dir = options.data_dir or folder
-        if options.data_dir is None:
-            prepare_stdlib(Path(folder))
+    with text_for(options) as data_dir:
         for optimizer, rule in RULES.items():
             recordings = recorded_steps(rule, layers, options.max_steps, options.seed, data_dir)
             found = measure(recordings, options.seed)

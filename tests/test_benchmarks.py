@@ -610,7 +610,9 @@ def test_a_write_back_is_right_on_average_while_scales_widen(modules: dict[str, 
         for error in (code - exact, (code - exact) * start.sign()):
             assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5
         if way.pow2:  # where a weight is, and so which grid it is rounded to, depends on its dithered draws
-            assert abs(script.error_of(start, updates, way, "dither", **KEY).bias) < 0.003
+            keys = [KEY | {"seed": seed} for seed in range(8)]  # the bias by one seed is noise
+            biases = [script.error_of(start, updates, way, "dither", **key).bias for key in keys]
+            assert abs(sum(biases) / len(biases)) < 0.003
 
 
 def test_a_wrong_scale_is_seen(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def byte_weight(
     )
 
 
-# --------------------------------------------------------------------------------------------------------- codes linear
+# Products with codes
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

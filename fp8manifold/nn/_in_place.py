@@ -171,7 +171,7 @@ def _shares(model: nn.Module, name: str, parameter: Tensor, granularity: str) ->
     return "channel" if kernel or parameter.dim() == 2 else "row"
 
 
-# ------------------------------------------------------------------------------------------------------------------ put
+# Putting a parameter in its place
 
 
 def put_parameter(model: nn.Module, names: Sequence[str], parameter: Tensor) -> None:

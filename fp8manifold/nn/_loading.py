@@ -68,7 +68,7 @@ def load_quantized(
         raise TypeError("load_quantized has no storage: weights are read into 'fp8', one byte each")
     planned = plan(model, formats, "fp8", **options)
     _check_without_values(model)
-    check_layers(model, planned.layers(model))
+    check_layers(model, planned.layers(model))  # without values, so that a file is opened for what can be made alone
     planned.parameters(model)
     with closing(_opened(source)) as tensors:
         chosen = _check_names(model, tensors)

@@ -64,7 +64,7 @@ def use_plain_state(model: nn.Module, *, plain: bool = True) -> nn.Module:
     return model
 
 
-# --------------------------------------------------------------------------------------------------------------- recipe
+# The recipe that makes layers again
 
 
 _OPTIONS: Final = ("storage", "rounding", "draws", "headroom", "keep_remainder", "defer_weight_gradient")

@@ -97,7 +97,7 @@ def end_passes_together(model: nn.Module, ranks: Ranks) -> None:
     model.register_forward_hook(_End(ranks))
 
 
-# -------------------------------------------------------------------------------------------------------------- scalers
+# Scalers
 
 
 Policy = Literal["dynamic", "static", "delayed"]

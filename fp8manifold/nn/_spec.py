@@ -140,7 +140,7 @@ def is_none(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.lower() == NONE)
 
 
-# ----------------------------------------------------------------------------------------------------------------- spec
+# The specification of a layer
 
 
 LayerRounding = Literal["nearest", "stochastic", "split"]

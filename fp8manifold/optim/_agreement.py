@@ -112,7 +112,7 @@ def _word_of_start(parameter: Tensor, state: dict[str, Any]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- finite
+# Finite gradients
 
 
 _SHOWN: Final = 3
@@ -250,7 +250,7 @@ def _culprits(optimizer: Any) -> list[str]:
     return names_of(optimizer, [slot.parameter for slot in slots])
 
 
-# ------------------------------------------------------------------------------------------------------------ agreement
+# One verdict in every process
 
 
 _APART: Final = ("params", "param_names", "compile")
@@ -364,7 +364,7 @@ def _difference(optimizer: Optimizer, ranks: Ranks, facts: Sequence[Fact], devic
     return f"{what}{where} is not the same in every process: give them all the same options, gradients and state"
 
 
-# -------------------------------------------------------------------------------------------------------------- verdict
+# Steps that a card decides on by itself
 
 
 _OWN: Final = ("_begin", "_may_step", "_prepare", "_run", "_take", "_widen")

@@ -193,15 +193,22 @@ def test_a_momentum_takes_in_gradients_one_by_one(writeback: str, maximize: bool
 
 
 def test_one_gradient_in_float32_is_an_ordinary_step_to_the_bit() -> None:
+    plain, ordinary, model, optimizer = after_one_pass()
+    ordinary.step()
+    optimizer.step()
+    for name in ("1.weight", "3.weight"):
+        assert torch.equal(plain.get_parameter(name).detach(), model.get_parameter(name).detach())
+
+
+def after_one_pass() -> tuple[Any, Any, Any, Any]:
+    """A model and its Muon, and the same with gradients taken into the momentum, after the same backward pass."""
     plain, model = network("fp8"), network("fp8")
     ordinary, optimizer = muon(plain), muon(model)
     optim.step_in_backward(optimizer, accumulate="momentum")
     for each, by in ((plain, ordinary), (model, optimizer)):
         by.zero_grad()
         loss(each, BATCHES[0]).backward()
-        by.step()
-    for name in ("1.weight", "3.weight"):
-        assert torch.equal(plain.get_parameter(name).detach(), model.get_parameter(name).detach())
+    return plain, ordinary, model, optimizer
 
 
 def averages(optimizer: Any, weight: Tensor) -> dict[str, Tensor]:
@@ -252,12 +259,8 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_a_pass_without_a_parameter_and_fewer_passes_than_usual_are_steps_too() -> None:
     """Nothing counts the passes: what came until ``step()`` is the step."""
-    plain, model = network("fp8"), network("fp8")
-    ordinary, optimizer = muon(plain), muon(model)
-    optim.step_in_backward(optimizer, accumulate="momentum")
+    plain, ordinary, model, optimizer = after_one_pass()
     for each, by in ((plain, ordinary), (model, optimizer)):
-        by.zero_grad()
-        loss(each, BATCHES[0]).backward()
         each[5].weight.square().sum().backward()
         by.step()
     for name in ("1.weight", "3.weight", "5.weight"):
@@ -302,12 +305,7 @@ def test_a_half_taken_step_is_neither_saved_nor_dropped() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_of_its_momentum() -> None:
-    plain, model = network("fp8"), network("fp8")
-    ordinary, optimizer = muon(plain), muon(model)
-    optim.step_in_backward(optimizer, accumulate="momentum")
-    for each, by in ((plain, ordinary), (model, optimizer)):
-        by.zero_grad()
-        loss(each, BATCHES[0]).backward()
+    plain, ordinary, model, optimizer = after_one_pass()
     hook = model[3].weight.register_hook(lambda g: g * math.inf)
     with pytest.warns(RuntimeWarning, match=r"'3.weight'.* is not finite in one of the backward passes"):
         (loss(model, BATCHES[1]) * 0 + model[3].weight.sum()).backward()
