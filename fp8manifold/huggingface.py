@@ -104,9 +104,10 @@ def attach(model: Any) -> Any:
         ValueError: no quantised layer, or one on the continuous manifold.
 
     Example:
+        >>> import fp8manifold as fm
         >>> from transformers import GPT2Config, GPT2LMHeadModel
         >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=20))
-        >>> model = attach(quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave"))
+        >>> model = attach(fm.quantize_model(model, {"*": "E4M3"}, storage="fp8", tied="leave"))
         >>> [(group["storage"], len(group["seeds"])) for group in model.config.quantization_config.layers]
         [('fp8', 4)]
         >>> model.save_pretrained("saved")  # doctest: +SKIP

@@ -39,8 +39,8 @@ class StopRequest:
         """The name of the first signal, "" before one has come.
 
         >>> request = StopRequest()
-        >>> request.note(signal.SIGTERM), request.note(signal.SIGINT), request.name
-        (True, False, 'SIGTERM')
+        >>> request.note(signal.SIGTERM), request.note(signal.SIGINT), request.name  # at once: one request
+        (True, True, 'SIGTERM')
         """
         return "" if self._signal is None else self._signal.name
 
