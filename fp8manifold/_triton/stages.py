@@ -23,6 +23,7 @@ from fp8manifold._triton.format import (
     reciprocal,
     round_value,
 )
+from fp8manifold._triton.packed import load_packed, store_packed
 
 _WORD = 4
 
@@ -139,11 +140,32 @@ def decoded(code, rest, S: tl.constexpr):
 
 
 @triton.jit
-def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
-    """What is stored, the weights in units of the scale, and their spacing in the same."""
+def load_rest(words, SLOT: tl.constexpr, place, BITS: tl.constexpr, T: tl.constexpr):
+    """A residual, int32, whether it has a byte of its own or not."""
+    at, inside, _, _ = place
+    if T.packs != "":
+        rest = load_packed(words, SLOT, place, BITS, T)
+    else:
+        rest = load(words, SLOT, tl.int8, at, inside, T.aligned).to(tl.int32)
+    return rest
+
+
+@triton.jit
+def store_rest(words, SLOT: tl.constexpr, place, old, rest, BITS: tl.constexpr, T: tl.constexpr):
+    at, inside, _, _ = place
+    if T.packs != "":
+        store_packed(words, SLOT, place, old, rest, BITS, T)
+    else:
+        store(words, SLOT, tl.int8, at, rest.to(tl.int8), inside, T.aligned)
+
+
+@triton.jit
+def load_weights(words, place, scale, S: tl.constexpr, T: tl.constexpr):
+    """What is stored, with the residual, the weights in units of the scale, and their spacing in the same."""
+    at, inside, _, _ = place
     rest = 0
     if S.extra:
-        rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
+        rest = load_rest(words, 4, place, S.extra, T)
     if S.storage == "codes":
         old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
         x, ulp = decoded(old, rest, S)
@@ -158,7 +180,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
                 x, ulp = decoded(encode_finite(x, 0, S.format, False, False), rest, S)
             else:
                 ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
-    return old, x, ulp
+    return old, rest, x, ulp
 
 
 @triton.jit

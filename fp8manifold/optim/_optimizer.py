@@ -45,6 +45,7 @@ from fp8manifold.optim._state import (
     twins,
     widen,
 )
+from fp8manifold.optim._triton_step import left_packed
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
@@ -345,7 +346,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _take(self, slots: list[Slot]) -> None:
         """Take the steps that have begun: gather, run, put back; show them; double scales that are full."""
-        with gathered(slots):
+        with gathered(slots, left_packed(slots) if self.observer is None else ()):
             views = self._run(slots)
         for view in views:
             if self.observer is not None:
