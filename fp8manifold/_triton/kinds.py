@@ -97,6 +97,8 @@ class KernelSpec:
     average: Format
     fitted: bool
     """Whether the first average's grid is fitted to each block's largest value."""
+    exponents: bool = False
+    """Whether scales are kept as exponents, a byte each."""
 
     @property
     def covector(self) -> bool:

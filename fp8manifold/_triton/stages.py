@@ -80,19 +80,29 @@ def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNE
 
 # ------------------------------------------------------------------------------------------------------------ scales
 @triton.jit
+def load_scales(words, SLOT: tl.constexpr, at, inside, S: tl.constexpr):
+    """Scales, of which blocks keep the exponents alone."""
+    if S.exponents:
+        exponents = tl.load(pointer(words, SLOT, tl.uint8, False) + at, mask=inside, other=127)
+        scale = float_of(exponents.to(tl.int32) << 23)
+    else:
+        scale = tl.load(pointer(words, SLOT, tl.float32, False) + at, mask=inside, other=1.0)
+    return scale
+
+
+@triton.jit
 def scale_at(words, row, at, inside, in_rows, S: tl.constexpr, T: tl.constexpr):
     """The scale, in a shape that broadcasts."""
-    scales = pointer(words, 3, tl.float32, False)
     if S.storage == "plain":
         scale = tl.full((1, 1), 1.0, tl.float32)
     elif T.scales == "one":
-        scale = tl.full((1, 1), 1.0, tl.float32) * tl.load(scales)
+        scale = tl.full((1, 1), 1.0, tl.float32) * load_scales(words, 3, 0, True, S)
     elif T.scales == "element":
-        scale = tl.load(scales + at, mask=inside, other=1.0)
+        scale = load_scales(words, 3, at, inside, S)
     elif T.scales == "row":
-        scale = tl.load(scales + row // tl.load(words + REPEATS), mask=in_rows, other=1.0)[:, None]
+        scale = load_scales(words, 3, row // tl.load(words + REPEATS), in_rows, S)[:, None]
     else:
-        scale = tl.load(scales + at // tl.load(words + REPEATS), mask=inside, other=1.0)
+        scale = load_scales(words, 3, at // tl.load(words + REPEATS), inside, S)
     return scale
 
 

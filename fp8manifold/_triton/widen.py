@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, power_of_two, random_word
+from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, random_word
 from fp8manifold._triton.kinds import WIDENED
 from fp8manifold._triton.packed import place_of
-from fp8manifold._triton.stages import decoded, load, load_rest, pointer, store, store_rest
+from fp8manifold._triton.stages import decoded, load, load_rest, load_scales, pointer, store, store_rest
 
 __all__ = ["widen_kernel"]
 
@@ -14,16 +14,6 @@ _WORD = 4
 assert WIDENED.fields is not None
 WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // _WORD)
 KEYS: tl.constexpr = tl.constexpr(WIDENED.fields["keys"][1] // _WORD)
-
-
-@triton.jit
-def _scales(words, row, in_rows, S: tl.constexpr):
-    if S.exponents:
-        exponents = tl.load(pointer(words, 2, tl.uint8, False) + row, mask=in_rows, other=254)
-        scale = power_of_two(exponents.to(tl.int32) - 127)
-    else:
-        scale = tl.load(pointer(words, 2, tl.float32, False) + row, mask=in_rows, other=S.widest)
-    return scale
 
 
 @triton.jit
@@ -79,7 +69,7 @@ def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             code = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
             last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
             ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
-        scale = _scales(words, row, in_rows, S)
+        scale = load_scales(words, 2, row, in_rows, S)
         doubles = in_rows & (ends > 0) & (scale < S.widest)
         for tile in range(tiles):
             _rewrite(words, place_of(row, doubles, tile * T.width, length, S.extra, T), S, T)

@@ -118,17 +118,17 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
     return rows, length, _A_ROW, scale.contiguous()
 
 
-def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, packed: bool = False) -> list[int]:
+def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False) -> list[int]:
     """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout.
 
     Args:
         slot: the step.
         gradient, scale: as they are read.
-        packed: whether a residual may be, too.
+        kept: whether a residual may be packed, and scales be exponents, as they are kept.
     """
     tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
     rest = (torch.int8, numel)
-    if packed and is_packed(slot):
+    if kept and is_packed(slot):
         rest = (torch.uint8, packed_length(numel, spec.residual_bits))
     device = tensors["weight"].device
     blocks = numel // slot.view.dims[-1]
@@ -139,7 +139,7 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, packed: boo
     wanted = [
         (tensors["weight"], torch.uint8 if spec.storage == "codes" else _own(tensors["weight"]), numel),
         (gradient, _own(gradient), numel),
-        (scale, torch.float32, None),
+        (scale, torch.uint8 if kept and scale is not None and scale.dtype is torch.uint8 else torch.float32, None),
         (tensors["residual"] if spec.residual_bits else None, *rest),
         (None if first is None else tensors[first], average, numel),
         (None if second is None else tensors[second], average, numel),

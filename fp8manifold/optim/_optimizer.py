@@ -372,8 +372,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Double the scales that the step has left a weight at the end of."""
         for slot in at_an_end(slots):
             changed = widen(slot)
-            assert slot.scale is not None
-            one = not slot.scale.dim()
+            assert slot.kept_scale is not None
+            one = not slot.kept_scale.dim()
             self.widened_scales += 0 if one and slot.ranks.rank else changed  # of one that all share, the first counts
             if changed and one:
                 self._refresh(slot)

@@ -337,7 +337,7 @@ def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
     found = [_holds_last(slot) for slot in kept]
     shared: dict[int, tuple[Ranks, list[int]]] = {}
     for i, slot in enumerate(kept):
-        if slot.scale is not None and not slot.scale.dim() and slot.share is not None:
+        if slot.kept_scale is not None and not slot.kept_scale.dim() and slot.share is not None:
             shared.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(i)
     for ranks, places in shared.values():
         flags = torch.tensor([found[i] for i in places], dtype=torch.int32, device=kept[places[0]].device)

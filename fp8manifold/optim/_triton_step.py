@@ -122,7 +122,7 @@ def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said)
     records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
     for i, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
-        places = [0, *places_of(slot, slot.tensors["gradient"], scale, packed=True)]
+        places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
         rows, length, repeats, kind = kind_of(slot, places)
         kinds.append(kind)
         pointers.append([*places, said.place(i)])
@@ -147,12 +147,12 @@ def _give_up(error: Exception) -> None:
 
 
 def _scale(slot: Slot) -> Tensor | None:
-    """The scale as it lies in memory: one in all, one a row, or one an element."""
-    if slot.scale is None or slot.spec.storage == "plain":
+    """The scale as it lies in memory: one in all, one a row, or one an element; of blocks the exponents."""
+    if slot.kept_scale is None or slot.spec.storage == "plain":
         return None
-    if slot.view.row_dims == slot.view.dims:
+    if slot.view.row_dims == slot.view.dims and slot.scale is not None:
         return row_view(slot.scale, slot.weight.shape, slot.view).contiguous()
-    return slot.scale.contiguous()
+    return slot.kept_scale.contiguous()
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
@@ -165,7 +165,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     repeats, scales = view.repeats, "one"
-    if slot.scale is not None and view.row_dims:
+    if slot.kept_scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.spec.blockwise:
         # a row of a matrix whose moments come in blocks, which are no part of this step, is whole again
@@ -186,7 +186,8 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
         packs=packs,
     )
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
-    return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient), tile)
+    exponents = slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
+    return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
 
 
 def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
@@ -208,7 +209,7 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 
 @lru_cache(maxsize=1024)
-def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> KernelSpec:
+def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponents: bool = False) -> KernelSpec:
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
@@ -233,4 +234,5 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> Kerne
         format=fmt,
         average=format_of(spec.first_format),
         fitted=spec.fitted,
+        exponents=exponents,
     )

@@ -79,7 +79,9 @@ def stepped(slot: Slot, arrays: dict[str, Tensor], dims: tuple[int, ...], offset
     rows = (dims[0], *slot.view.row_dims[1:]) if slot.view.row_dims else ()
     tensors = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
     group = slot.group | HOW
-    run_all([slot.replaced(group=group, view=View(dims, rows), tensors=tensors, scale=arrays["scale"], offset=offset)])
+    run_all(
+        [slot.replaced(group=group, view=View(dims, rows), tensors=tensors, kept_scale=arrays["scale"], offset=offset)]
+    )
 
 
 def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:

@@ -79,9 +79,9 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def parameters(count: int) -> list[fm.FP8Parameter]:
+def parameters(count: int, **how: Any) -> list[fm.FP8Parameter]:
     """Of one kind and three shapes."""
-    return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i) for i in range(count)]
+    return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how) for i in range(count)]
 
 
 def host_memory(optimizer: Any) -> set[int]:
@@ -106,12 +106,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[launch.Said]:
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-@pytest.mark.parametrize("writeback", ["stochastic", "residual8", "residual4", "residual2"])
+@pytest.mark.parametrize(
+    ("writeback", "granularity"),
+    [(w, "channel") for w in ("stochastic", "residual8", "residual4", "residual2")] + [("residual4", "block")],
+)
 def test_a_steady_step_is_a_few_launches_and_no_wait(
-    moments: Any, writeback: Any, on_a_card: Counter[str], reads: list[launch.Said]
+    moments: Any, writeback: Any, granularity: Any, on_a_card: Counter[str], reads: list[launch.Said]
 ) -> None:
     """Of 290 parameters; what the host reads is what was said of the step before."""
-    weights = parameters(290)
+    weights = parameters(290, granularity=granularity)
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for p in weights:
         p.grad = torch.ones(p.shape)
