@@ -11,6 +11,7 @@ from torch import Tensor
 import fp8manifold._encoded.operators  # noqa: F401  # registers them
 from fp8manifold._encoded.dispatch import DTYPES, TRACED_AS, Replay, takes_rows
 from fp8manifold._encoded.exponents import decoded_scale, expand_kept, exponents_of
+from fp8manifold._encoded.lent import check_current, check_own
 from fp8manifold._encoded.operators import adopt_parts, checked_scale
 from fp8manifold._encoded.refusals import check_not_unwrapped, guard_memory
 from fp8manifold._encoded.scaled import ScaledTensor
@@ -250,6 +251,7 @@ class FP8Tensor(ScaledTensor):
                 as ``clone``.
             dtype: what the new tensor appears as; None keeps it.
         """
+        check_current(self)
         remainder = None if self.remainder is None else change(self.remainder)
         parts = (change(self.codes), change(self.kept_scale), change(self.counter), remainder)
         return self._wrap(*parts, self._traits(dtype))
@@ -260,6 +262,7 @@ class FP8Tensor(ScaledTensor):
         Without the remainder: a graph has no use for it, and would be compiled anew when an optimizer takes it.
         """
         check_not_unwrapped(self)
+        check_current(self)
         return ["codes", "exponents" if self.block_size else "scale", "counter"], self._traits().flat
 
     @classmethod
@@ -283,12 +286,14 @@ class FP8Tensor(ScaledTensor):
 
     def dequantize(self) -> Tensor:
         """The values as a plain tensor of the apparent dtype; not differentiable."""
+        check_current(self)
         return dequantize_codes(self.codes, self.scale, self.format, self.dtype, self.block_size)
 
     def _dequantized_view(self, replay: Replay) -> Tensor:
         """The values of a view; of some indices of the first dimension no others are decoded."""
         if not takes_rows(replay) or self.dim() < 2 or is_traced(self.codes):
             return super()._dequantized_view(replay)
+        check_current(self)
         scale = replay(self.kept_scale) if self.kept_scale.dim() else self.kept_scale
         scale = decoded_scale(scale) if self.block_size else scale
         codes: Tensor = replay(self.codes).contiguous()
@@ -300,6 +305,7 @@ class FP8Tensor(ScaledTensor):
         Warns where some saturate, where all under a scale are lost, and where rounding to nearest loses a running
         average.  ``operator`` is what writes, a word of the key of the draws.
         """
+        check_own(self)
         scale = self.scale
         warn_if_saturated(values, expand_scale(scale, self.block_size, self.codes.shape), self.format)
         warn_if_lost(values, scale, self.format, self.granularity)
@@ -318,6 +324,7 @@ class FP8Tensor(ScaledTensor):
         Raises:
             ValueError: another format or shape, or scales finer than the own.
         """
+        check_own(self)
         left = adopt_parts(self, other)
         self._changed()
         self.remainder = left
@@ -325,7 +332,8 @@ class FP8Tensor(ScaledTensor):
     def _changed(self) -> None:
         """After every write: autograd, which knows of no codes, refuses what it saved; the last remainder is void."""
         if not is_traced(self.codes):
-            torch.autograd.graph.increment_version(self)
+            parts = [part for part in (self.codes, self.kept_scale) if not part.is_inference()]
+            torch.autograd.graph.increment_version([self, *parts])
         void_remainder(self)
 
     @property

@@ -72,21 +72,22 @@ _AVERAGES: Final = (AveragedModel.update_parameters.__code__,)
 
 def is_loading() -> bool:
     """Whether the caller runs inside ``Module.load_state_dict``: to a tensor that is a ``copy_`` like any other."""
-    return _runs_inside(_LOADS)
+    return runs_inside(_LOADS)
 
 
 def is_averaging() -> bool:
     """Whether the caller runs inside ``AveragedModel.update_parameters``."""
-    return _runs_inside(_AVERAGES)
+    return runs_inside(_AVERAGES)
 
 
 def is_sent_as_floats() -> bool:
     """Whether torch's helpers send a full state from one process to others, who have made ready for floats."""
     helpers = sys.modules.get("torch.distributed._state_dict_utils")
-    return helpers is not None and _runs_inside((helpers._broadcast_tensors.__code__,))
+    return helpers is not None and runs_inside((helpers._broadcast_tensors.__code__,))
 
 
-def _runs_inside(codes: tuple[object, ...]) -> bool:
+def runs_inside(codes: tuple[object, ...]) -> bool:
+    """Whether the caller's caller runs inside a function of these codes."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code in codes:

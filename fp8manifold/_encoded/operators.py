@@ -20,6 +20,7 @@ from fp8manifold._encoded.dispatch import (
     view_of,
 )
 from fp8manifold._encoded.exponents import decoded_scale
+from fp8manifold._encoded.lent import is_lent_here, lent
 from fp8manifold._encoded.refusals import refuse_collective
 from fp8manifold._encoded.scaled import as_kept
 from fp8manifold._encoded.storage import dequantize_codes, is_traced
@@ -111,7 +112,11 @@ def _is_whole(x: Any) -> bool:
 def alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same tensor, without its history."""
     x = args[0]
-    return view_of(x.base, x.replay, x) if isinstance(x, View) else x.with_parts(func)
+    if isinstance(x, View):
+        return view_of(x.base, x.replay, x)
+    twin = x.with_parts(func if is_traced(x.codes) else lambda part: part)  # the parts count their writes themselves
+    twin.lent_from = x.lent_from
+    return twin
 
 
 @implements(_aten.clone.default)
@@ -124,6 +129,8 @@ def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another device or apparent dtype; a dtype that it can't appear as gives a plain tensor."""
     x, dtype = args[0], kwargs.get("dtype")
+    if dtype in DTYPES and kwargs.get("device") in (None, x.device) and is_lent_here(x):
+        return lent(x, dtype)
     if x.is_share and dtype not in (None, *DTYPES):
         raise TypeError(f"a sharded FP8Tensor appears as float32 or bfloat16, not {dtype}")
     if not _is_whole(x) or dtype not in (None, *DTYPES):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fp8manifold._encoded.dispatch import EncodedTensor
 from fp8manifold._encoded.exponents import decoded_scale, expand_kept, exponents_of
+from fp8manifold._encoded.lent import Lent, check_own
 from fp8manifold._encoded.storage import largest_magnitude
 from fp8manifold._encoded.stored_scale import broadcasts_to, power_of_two, scale_in_float32
 from fp8manifold.formats import FloatFormat
@@ -20,11 +21,13 @@ class ScaledTensor(EncodedTensor):
     exponents: Tensor | None
     format: FloatFormat
     block_size: int | None
+    lent_from: Lent | None
+    """Of a cast under autocast, whose codes they are, and their versions."""
     _scale: Tensor | None
 
     def _keep_scale(self, kept: Tensor, block_size: int | None) -> None:
         """Hold the memory of scales, uint8 where blocks have them."""
-        self.block_size = block_size
+        self.block_size, self.lent_from = block_size, None
         self._scale, self.exponents = (kept, None) if block_size is None else (None, kept)
 
     @property
@@ -79,6 +82,7 @@ class ScaledTensor(EncodedTensor):
             >>> w.set_scale_(torch.tensor([[0.5, 1.0]])).unique().tolist(), w.exponents.tolist()
             ([1.0, 2.0], [[126, 127]])
         """
+        check_own(self)
         new, kept = scale_in_float32(scale, self.device), self.kept_scale
         if not broadcasts_to(new.shape, kept.shape):
             raise ValueError(f"scale has shape {tuple(new.shape)}: it must fit {tuple(kept.shape)}")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from optimizer_cases import normal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8manifold as fm
 from fp8manifold import grid, optim
-from fp8manifold._encoded import storage
+from fp8manifold._encoded import dispatch, storage
 from fp8manifold._numerics import known
 from fp8manifold.nn import _codes_linear, _scalers
 from fp8manifold.optim import _backends
@@ -176,6 +178,115 @@ def test_under_autocast_codes_are_decoded_and_not_copied(gradients: bool) -> Non
     y.float().sum().backward()
     copied = [name for name in reads.counts if name.endswith("of codes") and name.split()[0] not in ("detach", "alias")]
     assert copied == []
+
+
+PRODUCTS: dict[str, Any] = {
+    "linear": lambda x, w: F.linear(x, w),
+    "product": lambda x, w: x @ w.t(),
+    "twice": lambda x, w: F.linear(x, w) + x @ w.t(),
+    "convolution": lambda x, w: F.conv1d(x.unsqueeze(-1), w.unsqueeze(-1)),
+    "embedding": lambda x, w: F.embedding(torch.tensor([[3, 0], [1, 3]]), w),
+}
+COPIES = ("_to_copy", "clone", "copy_", "add_")
+
+
+@pytest.fixture
+def inner(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what operators over tensors of codes do to their parts."""
+    counts: Counter[str] = Counter()
+    original = dispatch._run
+
+    def run(*arguments: Any) -> Any:
+        with Reads() as reads:
+            result = original(*arguments)
+        counts.update(reads.counts)
+        return result
+
+    monkeypatch.setattr(dispatch, "_run", run)
+    return counts
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_whatever_autocast_casts_shares_the_codes(kind: str, granularity: Any, inner: Counter[str]) -> None:
+    """Without a layer of this library's; values and gradients are those of a weight in floats."""
+    w = fm.FP8Parameter(normal(16, 32), "E4M3", granularity=granularity, seed=1)
+    plain, x = nn.Parameter(w.dequantize()), normal(4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = PRODUCTS[kind](x, w)
+    y.float().sum().backward()
+    assert inner
+    assert not [name for name in COPIES if inner[f"{name} of codes"]], inner
+    clones = inner["clone"] + inner["_to_copy"]
+    assert clones <= (granularity == "block") * 4, inner  # of exponents that are decoded, and of no counter
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = PRODUCTS[kind](x, plain)
+    expected.float().sum().backward()
+    assert y.dtype == expected.dtype
+    assert torch.equal(y, expected)
+    assert w.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(w.grad, plain.grad)
+
+
+def changed(w: Any) -> None:
+    optim.StiffnessAdamW([w], 0.1).step()
+
+
+CHANGED: dict[str, Any] = {
+    "step": changed,
+    "write": lambda w: w.data.add_(1.0),
+    "adopted": lambda w: w.data.copy_(fm.FP8Tensor(normal(16, 32, seed=2), "E4M3")),
+    "scale": lambda w: w.set_scale_(w.scale * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_cast_of_a_weight_that_has_changed_is_refused(change: str) -> None:
+    """It would be another one's values; a clone has its own."""
+    w, x = fm.FP8Parameter(normal(16, 32), "E4M3", seed=1), normal(4, 32).requires_grad_()
+    w.grad = torch.ones(w.shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(x, w)
+        kept, view, own = w.to(torch.bfloat16), w.t().to(torch.bfloat16), w.to(torch.bfloat16).clone()
+        before = own.dequantize()
+        assert torch.equal(kept.dequantize(), before)
+        CHANGED[change](w)
+        for cast in (kept, view, kept.detach):
+            with pytest.raises(RuntimeError, match="has changed since it was cast under autocast"):
+                cast.dequantize() if isinstance(cast, torch.Tensor) else cast()
+        with pytest.raises(RuntimeError, match="has changed since it was cast under autocast"):
+            F.linear(x, w)  # autocast keeps its casts
+    with pytest.raises(RuntimeError, match="has changed since it was cast under autocast"):
+        y.float().sum().backward()
+    assert torch.equal(own.dequantize(), before)
+    with torch.autocast("cpu", torch.bfloat16):
+        F.linear(x, w).float().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda c: c.add_(1.0), lambda c: c.detach().zero_(), lambda c: c.copy_(c.clone()), lambda c: c.set_scale_(1)],
+)
+def test_a_cast_is_not_written_to(write: Any) -> None:
+    w = fm.FP8Tensor(normal(16, 32), "E4M3", seed=1)
+    codes = w.codes.clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = w.to(torch.bfloat16)
+        with pytest.raises(RuntimeError, match="shares the codes of the one that was cast"):
+            write(cast)
+    assert torch.equal(w.codes, codes)
+
+
+def test_a_module_that_is_moved_under_autocast_has_memory_of_its_own() -> None:
+    module = fm.quantize_model(nn.Sequential(nn.Linear(32, 16)), "E4M3", storage="fp8")
+    other = copy.deepcopy(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        module.to(torch.bfloat16)
+    weight: Any = module[0].weight
+    weight.data.add_(1.0)
+    assert weight.dtype is torch.bfloat16
+    assert not torch.equal(weight.codes, other[0].weight.codes)
 
 
 def test_the_dtype_of_a_product_is_that_of_autocast_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
