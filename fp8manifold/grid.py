@@ -12,6 +12,7 @@ from fp8manifold._numerics.blocks import blockwise
 from fp8manifold._numerics.charts import UlpChart, within
 from fp8manifold._numerics.checks import check_choice
 from fp8manifold._numerics.float_bits import binade, check_holds, float_bits, working_dtype
+from fp8manifold._numerics.known import is_read_at_once, refuse_on_card
 from fp8manifold._numerics.rounding import OVERFLOWS, ROUNDINGS, Overflow, Rounding, round_block
 from fp8manifold.formats import FloatFormat, FormatLike, as_format
 from fp8manifold.random_bits import Draws, Stream, check_words, draw_range, stream_of
@@ -152,7 +153,8 @@ def encode(
 
     Raises:
         TypeError: as :func:`round_to_grid`.
-        ValueError: as :func:`round_to_grid`, and for a NaN in a format that has none.
+        ValueError: as :func:`round_to_grid`, and for a NaN in a format that has none.  A GPU stops at that by itself:
+            the host, which does not wait, hears of it as a RuntimeError.
 
     Example:
         >>> encode(torch.tensor([1.0, -1.0, 448.0]), "E4M3").tolist()
@@ -169,9 +171,9 @@ def encode(
         if native is not None:
             return native
     y = round_to_grid(x, fmt, rounding, overflow, seed, step=step, stream=stream, offset=offset, bits=bits, draws=draws)
-    has_nan = torch.compiler.is_compiling() or bool(y.sum().isnan())  # one pass, where a mask would cost four
-    if fmt.nan_code is None and has_nan and (count := int(y.isnan().sum())):
-        raise ValueError(f"x holds {count} NaN, and {fmt.name} has no code for NaN: remove them first")
+    has_nan = _may_hold_nan(y)
+    if fmt.nan_code is None and has_nan:
+        _refuse_nan(y, fmt)
     codes = blockwise(lambda part, _start, _out: _codes_of(part.to(working_dtype(part)), fmt), y, torch.uint8)
     if fmt.inf_code is not None and overflow == "inf_or_nan":
         infinities = (y < 0).to(torch.uint8) * fmt.sign_bit + fmt.inf_code
@@ -196,7 +198,7 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
 
     Raises:
         TypeError: ``codes`` is not uint8, or ``dtype`` can't hold the format.
-        ValueError: a code has bits above the format's width.
+        ValueError: a code has bits above the format's width; a GPU stops at it, as :func:`encode` says.
 
     Example:
         >>> decode(torch.tensor([56, 184, 127], dtype=torch.uint8), "E4M3").tolist()
@@ -206,9 +208,17 @@ def decode(codes: Tensor, fmt: FormatLike, dtype: torch.dtype = torch.float32) -
     check_codes(codes)
     working_dtype(torch.empty(0, dtype=dtype), "dtype")
     check_holds(dtype, fmt)
-    if fmt.bits < 8 and codes.numel() and int(codes.max()) >= 2 * fmt.sign_bit:
-        raise ValueError(f"code {int(codes.max())} is out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}")
+    if fmt.bits < 8 and codes.numel():
+        _check_range(codes, fmt)
     return decode_known(codes, fmt, dtype)
+
+
+def _check_range(codes: Tensor, fmt: FloatFormat) -> None:
+    allowed = f"out of range for {fmt.name}: 0 to {2 * fmt.sign_bit - 1}"
+    if not is_read_at_once(codes):
+        refuse_on_card(codes.max() < 2 * fmt.sign_bit, f"a code is {allowed}")
+    elif int(codes.max()) >= 2 * fmt.sign_bit:
+        raise ValueError(f"code {int(codes.max())} is {allowed}")
 
 
 def decode_known(codes: Tensor, fmt: FloatFormat, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -318,9 +328,30 @@ def _native_codes(x: Tensor, fmt: FloatFormat, key: Stream | None, offset: int) 
     """None too where a NaN could be that has no code: it is counted elsewhere."""
     if not isinstance(x, Tensor) or x.dtype is not torch.float32 or torch.compiler.is_compiling():
         return None
-    if fmt.nan_code is None and not bool(x.sum().isfinite()):
+    if fmt.nan_code is None and is_read_at_once(x) and not bool(x.sum().isfinite()):
         return None
-    return encoded(x, fmt, key, offset)
+    codes = encoded(x, fmt, key, offset)
+    if codes is not None and fmt.nan_code is None and not is_read_at_once(x):
+        _refuse_nan(x, fmt)
+    return codes
+
+
+def _may_hold_nan(y: Tensor) -> bool:
+    """Whether there is a NaN, or nobody is to wait for the answer."""
+    if torch.compiler.is_compiling() or not is_read_at_once(y):
+        return True
+    return bool(y.sum().isnan())  # one pass, where a mask would cost four
+
+
+def _refuse_nan(y: Tensor, fmt: FloatFormat) -> None:
+    """Raise ValueError of a NaN, or have the card stop at it, for a format that has no code for one."""
+    rest = f"NaN, and {fmt.name} has no code for NaN: remove them first"
+    if torch.compiler.is_compiling() or is_read_at_once(y):
+        if count := int(y.isnan().sum()):
+            raise ValueError(f"x holds {count} {rest}")
+    elif y.numel():
+        largest = y.amax()  # NaN, if there is one
+        refuse_on_card(largest == largest, f"x holds {rest}")
 
 
 def _no_draws(start: int, size: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["LaterMaximum", "advance", "is_read_at_once", "known"]
+__all__ = ["LaterMaximum", "advance", "is_read_at_once", "known", "refuse_on_card"]
 
 _READ: Final = WeakIdKeyDictionary()
 """By tensor: its version when it was read, and what was read of it."""
@@ -39,6 +39,18 @@ def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
     if kept is None or kept[0] != x._version:
         kept = _READ[x] = (x._version, read(x))
     return kept[1]
+
+
+def refuse_on_card(right: Tensor, message: str) -> None:
+    """Have a card stop where something is not right, as it does at an index out of range: nobody waits for it.
+
+    Nothing that is computed afterwards can be read; the error is raised where the host waits next.
+
+    Args:
+        right: one truth value.
+        message: one line.
+    """
+    torch._assert_async(right, message)  # type: ignore[no-untyped-call]
 
 
 def advance(x: Tensor, number: int) -> None:

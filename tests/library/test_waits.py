@@ -17,6 +17,7 @@ import fp8manifold as fm
 from fp8manifold import grid, optim
 from fp8manifold._encoded import dispatch, storage
 from fp8manifold._numerics import known
+from fp8manifold.formats import as_format
 from fp8manifold.nn import _codes_linear, _scalers
 from fp8manifold.optim import _backends
 
@@ -41,6 +42,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number is one that the host would wait for."""
     monkeypatch.setattr(known, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(_scalers, "is_read_at_once", lambda x: False)
+    monkeypatch.setattr(grid, "is_read_at_once", lambda x: False)
 
 
 def stochastic_layer() -> Any:
@@ -124,6 +126,44 @@ def test_stored_codes_are_decoded_without_a_look_at_their_range(monkeypatch: pyt
         values = w.dequantize()
     assert not reads.counts["_local_scalar_dense"]
     assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E4M3FNUZ"])
+def test_codes_are_made_and_read_without_a_wait(
+    name: str, dtype: torch.dtype, native: bool, on_a_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every width, to nearest and at random, and the infinite ones too."""
+    x = torch.cat([normal(200).mul(4), torch.tensor([torch.inf, -torch.inf, 0.0, -0.0])]).to(dtype)
+    fmt, ways = as_format(name), ({}, {"rounding": "stochastic", "seed": 3}, {"overflow": "inf_or_nan"})
+    ways = ways if fmt.nan_code is not None else ways[:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(grid, "is_read_at_once", lambda x: True)
+        expected = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
+    if not native:
+        monkeypatch.setattr(grid, "encoded", lambda *_: None)
+        monkeypatch.setattr(grid, "decoded", lambda *_: None)
+        monkeypatch.setattr(grid, "rounded", lambda *_: None)
+    with Reads() as reads:
+        codes = [fm.encode(x, name, **how) for how in ways]  # type: ignore[arg-type]
+        values = [fm.decode(each, name) for each in codes]
+        empty = fm.encode(x[:0], name)
+    assert not reads.counts["_local_scalar_dense"], reads.counts
+    assert not reads.counts["is_nonzero"]
+    assert all(map(torch.equal, codes, expected))
+    assert values[0][-1] == 0
+    assert not empty.numel()
+
+
+def test_what_has_no_code_and_what_is_none_stops_the_card(on_a_card: None) -> None:
+    """On a CPU, which stands for it here, at once."""
+    with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN: remove them first"):
+        fm.encode(torch.tensor([1.0, torch.nan, torch.inf]), "E2M1")
+    with pytest.raises(RuntimeError, match="x holds NaN, and E2M1 has no code for NaN"):
+        fm.encode(torch.tensor([1.0, torch.nan], dtype=torch.bfloat16), "E2M1")
+    with pytest.raises(RuntimeError, match="a code is out of range for E2M1: 0 to 15"):
+        fm.decode(torch.tensor([3, 16], dtype=torch.uint8), "E2M1")
 
 
 def test_what_steps_are_told_is_uploaded_once_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
