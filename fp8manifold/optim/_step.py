@@ -308,7 +308,7 @@ def store_averages(
             assert root is not None
             kept[name] = _root_codes(root.to(torch.float32), arrays["sq_inverse"], (noise >> 8) & 0xFFFFFF)
         else:
-            draws = draw_of(noise) if spec.fitted else draws << 8
+            draws = draw_of(noise) if spec.fitted else (draws << 8) | 0x80  # the middle of the odds
             kept[name] = encode_finite(value * arrays["avg_inverse"], spec.first_format, draws).to(torch.uint8)
     return kept
 
