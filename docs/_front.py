@@ -12,6 +12,7 @@ from _paired import in_figures
 from _study import FOLDER, by_text, measured_against, read, short
 
 from nanogpt_bench.report.results import Result
+from nanogpt_bench.runs.environment import processor
 
 #: each line's file, its rule, what it is called, and the rule in float32 that it is compared with
 LINES = (
@@ -57,8 +58,6 @@ HEADER = (
     "loss above float32, EULAW",
     "time a step",
 )
-#: behind a loss: the runs of the two rows were made on two machines
-MARK = " †"
 
 
 def front_table(lines: Sequence[tuple[str, str, str, str]] = LINES) -> str:
@@ -70,8 +69,7 @@ def _line(stem: str, rule: str, name: str, baseline: str) -> list[str]:
     texts = [results for _, results in by_text(measured_against(read(FOLDER / f"{stem}.json"), baseline))]
     own, exact = ([next(r for r in results if short(r) == wanted) for results in texts] for wanted in (rule, baseline))
     together = all(machines(one) == machines(other) for one, other in zip(own, exact, strict=True))
-    mark = "" if together else MARK
-    losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) + mark for r in own]
+    losses = ["0" if r.reference or r.difference is None else in_figures(r.difference) for r in own]
     losses = [loss.replace(" ", "\N{NO-BREAK SPACE}") for loss in losses]
     ratio = median(seconds(own)) / median(seconds(exact))
     return [name, f"{own[0].bytes_per_parameter:.2f}", *losses, f"{ratio:.1f}" if together else "-"]
@@ -89,9 +87,9 @@ def write_front(folder: Path) -> None:
     (folder / "study-found.md").write_text(found_table(), encoding="utf-8")
 
 
-def machines(result: Result) -> set[tuple[str, str]]:
-    """The processors and systems that a row's runs were made on."""
-    return {(str(run.environment.get("cpu")), str(run.environment.get("platform"))) for run in result.row.runs}
+def machines(result: Result) -> set[tuple[str, ...]]:
+    """The processors that a row's runs were made on."""
+    return {processor(run.environment) for run in result.row.runs}
 
 
 def seconds(results: list[Result]) -> list[float]:

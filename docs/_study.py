@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nanogpt_bench.compare.plan import baseline_of
-from nanogpt_bench.report.results import Result, difference_text, measure
+from nanogpt_bench.report.results import MARK, Result, difference_text, measure
 from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.rows import find_reference, references_of, row_label, shortfall
 from nanogpt_bench.report.tables import format_figure, format_rates, tuning_table
@@ -152,7 +152,14 @@ def source(file: Exported) -> str:
     made = f"Commit {', '.join(commits)}, torch" if commits else "Torch"
     torches = dict.fromkeys(str(run.environment["libraries"]["torch"]) for run in runs)
     cpus = dict.fromkeys(str(run.environment.get("cpu")) for run in runs)
-    return f"{made} {', '.join(torches)}, {', '.join(cpus)}, one thread a run.\n"
+    note = "".join(f" {mark}: on two processors." for mark in [MARK.strip()] if _apart(file))
+    return f"{made} {', '.join(torches)}, {', '.join(cpus)}, one thread a run.{note}\n"
+
+
+def _apart(file: Exported) -> bool:
+    """Whether a row is paired across two processors with one that it may be measured against."""
+    each = [measured_against(file, name) for name in baselines(file)]
+    return any(result.difference.apart for results in each for result in results if result.difference)
 
 
 def decided(file: Exported, against: Sequence[str]) -> str:
