@@ -12,7 +12,7 @@ import numpy as np
 from fp8manifold._native._layouts import format_record
 from fp8manifold.formats import FloatFormat
 
-__all__ = ["SAID", "WIDENED", "Format", "KernelSpec", "Tile", "Widening", "format_of", "widest_scale"]
+__all__ = ["SAID", "WIDENED", "Format", "KernelSpec", "Tile", "Widening", "format_of", "registers_of", "widest_scale"]
 
 SAID: Final = 3
 """What kernels say of each parameter, after one word for all: whether a weight is at the end of its range, how many
@@ -97,6 +97,8 @@ class KernelSpec:
     average: Format
     fitted: bool
     """Whether the first average's grid is fitted to each block's largest value."""
+    exponents: bool = False
+    """Whether scales are kept as exponents, a byte each."""
 
     @property
     def covector(self) -> bool:
@@ -120,6 +122,8 @@ class Widening:
     """The largest scale."""
     exponents: bool
     """Whether scales are kept as exponents, a byte each."""
+    packs: str = ""
+    """As a tile's."""
 
 
 def widest_scale(fmt: FloatFormat) -> float:
@@ -141,3 +145,14 @@ class Tile:
     """Whether all arrays begin at multiples of 16 bytes, and have a multiple of 16 elements."""
     long: bool = False
     """Whether a program takes a row in turns, after a pass that finds its largest gradient."""
+    packs: str = ""
+    """Of residuals that share bytes: ``within`` programs' rows alone, or ``across`` them; else empty."""
+
+
+_REGISTERS: Final = 168
+"""Of a thread, where a processor has three programs of 128 at a time."""
+
+
+def registers_of(spec: KernelSpec, tile: Tile) -> int | None:
+    """A bound that the compiler meets without spilling, where it takes a few more unless it is told; else None."""
+    return _REGISTERS if tile.packs == "within" and tile.aligned and not spec.covector else None

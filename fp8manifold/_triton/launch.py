@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fp8manifold._triton import options
-from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening
+from fp8manifold._triton.kinds import SAID, KernelSpec, Tile, Widening, registers_of
 
 __all__ = ["KernelsUnavailableError", "Kind", "Said", "chunks_of", "launch"]
 
@@ -149,8 +149,13 @@ def launch(
             _compile(table, calls)
         for table, calls in tables:
             for kernel, chunks, facts in calls:
-                kernel[(len(chunks),)](table, chunks, *facts, **options())
+                kernel[(len(chunks),)](table, chunks, *facts, **_options(*facts))
     return sum(len(calls) for _, calls in tables)
+
+
+def _options(said: Tensor, *facts: Any) -> dict[str, bool | int]:
+    """What a kernel of such facts is compiled with."""
+    return options(registers_of(*facts) if isinstance(facts[0], KernelSpec) else None)
 
 
 def _kernels() -> tuple[Any, Any, Any]:
@@ -195,7 +200,7 @@ def _doublings(records: NDArray[np.void], widenings: Sequence[Widening], said: T
 def _rows_of(widening: Widening) -> Tile:
     """Some whole rows a program, in turns."""
     width = 32 if widening.exponents else 256
-    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True)
+    return Tile(_CHECKED // width, width, 0, "row", aligned=False, long=True, packs=widening.packs)
 
 
 def _groups(kinds: Sequence[Any]) -> dict[Any, list[int]]:
@@ -225,7 +230,7 @@ def _compile(table: Tensor, calls: Sequence[Call]) -> None:
         if known in _compiled or table.device.type != "cuda":
             continue
         try:
-            kernel.warmup(table, chunks, refused, *facts, grid=(len(chunks),), **options())
+            kernel.warmup(table, chunks, refused, *facts, grid=(len(chunks),), **_options(refused, *facts))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler's absence or failure raises

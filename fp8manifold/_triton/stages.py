@@ -23,6 +23,7 @@ from fp8manifold._triton.format import (
     reciprocal,
     round_value,
 )
+from fp8manifold._triton.packed import load_packed, store_packed
 
 _WORD = 4
 
@@ -79,19 +80,29 @@ def load_float(words, SLOT: tl.constexpr, KIND: tl.constexpr, at, inside, ALIGNE
 
 # ------------------------------------------------------------------------------------------------------------ scales
 @triton.jit
+def load_scales(words, SLOT: tl.constexpr, at, inside, S: tl.constexpr):
+    """Scales, of which blocks keep the exponents alone."""
+    if S.exponents:
+        exponents = tl.load(pointer(words, SLOT, tl.uint8, False) + at, mask=inside, other=127)
+        scale = float_of(exponents.to(tl.int32) << 23)
+    else:
+        scale = tl.load(pointer(words, SLOT, tl.float32, False) + at, mask=inside, other=1.0)
+    return scale
+
+
+@triton.jit
 def scale_at(words, row, at, inside, in_rows, S: tl.constexpr, T: tl.constexpr):
     """The scale, in a shape that broadcasts."""
-    scales = pointer(words, 3, tl.float32, False)
     if S.storage == "plain":
         scale = tl.full((1, 1), 1.0, tl.float32)
     elif T.scales == "one":
-        scale = tl.full((1, 1), 1.0, tl.float32) * tl.load(scales)
+        scale = tl.full((1, 1), 1.0, tl.float32) * load_scales(words, 3, 0, True, S)
     elif T.scales == "element":
-        scale = tl.load(scales + at, mask=inside, other=1.0)
+        scale = load_scales(words, 3, at, inside, S)
     elif T.scales == "row":
-        scale = tl.load(scales + row // tl.load(words + REPEATS), mask=in_rows, other=1.0)[:, None]
+        scale = load_scales(words, 3, row // tl.load(words + REPEATS), in_rows, S)[:, None]
     else:
-        scale = tl.load(scales + at // tl.load(words + REPEATS), mask=inside, other=1.0)
+        scale = load_scales(words, 3, at // tl.load(words + REPEATS), inside, S)
     return scale
 
 
@@ -139,11 +150,32 @@ def decoded(code, rest, S: tl.constexpr):
 
 
 @triton.jit
-def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
-    """What is stored, the weights in units of the scale, and their spacing in the same."""
+def load_rest(words, SLOT: tl.constexpr, place, BITS: tl.constexpr, T: tl.constexpr):
+    """A residual, int32, whether it has a byte of its own or not."""
+    at, inside, _, _ = place
+    if T.packs != "":
+        rest = load_packed(words, SLOT, place, BITS, T)
+    else:
+        rest = load(words, SLOT, tl.int8, at, inside, T.aligned).to(tl.int32)
+    return rest
+
+
+@triton.jit
+def store_rest(words, SLOT: tl.constexpr, place, old, rest, BITS: tl.constexpr, T: tl.constexpr):
+    at, inside, _, _ = place
+    if T.packs != "":
+        store_packed(words, SLOT, place, old, rest, BITS, T)
+    else:
+        store(words, SLOT, tl.int8, at, rest.to(tl.int8), inside, T.aligned)
+
+
+@triton.jit
+def load_weights(words, place, scale, S: tl.constexpr, T: tl.constexpr):
+    """What is stored, with the residual, the weights in units of the scale, and their spacing in the same."""
+    at, inside, _, _ = place
     rest = 0
     if S.extra:
-        rest = load(words, 4, tl.int8, at, inside, T.aligned).to(tl.int32)
+        rest = load_rest(words, 4, place, S.extra, T)
     if S.storage == "codes":
         old = load(words, 1, tl.uint8, at, inside, T.aligned).to(tl.int32)
         x, ulp = decoded(old, rest, S)
@@ -158,7 +190,7 @@ def load_weights(words, at, inside, scale, S: tl.constexpr, T: tl.constexpr):
                 x, ulp = decoded(encode_finite(x, 0, S.format, False, False), rest, S)
             else:
                 ulp = chart_stiffness(x, S.format.EMIN, tl.full((), S.format.EMAX, tl.int32), S.format)
-    return old, x, ulp
+    return old, rest, x, ulp
 
 
 @triton.jit

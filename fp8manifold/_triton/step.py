@@ -19,6 +19,7 @@ from fp8manifold._triton.format import (
     random_word,
     round_value,
 )
+from fp8manifold._triton.packed import place_of
 from fp8manifold._triton.stages import (
     KEYS,
     LENGTH,
@@ -38,6 +39,7 @@ from fp8manifold._triton.stages import (
     scale_at,
     store,
     store_average,
+    store_rest,
     with_error,
 )
 
@@ -58,17 +60,18 @@ def _store_float(words, at, inside, value, word, S: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
-def _split(words, at, inside, target, draw, S: tl.constexpr, T: tl.constexpr):
-    """The nearest code of a finer one; what is left is kept beside it."""
+def _split(words, place, rest, target, draw, S: tl.constexpr, T: tl.constexpr):
+    """The nearest code of a finer one; what is left is kept beside it, in place of ``rest``."""
     signed = encode_signed(target, draw, S.format, S.extra, S.fixed)
     nearest = (signed + (1 << (S.extra - 1))) >> S.extra
-    store(words, 4, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, T.aligned)
+    store_rest(words, 4, place, rest, signed - (nearest << S.extra), S.extra, T)
     return tl.abs(nearest) | (nearest & S.format.SIGN)
 
 
 @triton.jit
-def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
+def _store_weights(words, place, old, rest, x, target, scale, word, S: tl.constexpr, T: tl.constexpr):
     """Round once; what is stored, in units of the scale, where somebody asks for it."""
+    at, inside, _, _ = place
     after, draw = target, 0
     STOCHASTIC: tl.constexpr = S.writeback != "nearest"
     if STOCHASTIC and (S.storage == "codes" or S.storage == "grid"):
@@ -80,7 +83,7 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
         _store_float(words, at, inside, tl.where(after == x, old, after * scale), word, S, T)
     elif S.storage == "grid":
         if S.extra:
-            value = code_value(_split(words, at, inside, target, draw, S, T), S.format) * scale
+            value = code_value(_split(words, place, rest, target, draw, S, T), S.format) * scale
             value = tl.where(old != old, old, value)
         else:
             after = round_value(target, draw, S.format, STOCHASTIC)
@@ -88,7 +91,7 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
         store(words, 1, tl.float32, at, value, inside, T.aligned)
     else:
         if S.extra:
-            code = _split(words, at, inside, target, draw, S, T)
+            code = _split(words, place, rest, target, draw, S, T)
         else:
             code = encode_finite(target, draw, S.format, STOCHASTIC, S.fixed)
             if S.writeback == "momentum":
@@ -102,40 +105,36 @@ def _store_weights(words, at, inside, old, x, target, scale, word, S: tl.constex
 
 
 @triton.jit
-def _place(words, row, column, T: tl.constexpr):
-    """Positions of a tile's elements, and which of them and of its rows there are."""
+def _place(words, row, start, S: tl.constexpr, T: tl.constexpr):
+    """Positions of a tile's elements and which of them there are, the same of its residual's bytes, and its rows."""
     in_rows = row < tl.load((words + ROWS).to(tl.pointer_type(tl.int64)))
-    inside = in_rows[:, None]
-    if T.length:
-        at = (row.to(tl.int64) * T.length)[:, None] + column
-        if T.length < T.width:
-            inside = inside & (column < T.length)
-    else:
+    length = T.length
+    if T.length == 0:
         length = tl.load((words + LENGTH).to(tl.pointer_type(tl.int64)))
         if T.aligned:
             length = tl.multiple_of(length, 16)
-        at = (row.to(tl.int64) * length)[:, None] + column
-        inside = inside & (column < length)
-    return at, inside, in_rows
+    return place_of(row, in_rows, start, length, S.extra, T), in_rows
 
 
 @triton.jit
-def _largest(words, row, column, S: tl.constexpr, T: tl.constexpr):
+def _largest(words, row, start, S: tl.constexpr, T: tl.constexpr):
     """float32 bits of the largest gradient of each row."""
-    at, inside, in_rows = _place(words, row, column, T)
+    place, in_rows = _place(words, row, start, S, T)
+    at, inside, _, _ = place
     x, scale, lowest, highest = 0, 0, 0, 0
     if S.covector:
         scale = scale_at(words, row, at, inside, in_rows, S, T)
         lowest, highest = ends_at(words, scale, S)
-        _, x, _ = load_weights(words, at, inside, scale, S, T)
+        _, _, x, _ = load_weights(words, place, scale, S, T)
     g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
     return tl.max(bits_of(g) & 0x7FFFFFFF, axis=1)
 
 
 @triton.jit
-def _largest_average(words, row, column, scales, S: tl.constexpr, T: tl.constexpr):
+def _largest_average(words, row, start, scales, S: tl.constexpr, T: tl.constexpr):
     """float32 bits of the largest magnitude of each row's average after the step; weights are of no matter to it."""
-    at, inside, _ = _place(words, row, column, T)
+    place, _ = _place(words, row, start, S, T)
+    at, inside, _, _ = place
     g = load_gradient(words, at, inside, 0, 0, 0, 0, S, T)
     m = load_average(words, 5, at, inside, scales, S, T)
     _, m, _, _, _ = descend(words, at, inside, g, m, g, S, T)
@@ -143,13 +142,14 @@ def _largest_average(words, row, column, scales, S: tl.constexpr, T: tl.constexp
 
 
 @triton.jit
-def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
+def _take(words, row, start, blocks, S: tl.constexpr, T: tl.constexpr):
     """Step a tile; ``blocks`` are the scales of its rows' averages, or None where the tile has all of its rows."""
-    at, inside, in_rows = _place(words, row, column, T)
+    place, in_rows = _place(words, row, start, S, T)
+    at, inside, _, _ = place
     scale = scale_at(words, row, at, inside, in_rows, S, T)
     inverse = inverse_of(scale, S)
     lowest, highest = ends_at(words, scale, S)
-    old, x, ulp = load_weights(words, at, inside, scale, S, T)
+    old, rest, x, ulp = load_weights(words, place, scale, S, T)
     g = load_gradient(words, at, inside, x, scale, lowest, highest, S, T)
     if S.fitted and not T.long:
         blocks = (fitted_scales(words, row, in_rows, S), 0, 0, 0)
@@ -169,7 +169,7 @@ def _take(words, row, column, blocks, S: tl.constexpr, T: tl.constexpr):
     word, noise = position, position
     if S.draws:
         word = random_word((words + KEYS).to(tl.pointer_type(tl.uint32)), position)
-    after = _store_weights(words, at, inside, old, x, target, scale, word, S, T)
+    after = _store_weights(words, place, old, rest, x, target, scale, word, S, T)
     if S.writeback == "momentum" and (S.storage == "codes" or S.storage == "grid"):
         m = with_error(words, m, target, after, ulp, denominator, scale, inverse, lowest, highest, S)
     if S.moments != "float32":
@@ -187,7 +187,6 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
         chunk = chunks + 2 * tl.program_id(0)
         words = table + tl.load(chunk).to(tl.int64) * WORDS
         start = tl.load(chunk + 1)
-        column = tl.arange(0, T.width)[None, :]
         row = tl.arange(0, T.rows)
         nothing = (0, 0, 0, 0)
         if T.long:
@@ -198,16 +197,16 @@ def step_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
             if S.fitted:
                 scales = fitted_scales(words, row, row >= 0, S)
                 for tile in range(tiles):
-                    here = _largest_average(words, row, column + tile * T.width, scales, S, T)
+                    here = _largest_average(words, row, tile * T.width, scales, S, T)
                     largest = tl.maximum(largest, here)
                 blocks = (scales, refit(words, largest, row, row >= 0, S), 0, 0)
             else:
                 for tile in range(tiles):
-                    largest = tl.maximum(largest, _largest(words, row, column + tile * T.width, S, T))
+                    largest = tl.maximum(largest, _largest(words, row, tile * T.width, S, T))
                 blocks = next_bounds(words, largest, row, row >= 0, S)
             for tile in range(tiles):
-                _take(words, row, column + tile * T.width, blocks, S, T)
+                _take(words, row, tile * T.width, blocks, S, T)
         elif T.length:
-            _take(words, row + start, column, nothing, S, T)
+            _take(words, row + start, 0, nothing, S, T)
         else:
-            _take(words, row, column + start.to(tl.int64) * T.width, nothing, S, T)
+            _take(words, row, start.to(tl.int64) * T.width, nothing, S, T)

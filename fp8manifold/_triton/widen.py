@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, power_of_two, random_word
+from fp8manifold._triton.format import draw_of, encode_finite, encode_signed, is_special, random_word
 from fp8manifold._triton.kinds import WIDENED
-from fp8manifold._triton.stages import decoded, load, pointer, store
+from fp8manifold._triton.packed import place_of
+from fp8manifold._triton.stages import decoded, load, load_rest, load_scales, pointer, store, store_rest
 
 __all__ = ["widen_kernel"]
 
@@ -13,16 +14,6 @@ _WORD = 4
 assert WIDENED.fields is not None
 WORDS: tl.constexpr = tl.constexpr(WIDENED.itemsize // _WORD)
 KEYS: tl.constexpr = tl.constexpr(WIDENED.fields["keys"][1] // _WORD)
-
-
-@triton.jit
-def _scales(words, row, in_rows, S: tl.constexpr):
-    if S.exponents:
-        exponents = tl.load(pointer(words, 2, tl.uint8, False) + row, mask=in_rows, other=254)
-        scale = power_of_two(exponents.to(tl.int32) - 127)
-    else:
-        scale = tl.load(pointer(words, 2, tl.float32, False) + row, mask=in_rows, other=S.widest)
-    return scale
 
 
 @triton.jit
@@ -36,18 +27,19 @@ def _double(words, row, doubles, scale, S: tl.constexpr):
 
 
 @triton.jit
-def _rewrite(words, at, inside, S: tl.constexpr):
+def _rewrite(words, place, S: tl.constexpr, T: tl.constexpr):
     """Half of each value, rounded stochastically once."""
+    at, inside, _, _ = place
     old = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
     rest = 0
     if S.extra:
-        rest = load(words, 1, tl.int8, at, inside, False).to(tl.int32)
+        rest = load_rest(words, 1, place, S.extra, T)
     x, _ = decoded(old, rest, S)
     draw = draw_of(random_word((words + KEYS).to(tl.pointer_type(tl.uint32)), at.to(tl.uint32)))
     if S.extra:
         signed = encode_signed(x * 0.5, draw, S.format, S.extra, S.fixed)
         nearest = (signed + (1 << (S.extra - 1))) >> S.extra
-        store(words, 1, tl.int8, at, (signed - (nearest << S.extra)).to(tl.int8), inside, False)
+        store_rest(words, 1, place, rest, signed - (nearest << S.extra), S.extra, T)
         code = tl.abs(nearest) | (nearest & S.format.SIGN)
     else:
         code = encode_finite(x * 0.5, draw, S.format, True, S.fixed)
@@ -69,21 +61,17 @@ def widen_kernel(table, chunks, refused, S: tl.constexpr, T: tl.constexpr):
         places = words.to(tl.pointer_type(tl.int64))
         length = tl.load(places + 5)
         row = tl.load(chunk + 1) + tl.arange(0, T.rows)
-        column = tl.arange(0, T.width)[None, :]
         in_rows = row < tl.load(places + 4)
         tiles = ((length + (T.width - 1)) // T.width).to(tl.int32)
-        start = (row.to(tl.int64) * length)[:, None]
         ends = tl.zeros((T.rows,), tl.int32)
         for tile in range(tiles):
-            here = column + tile * T.width
-            inside = in_rows[:, None] & (here < length)
-            code = load(words, 0, tl.uint8, start + here, inside, False).to(tl.int32)
+            at, inside, _, _ = place_of(row, in_rows, tile * T.width, length, S.extra, T)
+            code = load(words, 0, tl.uint8, at, inside, False).to(tl.int32)
             last = ((code & (S.format.SIGN - 1)) == S.format.MAX_CODE) & inside
             ends = tl.maximum(ends, tl.max(last.to(tl.int32), axis=1))
-        scale = _scales(words, row, in_rows, S)
+        scale = load_scales(words, 2, row, in_rows, S)
         doubles = in_rows & (ends > 0) & (scale < S.widest)
         for tile in range(tiles):
-            here = column + tile * T.width
-            _rewrite(words, start + here, doubles[:, None] & (here < length), S)
+            _rewrite(words, place_of(row, doubles, tile * T.width, length, S.extra, T), S, T)
         _double(words, row, doubles, scale, S)
         tl.atomic_add(flags + 1, tl.sum(doubles.to(tl.int32), axis=0))

@@ -16,6 +16,7 @@ from fp8manifold import _triton
 from fp8manifold._ranks import Ranks, Replicas, local_of, ranks_of, ranks_of_each, share_of
 from fp8manifold.optim._backends import note_changes
 from fp8manifold.optim._native_step import sum_of_squares
+from fp8manifold.optim._packing import stay_packed
 from fp8manifold.optim._pending import pending_of
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._state import gathered
@@ -477,7 +478,7 @@ def _on_card(slots: list[Slot], *, widens: bool) -> Launched | None:
     """The step's launches; None, with nothing changed, where kernels don't take all of it."""
     if not all(slot.in_place and is_triton(slot) for slot in slots):
         return None
-    with gathered(slots):
+    with gathered(slots, stay_packed(slots)):
         return run_triton(slots, check=True, widens=widens)
 
 

@@ -23,6 +23,7 @@ from fp8manifold._numerics.charts import chart_of
 from fp8manifold._numerics.eager import eager_only
 from fp8manifold._ranks import local_of
 from fp8manifold.optim._native_step import is_native, run_native
+from fp8manifold.optim._packing import unpacked
 from fp8manifold.optim._slot import Slot, index_in, key_rows, row_of
 from fp8manifold.optim._spec import Spec
 from fp8manifold.optim._step import Outcome, load_weights, step
@@ -47,7 +48,8 @@ def run_all(slots: Sequence[Slot]) -> None:
         if rest:
             _upload(rest, device)
         for slot in rest:
-            _run_alone(slot)
+            with unpacked([slot]):  # of those that were left to kernels
+                _run_alone(slot)
         note_changes([tensor for slot in together for tensor in slot.changed])
 
 

@@ -106,7 +106,7 @@ def first_half(slot: Slot) -> Slot:
         tensors[_BUFFER] = tensors[_BUFFER].to(slot.dtype, copy=True)
     direction = torch.zeros(slot.view.dims, dtype=slot.dtype, device=slot.device)
     tensors |= {"weight": direction, "gradient": slot.tensors["gradient"]}
-    return slot.replaced(spec=slot.spec.first_half, tensors=tensors, scale=None)
+    return slot.replaced(spec=slot.spec.first_half, tensors=tensors, kept_scale=None)
 
 
 def _is_as_torch(slot: Slot) -> bool:

@@ -10,9 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold._encoded.storage import packed_length
 from fp8manifold._native import library, threads_for
 from fp8manifold._native._layouts import JOB, SPEC, format_record
 from fp8manifold.formats import FloatFormat
+from fp8manifold.optim._packing import is_packed
 from fp8manifold.optim._slot import Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENTS, Geometry, Spec
 from fp8manifold.optim._writeback import to_half
@@ -116,9 +118,18 @@ def _matrix(slot: Slot) -> tuple[int, int, int, Tensor | None]:
     return rows, length, _A_ROW, scale.contiguous()
 
 
-def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
-    """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout."""
+def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None, *, kept: bool = False) -> list[int]:
+    """Addresses of all tensors, 0 for absent ones; raises unless each has the right dtype, size and layout.
+
+    Args:
+        slot: the step.
+        gradient, scale: as they are read.
+        kept: whether a residual may be packed, and scales be exponents, as they are kept.
+    """
     tensors, numel, spec = slot.tensors, slot.view.numel, slot.spec
+    rest = (torch.int8, numel)
+    if kept and is_packed(slot):
+        rest = (torch.uint8, packed_length(numel, spec.residual_bits))
     device = tensors["weight"].device
     blocks = numel // slot.view.dims[-1]
     average = _AVERAGES[spec.moments]
@@ -128,8 +139,8 @@ def places_of(slot: Slot, gradient: Tensor, scale: Tensor | None) -> list[int]:
     wanted = [
         (tensors["weight"], torch.uint8 if spec.storage == "codes" else _own(tensors["weight"]), numel),
         (gradient, _own(gradient), numel),
-        (scale, torch.float32, None),
-        (tensors["residual"] if spec.residual_bits else None, torch.int8, numel),
+        (scale, torch.uint8 if kept and scale is not None and scale.dtype is torch.uint8 else torch.float32, None),
+        (tensors["residual"] if spec.residual_bits else None, *rest),
         (None if first is None else tensors[first], average, numel),
         (None if second is None else tensors[second], average, numel),
         (tensors["max_exp_avg_sq"] if "max_exp_avg_sq" in stores else None, torch.float32, numel),

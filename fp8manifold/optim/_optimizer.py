@@ -45,6 +45,7 @@ from fp8manifold.optim._state import (
     twins,
     widen,
 )
+from fp8manifold.optim._triton_step import left_packed
 from fp8manifold.optim._writeback import rounds_at_random
 
 _RESET: Final = frozenset((*AVERAGES, *BOUND_NAMES))
@@ -345,7 +346,7 @@ class ManifoldOptimizer(torch.optim.Optimizer):
 
     def _take(self, slots: list[Slot]) -> None:
         """Take the steps that have begun: gather, run, put back; show them; double scales that are full."""
-        with gathered(slots):
+        with gathered(slots, left_packed(slots) if self.observer is None else ()):
             views = self._run(slots)
         for view in views:
             if self.observer is not None:
@@ -371,8 +372,8 @@ class ManifoldOptimizer(torch.optim.Optimizer):
         """Double the scales that the step has left a weight at the end of."""
         for slot in at_an_end(slots):
             changed = widen(slot)
-            assert slot.scale is not None
-            one = not slot.scale.dim()
+            assert slot.kept_scale is not None
+            one = not slot.kept_scale.dim()
             self.widened_scales += 0 if one and slot.ranks.rank else changed  # of one that all share, the first counts
             if changed and one:
                 self._refresh(slot)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp8manifold._encoded.exponents import decoded_scale
 from fp8manifold._numerics.charts import Metric
 from fp8manifold._numerics.float_bits import working_dtype
 from fp8manifold._numerics.known import known
@@ -127,7 +128,7 @@ class Key(NamedTuple):
     stream: int
 
 
-_FOLLOWING: Final = frozenset(("arrays", "row", "keys", "rounding_key", "moments_key"))
+_FOLLOWING: Final = frozenset(("scale", "arrays", "row", "keys", "rounding_key", "moments_key"))
 """Attributes of a slot that follow from the others."""
 
 
@@ -146,7 +147,8 @@ class Slot:
     tensors: dict[str, Tensor]
     #: None for an ordinary parameter
     fmt: FloatFormat | None = None
-    scale: Tensor | None = None
+    #: as it is kept: the exponents alone, uint8, where blocks have scales
+    kept_scale: Tensor | None = None
     block_size: int | None = None
     metric: Metric = "ulp"
     rounding: str = "nearest"
@@ -180,6 +182,12 @@ class Slot:
         """The device that it is stepped on."""
         return self.weight.device
 
+    @cached_property
+    def scale(self) -> Tensor | None:
+        """The scale in floats, which is made where it is asked for."""
+        kept = self.kept_scale
+        return decoded_scale(kept) if kept is not None and kept.dtype is torch.uint8 else kept
+
     @property
     def ranks(self) -> Ranks:
         """The processes that hold a part each."""
@@ -190,8 +198,8 @@ class Slot:
         """Format and granularity as numbers, which a state is made for; None for an ordinary parameter."""
         if self.fmt is None:
             return None
-        scales = 0 if self.scale is None else self.scale.numel()
-        if self.share is not None and self.scale is not None and self.scale.dim():
+        scales = 0 if self.kept_scale is None else self.kept_scale.numel()
+        if self.share is not None and self.kept_scale is not None and self.kept_scale.dim():
             scales = self.share.shape[0]
         per_channel = int(scales > 1)
         layout = LAYOUTS.index(self.fmt.layout)
@@ -208,7 +216,8 @@ class Slot:
 
     def view_in(self, *, blocks: bool) -> View:
         """The view that all of it is stepped in, with rows of whole blocks or not; of no rows that of one."""
-        shape, scale_shape = tuple(self.weight.shape), None if self.scale is None else tuple(self.scale.shape)
+        shape, kept = tuple(self.weight.shape), self.kept_scale
+        scale_shape = None if kept is None else tuple(kept.shape)
         if self.whole:
             assert self.share is not None
             shape = tuple(self.share.shape)
@@ -303,7 +312,7 @@ def slot_of(group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> 
             "codes",
             {"weight": held.codes},
             held.format,
-            held.scale,
+            held.kept_scale,
             held.block_size,
             rounding=held.rounding,
             draws=draws or held.draws,

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8manifold._encoded.storage import packed_length, packed_width, void_remainder
+from fp8manifold._encoded.storage import packed_width, void_remainder
 from fp8manifold._encoded.stored_scale import describe_change
 from fp8manifold._native._arrays import content, spacings
 from fp8manifold._numerics.blocks import block_on
@@ -23,40 +23,13 @@ from fp8manifold._triton.kinds import widest_scale
 from fp8manifold.distributed import rows_of
 from fp8manifold.formats import LAYOUTS, FloatFormat
 from fp8manifold.manifolds import FP8Manifold
+from fp8manifold.optim._packing import pack_residual, unpack_residual, unpacked
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, own_manifold, row_view, slot_of
 from fp8manifold.optim._spec import BOUND_NAMES
 from fp8manifold.optim._step import load_weights
 from fp8manifold.optim._writeback import rule_of, split_codes, unless_special
 from fp8manifold.random_bits import draw_of, mixed_word, word_range, words_at
 from fp8manifold.tensor import FP8Tensor
-
-
-def pack_residual(values: Tensor, bits: int, *, in_rows: bool = False) -> Tensor:
-    """Signed values (int8) of 8 bits as they are; of 4 or 2 bits uint8, the first in a byte's lowest bits.
-
-    They are packed flat, or each row in bytes of its own.
-    """
-    if bits == 8:
-        return values
-    flat = values.reshape(values.shape[0], values.shape[1:].numel()) if in_rows else values.reshape(-1)
-    length, each = flat.shape[-1], 8 // bits
-    padding = each * packed_length(length, bits) - length
-    if padding:
-        flat = torch.cat([flat, flat.new_zeros((*flat.shape[:-1], padding))], dim=-1)
-    fields = flat.to(torch.int16) & ((1 << bits) - 1)
-    packed = fields[..., 0::each]
-    for place in range(1, each):
-        packed = packed | (fields[..., place::each] << (bits * place))
-    return packed.to(torch.uint8)
-
-
-def unpack_residual(packed: Tensor, shape: torch.Size, bits: int) -> Tensor:
-    """Unpack to int8, contiguous."""
-    if bits == 8:
-        return packed.view(shape)
-    fields = [(packed << (8 - bits - place)).view(torch.int8) >> (8 - bits) for place in range(0, 8, bits)]
-    length = shape.numel() if packed.dim() == 1 else shape[1:].numel()
-    return torch.stack(fields, dim=-1).flatten(-2)[..., :length].reshape(shape).contiguous()
 
 
 def first_residual(parameter: Tensor, bits: int) -> Tensor:
@@ -91,25 +64,26 @@ def take_remainder(group: dict[str, Any], parameter: Tensor, state: dict[Tensor,
 
 
 @contextmanager
-def gathered(slots: Sequence[Slot]) -> Iterator[None]:
+def gathered(slots: Sequence[Slot], packed: Container[Slot] = ()) -> Iterator[None]:
     """Gather all rows of each slot that is stepped whole and unpack residuals to int8; put both back after the step.
 
     Collectives follow the order of the slots and of their tensors.  Bounds are whole in every process.
+
+    Args:
+        slots: of a step.
+        packed: those whose residual stays as it is.
     """
     homes = []
     for slot in slots:
-        packs = slot.spec.packs
-        home = slot.tensors | ({"residual": local_of(slot.state["residual"])} if packs else {})
+        home = slot.tensors | ({"residual": local_of(slot.state["residual"])} if slot.spec.packs else {})
         if slot.whole:
             assert slot.share is not None
             slot.tensors = {n: own if n in BOUND_NAMES else slot.share.gathered(own) for n, own in home.items()}
         else:
             slot.tensors = dict(home)
-        if packs:
-            residual = unpack_residual(slot.tensors["residual"], slot.weight.shape, slot.spec.residual_bits)
-            slot.tensors["residual"] = residual
         homes.append(home)
-    yield
+    with unpacked([slot for slot in slots if slot not in packed]):
+        yield
     for slot, home in zip(slots, homes, strict=True):
         for name in home.keys() - {"gradient"}:
             _put_back(slot, name, home[name])
@@ -119,13 +93,11 @@ def gathered(slots: Sequence[Slot]) -> Iterator[None]:
 
 
 def _put_back(slot: Slot, name: str, home: Tensor) -> None:
-    """Copy the own rows of a tensor that was gathered, and pack a residual that was unpacked."""
+    """Copy the own rows of a tensor that was gathered."""
     tensor = slot.tensors[name]
     if slot.whole and name not in BOUND_NAMES:
         assert slot.share is not None
         tensor = slot.share.own(tensor)
-    if name == "residual":
-        tensor = pack_residual(tensor, slot.spec.residual_bits, in_rows=home.dim() > 1)
     if tensor is not home:
         home.copy_(tensor)
 
@@ -365,7 +337,7 @@ def at_an_end(slots: Sequence[Slot]) -> list[Slot]:
     found = [_holds_last(slot) for slot in kept]
     shared: dict[int, tuple[Ranks, list[int]]] = {}
     for i, slot in enumerate(kept):
-        if slot.scale is not None and not slot.scale.dim() and slot.share is not None:
+        if slot.kept_scale is not None and not slot.kept_scale.dim() and slot.share is not None:
             shared.setdefault(id(slot.ranks.group), (slot.ranks, []))[1].append(i)
     for ranks, places in shared.values():
         flags = torch.tensor([found[i] for i in places], dtype=torch.int32, device=kept[places[0]].device)

@@ -15,12 +15,13 @@ from fp8manifold._native._layouts import JOB
 from fp8manifold._triton.kinds import WIDENED, KernelSpec, Tile, Widening, format_of, widest_scale
 from fp8manifold._triton.launch import KernelsUnavailableError, Kind, Said, Widenings, launch
 from fp8manifold.optim._native_step import has_code, places_of
+from fp8manifold.optim._packing import is_packed, stay_packed
 from fp8manifold.optim._slot import FOR_RESCALING, Slot, key_rows, number_rows, row_view
 from fp8manifold.optim._spec import MOMENT_FORMAT, Spec
 from fp8manifold.random_bits import round_key_rows
 from fp8manifold.tensor import FP8Tensor
 
-__all__ = ["CompileUnavailableWarning", "Launched", "is_triton", "kernel_spec", "kind_of", "run_triton"]
+__all__ = ["CompileUnavailableWarning", "Launched", "is_triton", "kernel_spec", "kind_of", "left_packed", "run_triton"]
 
 _ELEMENTS: Final = 2048
 """Of a program: 16 a thread, which loads and stores bytes by 128 bits."""
@@ -45,6 +46,11 @@ def is_triton(slot: Slot) -> bool:
         and not _given_up
         and _triton.is_available()
     )
+
+
+def left_packed(slots: Sequence[Slot]) -> set[Slot]:
+    """Those whose residual kernels are going to read as it is."""
+    return {slot for slot in stay_packed(slots) if slot.group["compile"] is None and is_triton(slot)}
 
 
 class Launched(NamedTuple):
@@ -101,9 +107,10 @@ def _widenings(slots: Sequence[Slot], said: Said) -> Widenings | None:
         bits, scale = slot.spec.residual_bits, held.kept_scale
         residual = slot.tensors["residual"].data_ptr() if bits else 0
         record["pointers"] = (slot.tensors["weight"].data_ptr(), residual, scale.data_ptr(), said.place(i))
-        record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
-        known = format_of(held.format)
-        made.append(Widening(known, bits, known.fixed(bits), widest_scale(held.format), scale.dtype is torch.uint8))
+        rows, length = record["rows"], record["length"] = scale.numel(), slot.view.numel // scale.numel()
+        known, exponents = format_of(held.format), scale.dtype is torch.uint8
+        packs = _packs(slot, rows, length)
+        made.append(Widening(known, bits, known.fixed(bits), widest_scale(held.format), exponents, packs))
     words = [slots[i].key for i in places]
     streams = np.array([stream for *_, stream in words], dtype=np.uint64)
     records["keys"][:, :3] = round_key_rows([each[:2] for each in words], streams, FOR_RESCALING)
@@ -115,7 +122,7 @@ def _records(slots: Sequence[Slot], scales: Sequence[Tensor | None], said: Said)
     records = np.zeros(len(slots), dtype=JOB)
     kinds, pointers, facts, sizes = [], [], [], []
     for i, (slot, scale) in enumerate(zip(slots, scales, strict=True)):
-        places = [0, *places_of(slot, slot.tensors["gradient"], scale)]
+        places = [0, *places_of(slot, slot.tensors["gradient"], scale, kept=True)]
         rows, length, repeats, kind = kind_of(slot, places)
         kinds.append(kind)
         pointers.append([*places, said.place(i)])
@@ -140,12 +147,12 @@ def _give_up(error: Exception) -> None:
 
 
 def _scale(slot: Slot) -> Tensor | None:
-    """The scale as it lies in memory: one in all, one a row, or one an element."""
-    if slot.scale is None or slot.spec.storage == "plain":
+    """The scale as it lies in memory: one in all, one a row, or one an element; of blocks the exponents."""
+    if slot.kept_scale is None or slot.spec.storage == "plain":
         return None
-    if slot.view.row_dims == slot.view.dims:
+    if slot.view.row_dims == slot.view.dims and slot.scale is not None:
         return row_view(slot.scale, slot.weight.shape, slot.view).contiguous()
-    return slot.scale.contiguous()
+    return slot.kept_scale.contiguous()
 
 
 def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind]:
@@ -158,7 +165,7 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     view = slot.view
     rows, length = view.dims if len(view.dims) == 2 else (1, view.dims[0])
     repeats, scales = view.repeats, "one"
-    if slot.scale is not None and view.row_dims:
+    if slot.kept_scale is not None and view.row_dims:
         scales = "element" if view.row_dims == view.dims else "row"
     if not slot.spec.blockwise:
         # a row of a matrix whose moments come in blocks, which are no part of this step, is whole again
@@ -167,16 +174,28 @@ def kind_of(slot: Slot, places: Sequence[int] = ()) -> tuple[int, int, int, Kind
     tiled = (scales == "row" and not long) or (slot.spec.blockwise and not long)
     width = _ELEMENTS if not tiled else 1 << (length - 1).bit_length()
     aligned = length % 16 == 0 and not any(place % 16 for place in places)
+    packs = _packs(slot, rows, length, width)
+    elements = _ELEMENTS // 2 if packs == "across" else _ELEMENTS  # a field at a time takes more registers
     tile = Tile(
-        rows=1 if long or not tiled else _ELEMENTS // width,
+        rows=1 if long or not tiled else elements // width,
         width=_LONGEST if long else width,
         length=length if tiled else 0,
         scales=scales,
         aligned=aligned,
         long=long,
+        packs=packs,
     )
     weight, gradient = slot.tensors["weight"].dtype, slot.tensors["gradient"].dtype
-    return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient), tile)
+    exponents = slot.kept_scale is not None and slot.kept_scale.dtype is torch.uint8 and scales != "element"
+    return rows, length, repeats, (kernel_spec(slot.spec, weight, gradient, exponents), tile)
+
+
+def _packs(slot: Slot, rows: int, length: int, width: int = _ELEMENTS) -> str:
+    """Whether a residual shares bytes, and whether rows, which programs of that width step, share any of them."""
+    if not is_packed(slot):
+        return ""
+    each = 8 // slot.spec.residual_bits
+    return "within" if width >= each and (rows == 1 or length % each == 0) else "across"
 
 
 def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
@@ -190,7 +209,7 @@ def _cut(rows: int, length: int, scales: str) -> tuple[int, int, int, str]:
 
 
 @lru_cache(maxsize=1024)
-def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> KernelSpec:
+def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype, exponents: bool = False) -> KernelSpec:
     fmt = format_of(spec.fmt or MOMENT_FORMAT)
     return KernelSpec(
         direction=spec.direction,
@@ -215,4 +234,5 @@ def kernel_spec(spec: Spec, weight: torch.dtype, gradient: torch.dtype) -> Kerne
         format=fmt,
         average=format_of(spec.first_format),
         fitted=spec.fitted,
+        exponents=exponents,
     )

@@ -19,8 +19,8 @@ from fp8manifold import optim
 from fp8manifold._numerics.stiffness import reference_stiffness
 from fp8manifold.optim import anneal
 from fp8manifold.optim._backends import run_all
+from fp8manifold.optim._packing import unpack_residual
 from fp8manifold.optim._slot import Key, Slot, View
-from fp8manifold.optim._state import unpack_residual
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw stochastic": ("StiffnessAdamW", {"lr": 0.02, "weight_decay": 0.1}),
@@ -79,7 +79,9 @@ def stepped(slot: Slot, arrays: dict[str, Tensor], dims: tuple[int, ...], offset
     rows = (dims[0], *slot.view.row_dims[1:]) if slot.view.row_dims else ()
     tensors = {name: array for name, array in arrays.items() if name not in ("scale", "lowest", "highest")}
     group = slot.group | HOW
-    run_all([slot.replaced(group=group, view=View(dims, rows), tensors=tensors, scale=arrays["scale"], offset=offset)])
+    run_all(
+        [slot.replaced(group=group, view=View(dims, rows), tensors=tensors, kept_scale=arrays["scale"], offset=offset)]
+    )
 
 
 def parts_of(array: Tensor, start: int, end: int, rows: int) -> Tensor:

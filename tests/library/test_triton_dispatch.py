@@ -75,13 +75,13 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(_agreement, "is_triton", lambda slot: True)
     names = ("step", "verdict", "widen")
     monkeypatch.setattr(launch, "_kernels", lambda: tuple(Kernel(name, counts) for name in names))
-    monkeypatch.setattr(launch, "options", dict)
+    monkeypatch.setattr(launch, "_options", lambda *_: {})
     return counts
 
 
-def parameters(count: int) -> list[fm.FP8Parameter]:
+def parameters(count: int, **how: Any) -> list[fm.FP8Parameter]:
     """Of one kind and three shapes."""
-    return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i) for i in range(count)]
+    return [fm.FP8Parameter(normal(4, 256 * (1 + i % 3), seed=i), "E4M3", seed=i, **how) for i in range(count)]
 
 
 def host_memory(optimizer: Any) -> set[int]:
@@ -106,12 +106,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[launch.Said]:
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "8bit"])
-@pytest.mark.parametrize("writeback", ["stochastic", "residual8"])
+@pytest.mark.parametrize(
+    ("writeback", "granularity"),
+    [(w, "channel") for w in ("stochastic", "residual8", "residual4", "residual2")] + [("residual4", "block")],
+)
 def test_a_steady_step_is_a_few_launches_and_no_wait(
-    moments: Any, writeback: Any, on_a_card: Counter[str], reads: list[launch.Said]
+    moments: Any, writeback: Any, granularity: Any, on_a_card: Counter[str], reads: list[launch.Said]
 ) -> None:
     """Of 290 parameters; what the host reads is what was said of the step before."""
-    weights = parameters(290)
+    weights = parameters(290, granularity=granularity)
     optimizer = optim.StiffnessAdamW(weights, 1e-3, moments=moments, writeback=writeback)
     for p in weights:
         p.grad = torch.ones(p.shape)
@@ -369,7 +372,7 @@ class Failing:
 def test_a_kernel_that_can_not_be_compiled_is_told_apart_from_a_card_without_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "options", dict)
+    monkeypatch.setattr(launch, "_options", lambda *_: {})
     table: Any = SimpleNamespace(device=torch.device("cuda"))
     chunks = torch.zeros(1, 2)
     with pytest.raises(launch.KernelsUnavailableError, match="RuntimeError: no C compiler"):
@@ -399,6 +402,33 @@ def test_without_kernels_steps_are_taken_otherwise_with_one_warning(monkeypatch:
     monkeypatch.setattr(_agreement, "on_gpu", lambda device: True)
     optimizers[0].step()
     assert int(optimizers[0].state[p]["step"]) == 4
+
+
+@pytest.mark.parametrize("writeback", ["residual4", "residual2"])
+def test_without_kernels_residuals_that_were_left_packed_are_unpacked(
+    writeback: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step that has its verdict first; the bits are those of native code."""
+
+    def none() -> Any:
+        raise launch.KernelsUnavailableError("no kernels")
+
+    monkeypatch.setattr(launch, "_kernels", none)
+    monkeypatch.setattr(_triton_step, "_given_up", [])
+    p, other = (fm.FP8Parameter(normal(5, 37, seed=3), "E4M3", seed=1) for _ in range(2))
+    p.grad = other.grad = normal(5, 37, seed=4)
+    optimizers = [optim.StiffnessAdamW([each], 1e-2, writeback=writeback) for each in (p, other)]
+    [each.step() for each in optimizers]
+    monkeypatch.setattr(_backends, "is_native", lambda slot: slot.parameter is other)
+    for module in (_backends, _triton_step):
+        monkeypatch.setattr(module, "is_triton", lambda slot: slot.parameter is p)
+    packed = optimizers[0].state[p]["residual"]
+    optimizers[1]._take(optimizers[1]._begin(optimizers[1]._slots()))
+    with pytest.warns(optim.CompileUnavailableWarning, match="no kernels"):
+        optimizers[0]._take(optimizers[0]._begin(optimizers[0]._slots()))
+    assert torch.equal(p.codes, other.codes)
+    assert optimizers[0].state[p]["residual"] is packed
+    assert torch.equal(packed, optimizers[1].state[other]["residual"])
 
 
 def test_an_installed_triton_is_not_imported_on_a_cpu() -> None:

@@ -207,7 +207,8 @@ def pair(stored: Any = None, **options: Any) -> tuple[Any, Any]:
     made = []
     for _ in range(2):
         how: Any = {"fmt": "E4M3", "headroom": 1.0, **(stored or {})}
-        weights = [fm.FP8Parameter(normal(4, 64, seed=s), seed=s, **how) for s in (1, 2)]
+        second = (3, 64) if how.get("granularity") == "block" else (3, 37)  # rows that share bytes of a residual
+        weights = [fm.FP8Parameter(normal(*shape, seed=s), seed=s, **how) for s, shape in ((1, (4, 64)), (2, second))]
         weights.append(torch.nn.Parameter(normal(7, seed=3)))  # type: ignore[arg-type]
         made.append(optim.StiffnessAdamW(weights, 1.0, **options))
     return made[0], made[1]

@@ -16,6 +16,7 @@ import torch
 
 from fp8manifold.optim import _backends
 from fp8manifold.optim._native_step import run_native
+from fp8manifold.optim._packing import pack_residual
 from fp8manifold.optim._slot import Slot
 from fp8manifold.optim._triton_step import run_triton
 
@@ -33,10 +34,16 @@ def different(ours: torch.Tensor, expected: torch.Tensor) -> int:
     return int(other.sum())
 
 
+def as_kept(slot: Slot) -> dict[str, torch.Tensor]:
+    """The tensors of a step, with a residual as the state has it: what kernels find."""
+    packs = slot.spec.packs and slot.tensors["residual"].dtype is torch.int8
+    packed = {"residual": pack_residual(slot.tensors["residual"], slot.spec.residual_bits)} if packs else {}
+    return slot.tensors | packed
+
+
 def twin(slot: Slot) -> Slot:
     """The same step of copies."""
-    tensors = {name: tensor.clone() for name, tensor in slot.tensors.items()}
-    return slot.replaced(tensors=tensors, reached=[])
+    return slot.replaced(tensors={name: tensor.clone() for name, tensor in as_kept(slot).items()}, reached=[])
 
 
 def step_both(slots: Sequence[Slot]) -> None:
@@ -50,7 +57,7 @@ def step_both(slots: Sequence[Slot]) -> None:
         COUNTS["slots"] += 1
         COUNTS["elements"] += slot.view.numel
         assert other.reached == slot.reached[-len(other.reached) :]
-        found = {name: different(other.tensors[name], tensor) for name, tensor in slot.tensors.items()}
+        found = {name: different(other.tensors[name], tensor) for name, tensor in as_kept(slot).items()}
         wrong = {name: count for name, count in found.items() if count}
         assert not wrong, f"{wrong} of {slot.view.numel} of a step of {slot.spec} over {slot.view}"
 
