@@ -65,8 +65,9 @@ def add_finetune(commands: Any) -> Any:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write the model as save_pretrained does")
     parser.add_argument(
         "--layout",
-        choices=("float", "compressed-tensors", "torchao"),
-        help="of --save: float values (default), or codes and scales as compressed-tensors or torchao keep them",
+        choices=("float", "compressed-tensors", "torchao", "fp8"),
+        help="of --save: float values (default), or codes and scales as compressed-tensors or torchao keep them, or "
+        "servers of squares of 128 x 128 (fp8)",
     )
     parser.set_defaults(handler=_finetune)
     return parser

@@ -158,8 +158,8 @@ class ModelConfig:
         dict,
         "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
         "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
-        "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
-        "(identity, clipped, relu, none)",
+        "channel, block, of weights in codes square), policy (dynamic, static, delayed), history, rounding (nearest, "
+        "stochastic, split), ste (identity, clipped, relu, none)",
         of_rule=True,
         of_formats=True,
         words=True,
@@ -191,9 +191,9 @@ class ModelConfig:
     )
     granularity: str | None = setting(
         None,
-        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row; null: "
-        "channel",
-        choices=("tensor", "channel", "block"),
+        "one weight scale a tensor, a row (channel), with fp8 or master storage a block of 32 in a row, or with fp8 "
+        "storage a square of 128 x 128; null: channel",
+        choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
     )
