@@ -57,7 +57,7 @@ def add_finetune(commands: Any) -> Any:
         "  nanogpt-bench prepare text --input law.txt --tokenizer models/smollm2 --out data/law\n"
         "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --rule muon-stochastic\n"
         "  nanogpt-bench finetune --model models/smollm2 --data.dir data/law --train.step_in_backward true "
-        "--optimizer.grad_clip 0 --train.recompute true --train.precision bf16-mixed --save models/law",
+        "--optimizer.clip_by previous --train.recompute true --train.precision bf16-mixed --save models/law",
     )
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder, a .gguf file, or an id on the hub")
     parser.add_argument("--name", help="results go to runs/NAME (default: finetune, numbered)")

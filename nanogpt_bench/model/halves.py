@@ -44,7 +44,7 @@ def computes_in_float32(model: nn.Module) -> bool:
     kept = {id(module.weight) for module in model.modules() if _run_of(module) is not None}
     for module in model.modules():
         if (run := _run_of(module)) is not None:
-            module.forward = partial(run, module)  # type: ignore[method-assign]
+            module.forward = partial(run, module)
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in kept and tensor.is_floating_point():
             tensor.data = tensor.data.float()
