@@ -158,8 +158,8 @@ class ModelConfig:
         dict,
         "layer pattern -> weight format, none to leave the layer alone, or a mapping with keys weight, activation, "
         "gradient (each a format, or a mapping with key format and options of its own), granularity (tensor, "
-        "channel, block), policy (dynamic, static, delayed), history, rounding (nearest, stochastic, split), ste "
-        "(identity, clipped, relu, none)",
+        "channel, block, of weights in codes square), policy (dynamic, static, delayed), history, rounding (nearest, "
+        "stochastic, split), ste (identity, clipped, relu, none)",
         of_rule=True,
         of_formats=True,
         words=True,
@@ -191,9 +191,9 @@ class ModelConfig:
     )
     granularity: str | None = setting(
         None,
-        "one weight scale a tensor, a row (channel) or, with fp8 or master storage, a block of 32 in a row; null: "
-        "channel",
-        choices=("tensor", "channel", "block"),
+        "one weight scale a tensor, a row (channel), with fp8 or master storage a block of 32 in a row, or with fp8 "
+        "storage a square of 128 x 128; null: channel",
+        choices=("tensor", "channel", "block", "square"),
         of_rule=True,
         of_formats=True,
     )
@@ -266,6 +266,12 @@ class OptimizerConfig:
         minimum=0.0,
     )
     grad_clip: float = setting(1.0, "largest gradient norm; 0: no clipping", minimum=0.0, of_rule=False)
+    clip_by: str | None = setting(
+        None,
+        "train.step_in_backward: by which norm gradients are clipped to grad_clip, that of the step before (previous) "
+        "or of a backward pass of its own (exact)",
+        choices=("previous", "exact"),
+    )
     writeback: str | None = setting(
         None,
         "grid and fp8 storage: how a step is written back; null: the rule's, or stochastic",
@@ -380,8 +386,14 @@ class TrainConfig:
     )
     step_in_backward: bool = setting(
         False,
-        "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers, "
-        "without clipping or accumulation; what is watched of gradients is left out",
+        "step each parameter as soon as its gradient is there, and free the gradient: the library's optimizers; "
+        "optimizer.clip_by and train.accumulate_in say how to clip and accumulate; what is watched of gradients is "
+        "left out",
+    )
+    accumulate_in: str | None = setting(
+        None,
+        "train.step_in_backward: what micro-batches are summed up in, two bytes a weight, rounded stochastically",
+        choices=("bfloat16",),
     )
     recompute: bool = setting(
         False, "model.pretrained: keep no activations inside a block, compute them once more in the backward pass"

@@ -143,9 +143,23 @@ REFUSED: dict[str, dict[str, str]] = {
         "one, not 'adamw' with model.storage 'float32'",
         f"optimizer.name=fisher {FP8} train.step_in_backward=true": "True needs an optimizer of the library that steps",
     },
-    "optimizer.grad_clip": {WITHIN: "1.0 can't be used with train.step_in_backward; give 0.0"},
+    "optimizer.grad_clip": {
+        WITHIN: "1.0 with train.step_in_backward needs optimizer.clip_by previous (by the norm of the step before, one "
+        "backward pass) or exact (two backward passes); or give 0"
+    },
+    "optimizer.clip_by": {
+        f"rule=stochastic {E4M3} optimizer.clip_by=exact": "'exact' needs train.step_in_backward, optimizer.grad_clip",
+        f"{WITHIN} optimizer.grad_clip=0 optimizer.clip_by=exact": "'exact' needs train.step_in_backward, optimizer",
+        f"{WITHIN} optimizer.clip_by=previous train.accumulation=2 train.accumulate_in=bfloat16": "'previous' needs",
+        f"{WITHIN} optimizer.clip_by=exact runtime.compile=true": "'exact' can't be used with runtime.compile, whose",
+    },
+    "train.accumulate_in": {
+        f"{WITHIN} optimizer.grad_clip=0 train.accumulate_in=bfloat16": "'bfloat16' needs train.step_in_backward and",
+        f"rule=stochastic {E4M3} train.accumulation=2 train.accumulate_in=bfloat16": "'bfloat16' needs train.step_in",
+    },
     "train.accumulation": {
-        f"{WITHIN} optimizer.grad_clip=0 train.accumulation=2": "2 can't be used with train.step_in_backward; give 1"
+        f"{WITHIN} optimizer.grad_clip=0 train.accumulation=2": "2 with train.step_in_backward needs "
+        "train.accumulate_in bfloat16 (a sum of two bytes a weight); or give 1"
     },
     "model.constrained": {"model.constrained=[attn]": "['attn'] needs model.constraint stiefel or sphere"},
     "optimizer.constrained_lr": {"optimizer.constrained_lr=0.5": "0.5 needs model.constraint stiefel or sphere"},
