@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 from scipy.stats import spearmanr
 
-from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.predictors import early_points
 from nanogpt_bench.report.results_file import read_export
 from nanogpt_bench.report.rows import find_reference, setting_of
 from nanogpt_bench.sweep.file import shipped_sweeps
+from nanogpt_bench.sweep.plan import baseline_of
 
 ROOT = Path(__file__).parent.parent
 

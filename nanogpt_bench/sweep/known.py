@@ -19,7 +19,7 @@ from nanogpt_bench.runs.environment import DECIDING, MINOR, differing, machine, 
 from nanogpt_bench.runs.load import Run
 from nanogpt_bench.setup.resolve import resolve
 from nanogpt_bench.setup.start import start_facts
-from nanogpt_bench.sweep.plan import PlannedPoint
+from nanogpt_bench.sweep.plan import PlannedRun
 from nanogpt_bench.system.errors import BenchError
 from nanogpt_bench.system.files import write_json, write_text
 
@@ -51,7 +51,7 @@ class Known:
                 raise BenchError(f"--from {str(path)!r}: {line}; its runs are not those that would be made here")
             self.notes |= dict.fromkeys(differing(run.environment, here, MINOR))
 
-    def write(self, planned: PlannedPoint, folder: Path) -> bool:
+    def write(self, planned: PlannedRun, folder: Path) -> bool:
         """Write the file's run of the same settings, text and first weights as that run's folder; False without one."""
         config = resolve(build_config(planned.settings))
         places = self._places.get(_settings(config), ())

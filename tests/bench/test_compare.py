@@ -16,16 +16,17 @@ import forked
 import pytest
 
 from nanogpt_bench.cli import main
-from nanogpt_bench.compare import pool as pool_module
-from nanogpt_bench.compare.demonstration import RELATIVE_COST, Demonstration
-from nanogpt_bench.compare.plan import choose_rows, longest_first, plan_runs
-from nanogpt_bench.compare.pool import Pool
 from nanogpt_bench.config.rules import RULES, Rule, available_rules
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.data import prepare_text
 from nanogpt_bench.report import build, report
 from nanogpt_bench.setup.resolve import resolve
+from nanogpt_bench.sweep import session
+from nanogpt_bench.sweep.comparison import Demonstration, choose_rows, plan_runs
+from nanogpt_bench.sweep.plan import RELATIVE_COST
 from nanogpt_bench.system.errors import BenchError
+from nanogpt_bench.workers import pool as pool_module
+from nanogpt_bench.workers.pool import Pool
 
 
 @pytest.fixture
@@ -125,11 +126,12 @@ def test_seeds_and_data_are_shared_by_all_rows():
     assert len({(config.train.batch_size, config.eval.seed, config.eval.interval) for config in configs}) == 1
 
 
-def test_the_longest_runs_start_first():
+def test_one_seed_of_every_row_comes_before_the_next_and_long_runs_before_short_ones():
     demonstration = Demonstration()
-    planned = plan_runs(demonstration.rows, demonstration, seeds=1, max_steps=5, data_dir=Path("c"))
-    costs = [planned[index].cost for index in longest_first(planned)]
-    assert costs == sorted(costs, reverse=True)
+    planned = plan_runs(demonstration.rows, demonstration, seeds=2, max_steps=5, data_dir=Path("c"))
+    turns = [(run.seed, -run.cost) for run in sorted(planned, key=session._turn)]
+    assert turns == sorted(turns)
+    assert turns[0] < turns[-1]
     assert set(RELATIVE_COST) <= set(RULES)
 
 

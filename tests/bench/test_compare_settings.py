@@ -20,13 +20,22 @@ ROWS = ["compare", "--formats", "E4M3", "--rules", "sgd,stochastic", "--out", "o
 def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function from a command line to the records of what it would have trained, by label."""
     records: list[Any] = []
+
+    class Planning(command.Session):
+        def train(self, planned: Any) -> bool:
+            records.append(planned)
+            for run in planned:
+                self._record.add(run)
+            self._record.write_manifest()
+            return True
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "_train", lambda record, *_: records.append(record))
-    monkeypatch.setattr(command, "_finish", lambda record, whole: 0)
+    monkeypatch.setattr(command, "Session", Planning)
+    monkeypatch.setattr(command, "close", lambda *_, **__: 0)
 
     def plan(*words: str) -> Any:
         assert main([*ROWS, *words]) == 0
-        return {run.label: run for run in records[-1].planned}
+        return {run.label: run for run in records[-1]}
 
     return plan
 

@@ -20,16 +20,15 @@ from small_runs import differences, traces
 
 from nanogpt_bench.cli import main
 from nanogpt_bench.commands.compare import compare
-from nanogpt_bench.compare import pool
-from nanogpt_bench.compare.demonstration import Demonstration
-from nanogpt_bench.compare.plan import plan_runs
 from nanogpt_bench.config.settings import build_config
 from nanogpt_bench.loop.train import run
 from nanogpt_bench.report import build
 from nanogpt_bench.runs.earlier import drop_checkpoints
+from nanogpt_bench.sweep.comparison import Demonstration, plan_runs
 from nanogpt_bench.sweep.file import read_sweep
 from nanogpt_bench.sweep.plan import plan_sweep
 from nanogpt_bench.system.signals import RESUMABLE
+from nanogpt_bench.workers import pool
 
 STEPS = 100
 SMALL = {
@@ -127,7 +126,7 @@ def test_an_interrupted_comparison_goes_on_and_ends_with_the_same_bits(interrupt
     first = (interrupted / "first.txt").read_text(encoding="utf-8").splitlines()
     command = f"nanogpt-bench compare --data.dir {small_corpus} --max-steps {STEPS} --seeds 1 --out out"
     assert [line for line in first if line.startswith("to go on: ")] == [f"to go on: {command}"]
-    assert "runs left: 2; ended before: 1" in said(interrupted / "again")
+    assert "2 runs, 1 done before" in said(interrupted / "again")
 
 
 def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_corpus: Path) -> None:
@@ -136,7 +135,7 @@ def test_a_finished_comparison_is_only_reported_again(interrupted: Path, small_c
     expected = table(out)
     (out / "results.csv").unlink()
     assert finish(start(interrupted / "again", comparison(small_corpus))) == 0
-    assert said(interrupted / "again").splitlines()[0] == "all runs of out have ended; its report is written again"
+    assert said(interrupted / "again").splitlines()[0] == "all runs of out have ended; nothing is trained"
     assert "running" not in said(interrupted / "again")
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert table(out) == expected

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanogpt_bench.compare import pool as pool_module
 from nanogpt_bench.report import build
+from nanogpt_bench.workers import pool as pool_module
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to find sweep_runs.py
 

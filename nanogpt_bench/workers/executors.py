@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nanogpt_bench.compare.executor import Executor
-from nanogpt_bench.compare.pool import Local
-from nanogpt_bench.compare.ray_cluster import RayCluster
 from nanogpt_bench.system.errors import BenchError, unknown
+from nanogpt_bench.workers.executor import Executor
+from nanogpt_bench.workers.pool import Local
+from nanogpt_bench.workers.ray_cluster import RayCluster
 
 EXECUTORS = ("local", "ray")
 

@@ -1,6 +1,6 @@
 """A worker process: reads jobs from standard input, trains, and reports on standard output, a JSON object a line.
 
-Started as `python -m nanogpt_bench.compare.worker` and used for one run after another, so that importing torch is
+Started as `python -m nanogpt_bench.workers.worker` and used for one run after another, so that importing torch is
 paid once. A job is {"settings": {dotted key: value}, "run_dir": path, "argv": [...], "resume": bool}; the answers are
 {"kind": "progress", ...} while it trains and {"kind": "done"} or {"kind": "failed", "error": {...}} at its end.
 """

@@ -1,7 +1,8 @@
-"""What the terminal shows while runs go on: a live table, or plain lines where there is no terminal."""
+"""What the terminal shows while runs go on: a live table, or plain lines where there is none, and the time left."""
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanogpt_bench.compare.plan import PlannedRun
-from nanogpt_bench.compare.pool import Event
-from nanogpt_bench.compare.remaining import Work, seconds_left
 from nanogpt_bench.system.errors import printable
 from nanogpt_bench.system.words import counted, rough_time
+from nanogpt_bench.workers.pool import Event
 
 #: of a list that is said line by line
 MOST_LINES = 10
@@ -47,10 +46,8 @@ class Entry:
 class Board:
     """Follows the events of a pool and shows them; a context manager, since a live table has to be left properly."""
 
-    def __init__(self, planned: Sequence[PlannedRun], console: Console, workers: int = 1) -> None:
-        several = len({run.seed for run in planned}) > 1
-        names = [f"{run.label} · seed {run.seed}" if several else run.label for run in planned]
-        self.entries = [Entry(name, run.lr, size=run.cost) for name, run in zip(names, planned, strict=True)]
+    def __init__(self, console: Console, workers: int = 1) -> None:
+        self.entries: list[Entry] = []
         #: how many runs train at a time
         self.workers = workers
         #: the sizes of runs that will be added, as far as they can be foreseen
@@ -192,3 +189,44 @@ def _line(entry: Entry) -> str:
 def number(value: float | None, spec: str) -> str:
     """The number in that format, or a dash when there is none yet."""
     return "-" if value is None else format(value, spec)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run as far as it is known: its size beside the others', and what has been done of it in how many seconds."""
+
+    #: of the whole run, in any unit that all runs share
+    size: float = 1.0
+    #: share of its steps that are over
+    done: float = 0.0
+    #: that they took
+    seconds: float = 0.0
+    running: bool = False
+    ended: bool = False
+
+
+def seconds_left(runs: Sequence[Work], workers: int) -> float | None:
+    """Return about how many seconds `workers` need for what is left, None before the first step of any run.
+
+    A run that goes on keeps its own pace. One that waits takes its size times the mean seconds a unit of all that has
+    been done, on the worker that is free first, the largest ones first.
+
+    >>> first, second = Work(done=1.0, seconds=60.0, ended=True), Work(done=0.5, seconds=40.0, running=True)
+    >>> seconds_left([first, second, Work()], workers=1), seconds_left([Work()], workers=1)
+    (106.66666666666667, None)
+    """
+    done = sum(run.size * run.done for run in runs)
+    if done <= 0.0:
+        return None
+    pace = sum(run.seconds for run in runs if run.done > 0.0) / done
+    free = [_rest(run, pace) for run in runs if run.running and not run.ended]
+    free += [0.0] * (workers - len(free))
+    heapq.heapify(free)
+    waiting = (run.size for run in runs if not (run.running or run.ended))
+    for size in sorted(waiting, reverse=True):
+        heapq.heapreplace(free, free[0] + size * pace)
+    return max(free)
+
+
+def _rest(run: Work, pace: float) -> float:
+    return run.seconds / run.done * (1.0 - run.done) if run.done > 0.0 else run.size * pace

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
 
-from nanogpt_bench.compare import cores
-from nanogpt_bench.compare.executor import AnyWorker, Executor, Messages
+from nanogpt_bench.workers import cores
+from nanogpt_bench.workers.executor import AnyWorker, Executor, Messages
 
-WORKER = (sys.executable, "-m", "nanogpt_bench.compare.worker")
+WORKER = (sys.executable, "-m", "nanogpt_bench.workers.worker")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 #: after which a worker that has nothing to save, or was left by an error, is killed
 SECONDS_TO_STOP = 10.0

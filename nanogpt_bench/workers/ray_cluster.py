@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanogpt_bench.compare.cores import cores
-from nanogpt_bench.compare.executor import Messages
-from nanogpt_bench.compare.pool import SECONDS_TO_STOP, Worker
 from nanogpt_bench.system.errors import BenchError, one_line, shortened
+from nanogpt_bench.workers.cores import cores
+from nanogpt_bench.workers.executor import Messages
+from nanogpt_bench.workers.pool import SECONDS_TO_STOP, Worker
 
 #: how long a node may take to start its first process
 SECONDS_TO_START = 120.0
