@@ -46,15 +46,6 @@ def test_a_planned_sweep_has_results_or_is_listed_with_its_command(sweep: str) -
     assert (sweep in left_out) != path.exists()
 
 
-def test_the_results_page_is_short_and_leads_to_every_other() -> None:
-    """One table, one figure, at most 150 lines; the rest is a click away."""
-    page = PAGES["study"]
-    assert len(page.splitlines()) <= 150
-    assert re.findall(r"<!-- table: ([\w-]+) -->", page) == ["study-found"]
-    assert len(re.findall(r"!\[[^]]*\]\(", page)) == 1
-    assert set(re.findall(r"\]\((study-[\w-]+)\.md", page)) == PAGES.keys() - {"study"}
-
-
 def test_what_was_announced_is_frozen() -> None:
     """Amendments keep their words; newer ones come after them."""
     entries = PAGES["study-amendments"].partition("<!-- frozen -->\n\n")[2][:CHARACTERS]

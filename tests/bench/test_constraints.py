@@ -196,8 +196,6 @@ REFUSED = {
         **dict.fromkeys(SHARDED_OFF, False),
         "train__parallel": "fsdp",
     },
-    r"train.parallel: 'ddp' can't be used with model.constraint": {"train__parallel": "ddp"},
-    r"model.constraint: 'stifel' is not known; did you mean 'stiefel'\?": {"model__constraint": "stifel"},
 }
 
 

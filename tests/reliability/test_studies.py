@@ -229,42 +229,27 @@ def test_a_run_whose_worker_is_killed_is_left_for_the_same_command(small_corpus:
     assert differences(traces(tmp_path / first.name), traces(out / first.name)) == []
 
 
-def test_a_point_whose_worker_is_killed_is_left_for_the_same_command(small_corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [True, False], ids=["its worker is killed", "a signal"])
+def test_a_point_that_was_ended_from_outside_goes_on_with_the_same_command(
+    killed: bool, small_corpus: Path, tmp_path: Path
+) -> None:
     settings = {**SMALL, "data.dir": str(small_corpus), "rule": "stochastic", "runtime.threads": 1}
-    settings |= {"train.max_steps": STEPS, "checkpoint.every": 5, **IN_BACKWARD}
+    settings |= {"train.max_steps": STEPS} | ({"checkpoint.every": 5, **IN_BACKWARD} if killed else {})
     path = tmp_path / "my.yaml"
     path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
     (point,) = plan_sweep(read_sweep(path))
     words, run_dir = ["sweep", str(path), "--out", "out", "--workers", "1"], tmp_path / "out" / point.name
     pid = start(tmp_path, lambda: main(words))
-    kill_worker_in(pid, run_dir)
-    assert finish(pid) == 1, said(tmp_path)
-    assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
-    assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
+    if killed:
+        kill_worker_in(pid, run_dir)
+        assert finish(pid) == 1, said(tmp_path)
+        assert "runs not brought to their end: 1; the same command goes on with them" in said(tmp_path)
+        assert [entry["ended"] for entry in read_json(tmp_path / "out" / "sweep.json")["runs"]] == [False]
+    else:
+        assert interrupt_in(pid, run_dir / "metrics.jsonl") == RESUMABLE, said(tmp_path)
+        assert read_json(run_dir / "summary.json")["status"] == "stopped"
     assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
-    assert 5 <= taken_up_at(run_dir)[0] < STEPS
-    run(build_config(point.settings), tmp_path / "whole" / point.name)
-    assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
-
-
-def test_an_interrupted_sweep_goes_on_from_the_points_checkpoint(small_corpus: Path, tmp_path: Path) -> None:
-    settings = {
-        **SMALL,
-        "data.dir": str(small_corpus),
-        "rule": "stochastic",
-        "train.max_steps": STEPS,
-        "runtime.threads": 1,
-    }
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump({"settings": settings, "axes": {"model.format": ["E4M3"]}}))
-    (point,) = plan_sweep(read_sweep(path))
-    words = ["sweep", str(path), "--out", "out", "--workers", "1"]
-    pid = start(tmp_path, lambda: main(words))
-    run_dir = tmp_path / "out" / point.name
-    assert interrupt_in(pid, run_dir / "metrics.jsonl") == RESUMABLE, said(tmp_path)
-    assert read_json(run_dir / "summary.json")["status"] == "stopped"
-    assert finish(start(tmp_path, lambda: main(words))) == 0, said(tmp_path)
-    assert 30 <= taken_up_at(run_dir)[0] < STEPS
+    assert (5 if killed else 30) <= taken_up_at(run_dir)[0] < STEPS
     run(build_config(point.settings), tmp_path / "whole" / point.name)
     assert differences(traces(tmp_path / "whole" / point.name), traces(run_dir)) == []
 
