@@ -1,4 +1,4 @@
-"""What an earlier start left of a run: whether it came to its end, and what becomes of its folder if it did not."""
+"""The remains of a run from an earlier start: whether it came to its end, and its folder if it did not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ AS_ASKED = ("plateau", "time")
 
 
 def has_ended(summary: Mapping[str, Any]) -> bool:
-    """Whether a summary tells of an end that the training itself brought about, so that nothing is left to do.
+    """Return whether a summary is of a run that the training itself ended, so that nothing is left to do.
 
     A run that was ended from outside, or whose summary is not there ({}), is to be tried again.
 

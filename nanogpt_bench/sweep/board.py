@@ -1,4 +1,4 @@
-"""What the terminal shows while runs go on: a live table, or plain lines where there is none, and the time left."""
+"""The terminal while runs train: a live table, or plain lines where there is no terminal, and the time left."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from nanogpt_bench.system.errors import printable
 from nanogpt_bench.system.words import counted, rough_time
 from nanogpt_bench.workers.pool import Event
 
-#: of a list that is said line by line
+#: most lines of a printed list
 MOST_LINES = 10
-#: after which the first estimate of the time left is printed where there is no terminal, and between two of them at
-#: least; in long ones a share of the time that has passed
+#: seconds before the first estimate of the time left, and between two estimates, where there is no terminal; in long
+#: runs two estimates are this share of the elapsed time apart
 FIRST_ESTIMATE, NEXT_ESTIMATE, ESTIMATE_SHARE = 20.0, 60.0, 1 / 6
 ENDED = ("done", "failed")
 #: columns that are left out while no run has them
@@ -38,7 +38,7 @@ class Entry:
     lr: float | None = None
     state: str = "waiting"
     note: str = ""
-    #: of the whole run, beside the others'
+    #: size of the whole run, in the unit of the other runs
     size: float = 1.0
     progress: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,9 +48,9 @@ class Board:
 
     def __init__(self, console: Console, workers: int = 1) -> None:
         self.entries: list[Entry] = []
-        #: how many runs train at a time
+        #: number of runs that train at a time
         self.workers = workers
-        #: the sizes of runs that will be added, as far as they can be foreseen
+        #: sizes of the runs that will be added, as far as they are known
         self.to_come: Callable[[], Sequence[float]] = lambda: ()
         self._console = console
         self._next_estimate = FIRST_ESTIMATE
@@ -87,7 +87,7 @@ class Board:
         return time.monotonic() - self._begun
 
     def show(self, event: Event) -> None:
-        """Take an event in and bring the display up to date."""
+        """Apply an event, and update the display."""
         if event.job is not None:
             entry = self.entries[event.job]
             validated = event.data.get("val_loss") != entry.progress.get("val_loss")
@@ -195,11 +195,11 @@ def number(value: float | None, spec: str) -> str:
 class Work:
     """One run as far as it is known: its size beside the others', and what has been done of it in how many seconds."""
 
-    #: of the whole run, in any unit that all runs share
+    #: size of the whole run, in a unit that all runs share
     size: float = 1.0
-    #: share of its steps that are over
+    #: share of its steps that have been taken
     done: float = 0.0
-    #: that they took
+    #: seconds that these steps took
     seconds: float = 0.0
     running: bool = False
     ended: bool = False

@@ -21,7 +21,7 @@ from nanogpt_bench.system.lock import is_unused
 from nanogpt_bench.system.untrusted import read_json
 
 MANIFEST = "compare.json"
-#: where the corpus lies changes no number; which one it is, its digests say
+#: the place of the corpus, which changes no number: its digests identify it
 _PLACE = "data.dir"
 
 
@@ -116,7 +116,10 @@ class ComparisonRecord(Record):
 
 @dataclass(frozen=True)
 class Earlier:
-    """What compare.json says was asked for, run by run, and the corpus's digests; None before it was prepared."""
+    """The earlier start that compare.json records: its options, the settings of its runs, the digests of its corpus.
+
+    The digests are None before the corpus was prepared.
+    """
 
     asked: Mapping[str, Any]
     settings: Mapping[str, Mapping[str, Any]]

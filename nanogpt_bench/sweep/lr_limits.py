@@ -108,7 +108,7 @@ class Search:
         return self.tried[lr]
 
     def learn(self, run: PlannedRun, summary: Mapping[str, Any]) -> None:
-        """Take in how a run ended."""
+        """Record how a run ended."""
         self.stable[run.axes[KEY]] = is_stable(summary, self.options.tolerance)
 
 

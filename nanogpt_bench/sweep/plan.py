@@ -43,7 +43,7 @@ RELATIVE_COST = {
     "momentum": 1.4,
     "master": 1.2,
 }
-#: of a comparison or a sweep: to check the settings of that many takes a minute, its page many megabytes
+#: most runs of a comparison or a sweep: checking their settings takes a minute, and their page has many megabytes
 MOST_RUNS = 10_000
 
 
@@ -70,7 +70,7 @@ class PlannedRun:
     settings: dict[str, Any]
     #: the point of a sweep's axes that it trains at
     axes: Mapping[str, Any] = field(default_factory=dict)
-    #: whether it is no row of the table: it helps to choose the settings of those that are
+    #: True for a run that is no row of the table, only a trial for the settings of rows
     aside: bool = field(default=False, kw_only=True)
 
     @property
@@ -81,7 +81,7 @@ class PlannedRun:
 
     @property
     def cost(self) -> float:
-        """How long the run takes beside the others: its sequences, times the seconds a step of its rule takes."""
+        """The relative duration of the run: its sequences times the relative seconds a step of its rule."""
         train = (self.settings.get(f"train.{key}") or 1 for key in ("max_steps", "batch_size", "accumulation"))
         return RELATIVE_COST.get(self.rule, 1.0) * math.prod(train)
 
@@ -234,7 +234,7 @@ def _without_formats(base: Mapping[str, Any], point: Mapping[str, Any]) -> Point
 
 
 def applies(key: str, value: Any, rule: Rule) -> bool:
-    """Whether a setting means something under a rule.
+    """Return whether a setting means something under a rule.
 
     >>> applies("optimizer.momentum", 0.9, RULES["sgd"]), applies("optimizer.momentum", 0.9, RULES["fp32"])
     (True, False)

@@ -45,7 +45,7 @@ class Record(ABC):
         self.known: list[Known] = []
         #: names of runs that an earlier start brought to their end
         self.ended_before: set[str] = set()
-        #: why runs that an earlier start had brought to an end are to be done again, by name
+        #: reason, by name, for training again a run that an earlier start had brought to an end
         self.again: dict[str, str] = {}
         self._ended: dict[str, bool] = {}
         self._resumed: set[str] = set()
@@ -91,7 +91,7 @@ class Record(ABC):
         return self._ended[run.name]
 
     def resumes(self, run: PlannedRun) -> bool:
-        """Whether a run that was added goes on from a checkpoint."""
+        """Return whether an added run resumes from a checkpoint."""
         return run.name in self._resumed
 
     def run_dir(self, run: PlannedRun) -> Path:
@@ -103,13 +103,13 @@ class Record(ABC):
         return summary_of(self.run_dir(run))
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Note that a run has come to its end, with the error of one that could not write its own summary."""
+        """Record the end of a run, with the error of one that could not write its own summary."""
         if error is not None:
             self.note_failure(run, error)
         self._read(run)
 
     def ended(self, run: PlannedRun) -> bool:
-        """Whether a run has come to its own end, as one that was ended from outside has not."""
+        """Return whether a run came to its own end; one that was ended from outside did not."""
         return self._ended[run.name]
 
     def left(self) -> list[PlannedRun]:
@@ -117,7 +117,7 @@ class Record(ABC):
         return [run for run in self.planned if not has_ended(self.summary(run))]
 
     def interrupt(self) -> None:
-        """Note where the runs stand once all workers have stopped, those included whose end was not yet reported."""
+        """Record the state of every run once all workers have stopped, whether or not its end was reported."""
         for run in self.planned:
             if not self.ended(run):
                 self._read(run)
@@ -158,7 +158,7 @@ class Record(ABC):
         return write_report(rows, self.folder, title=self.title, facts=facts, baseline=self.baseline, running=running)
 
     def facts(self, rows: Sequence[Row]) -> dict[str, str]:
-        """What the report says of the whole: the command, the machine, the date, and what its runs share."""
+        """The facts at the head of the report: command, machine, date, and what its runs share."""
         own = {"Command": command_line(), "Machine": platform.platform(), "Date": self.started.strftime(DATE)}
         return (
             own | facts_of([run for row in rows for run in row.runs]) | {"Command": own["Command"], "Date": own["Date"]}

@@ -170,7 +170,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _status(record: SweepRecord, runs: Sequence[PlannedRun]) -> str | None:
-    """How the cell's runs ended, by the failure's kind where there is one; null when all finished."""
+    """The end of the cell's runs: the kind of the failure where there is one, None when all finished."""
     ends = []
     for run in runs:
         summary = record.summary(run)

@@ -22,7 +22,7 @@ from nanogpt_bench.workers.cores import divide, threads_asked
 from nanogpt_bench.workers.executor import Executor
 from nanogpt_bench.workers.pool import Event, Local, Pool
 
-#: told of a run that has ended, gives the runs that follow from it
+#: called with a run that has ended; returns the runs that follow from it
 OnEnd = Callable[[PlannedRun], Iterable[PlannedRun]]
 
 
@@ -143,7 +143,7 @@ class Session:
 
 
 def _turn(run: PlannedRun) -> tuple[bool, int, float]:
-    """What others wait for first, one seed of every row before the next seed, and long runs before short ones."""
+    """The order of runs: trials, then one seed of every row before the next seed, and long runs before short ones."""
     return (not run.aside, run.seed, -run.cost)
 
 

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 MANIFEST = "sweep.json"
 TABLE = "runs.csv"
-#: what is told of a run, from its summary.json
+#: figures of a run, from its summary.json
 OUTCOMES = (
     *("status", "steps", "final_val_loss", "best_val_loss", "first_val_loss", "bytes_per_parameter", "stall"),
     *("arrived", "tokens_per_s", "seconds"),
 )
-#: and what was found beside the loss
+#: figures beside the loss
 _BESIDE = tuple(metric.figure for metric in BESIDE_LOSS)
 
 
@@ -52,8 +52,7 @@ class SweepRecord(Record):
         self.mode = mode
         self._before = self._entries_of_before()
         self.ended_before = {name for name, entry in self._before.items() if entry.get("ended")}
-        #: what sweep.json says of every run that was added; the figures of one that has ended stay, whatever becomes
-        #: of its folder
+        #: entry in sweep.json of every added run; the figures of an ended run stay even if its folder is removed
         self._entries: dict[str, dict[str, Any]] = {}
 
     def _entries_of_before(self) -> dict[str, dict[str, Any]]:
@@ -93,7 +92,7 @@ class SweepRecord(Record):
         self._entries[run.name] = self._entry(run, summary)
 
     def end(self, run: PlannedRun, error: Mapping[str, Any] | None = None) -> None:
-        """Note that a run has come to its end, in sweep.json too."""
+        """Record the end of a run, and write sweep.json."""
         super().end(run, error)
         self.write_manifest()
 
@@ -109,7 +108,7 @@ class SweepRecord(Record):
         write_text(self.folder / TABLE, self._table())
 
     def _entry(self, run: PlannedRun, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """What sweep.json says of a run; without an end of its own, what an earlier start had found."""
+        """The entry of a run in sweep.json; before its end the figures that an earlier start had found."""
         return {
             "name": run.name,
             "label": run.label,
@@ -139,7 +138,7 @@ class SweepRecord(Record):
 
 
 def _outcome(summary: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """How a run ended: by its summary, or by the entry of an earlier sweep.json while it is done once more."""
+    """The figures of a run: from its summary, or from an earlier sweep.json while it is trained again."""
     keys = (*OUTCOMES, "failure", "failures")
     found = before.get("status") in ("finished", "stopped") or before.get("failure") in OF_TRAINING
     if not has_ended(summary) and (found or summary.get("status") != "failed"):

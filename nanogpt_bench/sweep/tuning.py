@@ -48,7 +48,7 @@ class Search:
     def __post_init__(self) -> None:
         config = resolve(build_config(self.start.settings))
         first = {key: self.options.start.get(key, get(config, key)) for key in self.options.keys}
-        #: what each key begins with; a rule that has no such key does without it
+        #: first value of each key that the rule has
         self.first = {key: value for key, value in first.items() if get(config, key) is not None}
         if not self.first:
             raise BenchError(f"tune.keys: {self.start.label} has none of {', '.join(self.options.keys)}")
@@ -58,7 +58,7 @@ class Search:
 
     @property
     def reach(self) -> int:
-        """How many half steps a key may go from its start."""
+        """The most half steps of a key from its start."""
         return FULL * math.floor(math.log(self.options.span) / math.log(self.options.factor) + 1e-9)
 
     def values(self, place: Place) -> dict[str, float]:
@@ -92,7 +92,7 @@ class Search:
         return replace(run, name=f"{TRIALS}/{run.name}", aside=True)
 
     def ends(self, run: PlannedRun, loss_of: Callable[[PlannedRun], float | None]) -> bool:
-        """Take in that a run has ended; whether it was the last one of its round."""
+        """Record the end of a run; returns whether it was the last of its round."""
         self.pending.discard(run.name)
         if self.pending:
             return False
@@ -109,7 +109,7 @@ class Search:
 
     @property
     def runs_to_come(self) -> int:
-        """How many trials will still be planned at least: those of the half steps."""
+        """The least number of trials that will still be planned: those of the half steps."""
         return 0 if not self.pending else 2 * len(self.first) * len(self.options.seeds)
 
 
@@ -127,7 +127,7 @@ class Tuning:
         self.sweep, self.tune, self.confirm, self._record = sweep, sweep.tune, sweep.confirm, record
         self.searches: list[Search] = []
         self._by_name: dict[str, Search] = {}
-        #: told of every search that is over
+        #: called with a line about every search that is over
         self.say: Callable[[str], None] = lambda _: None
         for base, point in _combinations(sweep):
             self._add(base, point)
@@ -282,7 +282,7 @@ def _check(sweep: SweepFile, tune: Tune) -> None:
 
 
 def _found(search: Search) -> str:
-    """What a search found, in a line."""
+    """The result of a search, in a line."""
     runs = sum(len(runs) for runs in search.trials.values())
     if search.best is None:
         return f"{search.start.label}: no trial of {runs} came to its end with a loss"

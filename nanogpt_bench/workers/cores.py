@@ -1,4 +1,4 @@
-"""How many runs train at a time, and with how many threads each: no more of either than there are cores for."""
+"""The number of runs at a time and of threads each, neither more than the cores take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the workers of a comparison or a sweep run: as processes of this machine, or in a Ray cluster."""
+"""The executors by name: processes of this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXECUTORS = ("local", "ray")
 
 
 def check_executor(name: str, address: str | None) -> None:
-    """Refuse an executor that there is not, and an address that means nothing to it.
+    """Refuse an unknown executor, and an address without ray.
 
     Raises:
         BenchError: says so.

@@ -75,7 +75,7 @@ def _serve(job: dict[str, Any], answers: TextIO) -> None:
 
 
 def _answer(summary: dict[str, Any]) -> dict[str, Any]:
-    """What became of a run that no signal ended; one that the disk ended goes on when it is started again."""
+    """The answer for a run that no signal ended.  A full disk is a failure, and the run resumes at the next start."""
     ended = summary["stop"] or {}
     return {"kind": "failed", "error": ended} if ended.get("kind") == "disk" else {"kind": "done"}
 
