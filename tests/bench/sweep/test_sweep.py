@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -279,6 +280,7 @@ def test_the_runs_of_a_sweep_get_the_threads_asked_for(write, monkeypatch, capsy
     path.write_text(path.read_text().replace("runtime.threads: 1\n", ""))
     assert main(["sweep", str(path), "--out", "out", "--workers", "1"]) == 0
     assert "1 at a time, 2 threads each" in capsys.readouterr().err
+    assert json.loads(next(Path("out").glob("*/summary.json")).read_text())["threads"] == 2
 
 
 @pytest.mark.parametrize(
