@@ -21,11 +21,11 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nanogpt_bench.compare.plan import baseline_of
 from nanogpt_bench.report.results import MARK, Result, difference_text, measure
 from nanogpt_bench.report.results_file import Exported, read_export
 from nanogpt_bench.report.rows import Row, find_reference, references_of, row_label, shortfall
 from nanogpt_bench.report.tables import format_figure, format_rates, tuning_table
+from nanogpt_bench.sweep.plan import baseline_of
 
 FOLDER = Path(__file__).parent / "measured" / "study"
 #: by the last part of `data.dir`

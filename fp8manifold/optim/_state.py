@@ -279,7 +279,7 @@ def content_word(x: Tensor, key: tuple[int, int, int], offset: int = 0) -> int:
 def rows_of_state(state_dict: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's whole state as one of its sharded parameters: what their ``load_state_dict`` takes.
 
-    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: averages with
+    What has a row for each of the parameter's is cut, as :func:`~fp8manifold.distributed.rows_of` does: moments with
     the magnitudes of their blocks, and residuals.  Counts, and what belongs to a parameter that is not sharded, stay as
     they are.
 

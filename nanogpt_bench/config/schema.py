@@ -68,7 +68,7 @@ MOMENTS = ("float32", "bfloat16", "8bit")
 #: how the random draws of one weight follow each other, step by step
 DRAWS = ("independent", "dither")
 SCHEDULES = ("cosine", "trapezoid", "constant", "linear", "step")
-#: courses of an option from its value at the first step to that at the last
+#: schedules of an option from its value at the first step to that at the last
 COURSES = ("linear", "cosine", "step")
 PRECISIONS = ("float32", "bf16-mixed", "bf16-pure")
 STOPS = ("nan", "divergence", "plateau")
@@ -312,13 +312,13 @@ class OptimizerConfig:
         None, "the same five: k at the last step, reached linearly; null: k stays", minimum=0.0, maximum=4.0
     )
     stiffness_schedule: str | None = setting(
-        None, "the same five: course of k to stiffness_end; null: linear", choices=COURSES
+        None, "the same five: schedule of k to stiffness_end; null: linear", choices=COURSES
     )
     weight_decay_end: float | None = setting(
         None, "weight_decay at the last step, by weight_decay_schedule; null: it stays", minimum=0.0
     )
     weight_decay_schedule: str | None = setting(
-        None, "course of weight_decay to weight_decay_end; null: linear", choices=COURSES
+        None, "schedule of weight_decay to weight_decay_end; null: linear", choices=COURSES
     )
     representation: str | None = setting(
         None, "fisher: what is kept of a layer's Fisher matrix; null: kfac", choices=("diagonal", "kfac", "ekfac")
@@ -347,7 +347,7 @@ class OptimizerConfig:
     )
     schedule: str = setting(
         "cosine",
-        "course of the learning rate after the warm-up: to min_lr_ratio, or none",
+        "schedule of the learning rate after the warm-up: to min_lr_ratio, or none",
         choices=SCHEDULES,
         of_rule=False,
     )
